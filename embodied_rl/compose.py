@@ -1,0 +1,81 @@
+"""Composing configurations with Hydra, and saying in one line what is wrong with an override."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from embodied_rl.config import TrainConfig, group_names
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.paths import configs_dir
+
+_PASSED_TO_HYDRA = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--multirun", "-m", "--shell-completion", "-sc", "--config-dir", "-cd")
+
+
+def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose ``configs/<name>.yaml`` with overrides, as the command line does, into plain values.
+
+    Raises:
+        UserError: naming the key or choice that is not known, and the nearest one.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+            composed = compose(name, overrides=list(overrides))
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error, name)) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def load_train_config(overrides: Sequence[str]) -> TrainConfig:
+    """The configuration that ``python -m embodied_rl.train OVERRIDES`` would run. Raises UserError."""
+    return TrainConfig.from_dict(compose_config("train", overrides))
+
+
+def check_overrides(name: str, arguments: Sequence[str]) -> None:
+    """Compose once before Hydra does, so that mistakes are told in our words. Raises UserError.
+
+    Left to Hydra: its own flags, and sweeps, whose overrides are not single values.
+    """
+    if any(argument.split("=", 1)[0] in _PASSED_TO_HYDRA for argument in arguments):
+        return
+    plain = compose_config(name, [argument for argument in arguments if not argument.startswith("--")])
+    if name == "train":
+        TrainConfig.from_dict(plain)
+
+
+def _explain(error: Exception, name: str) -> str:
+    text = str(error)
+    choice = re.search(r"Could not find '([\w-]+)/([^']*)'", text) or re.search(r"In '[^']*': Could not find '([\w-]+)/([^']*)'", text)
+    if choice:
+        group, value = choice.groups()
+        kind = {"sim": "Simulator"}.get(group, group.capitalize())
+        return f"{kind} '{value}' is not known.{did_you_mean(value, group_names(group))}"
+    key = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
+    if key:
+        return _unknown_key(key.group(1), name)
+    return f"The configuration cannot be composed: {' '.join(text.split())}"
+
+
+def _unknown_key(key: str, name: str) -> str:
+    """Which part of a dotted key exists, and what lies there."""
+    here: Any = compose_config(name, [])
+    walked: list[str] = []
+    for part in key.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            break
+        here = here[part]
+        walked.append(part)
+    place = f"in '{'.'.join(walked)}' " if walked else ""
+    missing = key.split(".")[len(walked)] if len(walked) < len(key.split(".")) else key
+    choices = [str(choice) for choice in here] if isinstance(here, Mapping) else []
+    return f"Configuration key '{key}' is not known: {place}there is no '{missing}'.{did_you_mean(missing, choices)}"

@@ -1,0 +1,333 @@
+"""Typed configuration, validated once, here; nothing below this room knows OmegaConf.
+
+Every field is checked for its type and range when the configuration is built; an unknown key, a wrong type or an
+impossible combination is one `UserError` line with the choices. Derived quantities are properties.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from embodied_rl.errors import UserError, did_you_mean
+
+
+def _require(condition: bool, where: str, rule: str, got: Any) -> None:
+    if not condition:
+        raise UserError(f"{where} must be {rule}, got {got!r}.")
+
+
+@dataclass(frozen=True)
+class SimConfig:
+    """One simulator task and how its processes run."""
+
+    name: str
+    target: str
+    """``package.module:Attribute`` of a SimEnv, gymnasium.Env or VectorEnv factory."""
+    task: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the target."""
+    extra: str | None = None
+    """Which extra of the package brings the simulator."""
+    num_slots: int = 16
+    num_workers: int | None = None
+    """Processes; null: as many as there are cores, at most one per slot."""
+    pipeline_groups: int = 2
+    """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another."""
+    max_episode_steps: int | None = None
+    """Truncate after this many steps; null: what the simulator says."""
+    success_ends_episode: bool = False
+    """End an episode (as truncated) at its first success."""
+    step_timeout_s: float = 60.0
+    start_timeout_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        _require(self.num_slots >= 1, "sim.num_slots", ">= 1", self.num_slots)
+        _require(self.num_workers is None or self.num_workers >= 1, "sim.num_workers", ">= 1 or null", self.num_workers)
+        _require(self.num_workers is None or self.num_workers <= self.num_slots, "sim.num_workers", f"<= sim.num_slots ({self.num_slots})", self.num_workers)
+        _require(1 <= self.pipeline_groups <= self.num_slots, "sim.pipeline_groups", f"between 1 and sim.num_slots ({self.num_slots})", self.pipeline_groups)
+        _require(self.max_episode_steps is None or self.max_episode_steps >= 1, "sim.max_episode_steps", ">= 1 or null", self.max_episode_steps)
+        _require(self.step_timeout_s > 0, "sim.step_timeout_s", "> 0", self.step_timeout_s)
+        _require(self.start_timeout_s > 0, "sim.start_timeout_s", "> 0", self.start_timeout_s)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> SimConfig:
+        """Build and validate. Raises UserError naming the key, the value and the choices."""
+        return _build(SimConfig, data, "sim")
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """An actor-critic over a flat state or an image."""
+
+    name: str = "actor_critic"
+    encoder: Literal["mlp", "cnn"] = "mlp"
+    observation_key: str = "state"
+    """Which part of the observation the policy reads: 'state', or 'rgb' for the CNN."""
+    hidden_sizes: tuple[int, ...] = (256, 256)
+    activation: Literal["tanh", "relu", "elu"] = "tanh"
+    distribution: Literal["gaussian", "squashed"] = "gaussian"
+    """For continuous actions; discrete ones are always categorical."""
+    init_log_std: float = -0.5
+    normalize_observation: bool = False
+    observation_clip: float = 10.0
+    cnn_channels: tuple[int, ...] = (32, 64, 64)
+
+    def __post_init__(self) -> None:
+        _require(all(size >= 1 for size in self.hidden_sizes), "policy.hidden_sizes", "positive", self.hidden_sizes)
+        _require(all(size >= 1 for size in self.cnn_channels), "policy.cnn_channels", "positive", self.cnn_channels)
+        _require(self.observation_clip > 0, "policy.observation_clip", "> 0", self.observation_clip)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """PPO (Schulman et al. 2017) with GAE (Schulman et al. 2016)."""
+
+    name: str = "ppo"
+    rollout_steps: int = 64
+    """T: steps of every slot between two updates."""
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    num_epochs: int = 10
+    minibatch_size: int = 256
+    learning_rate: float = 3e-4
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    adam_eps: float = 1e-5
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """c > 1 of dual-clip PPO (Ye et al. 2020); null: off."""
+    value_clip: float | None = None
+    value_coef: float = 0.5
+    entropy_coef: float = 0.0
+    max_grad_norm: float = 0.5
+    target_kl: float | None = None
+    """Stop an update's epochs when the approximate KL divergence to the acting policy exceeds this; null: never."""
+    normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
+    normalize_reward: bool = False
+    """Divide rewards by the running standard deviation of the discounted return."""
+    reward_clip: float = 10.0
+
+    def __post_init__(self) -> None:
+        _require(self.rollout_steps >= 1, "algorithm.rollout_steps", ">= 1", self.rollout_steps)
+        _require(0.0 <= self.gamma <= 1.0, "algorithm.gamma", "between 0 and 1", self.gamma)
+        _require(0.0 <= self.gae_lambda <= 1.0, "algorithm.gae_lambda", "between 0 and 1", self.gae_lambda)
+        _require(self.num_epochs >= 1, "algorithm.num_epochs", ">= 1", self.num_epochs)
+        _require(self.minibatch_size >= 2, "algorithm.minibatch_size", ">= 2", self.minibatch_size)
+        _require(self.learning_rate > 0, "algorithm.learning_rate", "> 0", self.learning_rate)
+        _require(self.adam_eps > 0, "algorithm.adam_eps", "> 0", self.adam_eps)
+        _require(0.0 < self.clip_low < 1.0, "algorithm.clip_low", "between 0 and 1", self.clip_low)
+        _require(self.clip_high > 0, "algorithm.clip_high", "> 0", self.clip_high)
+        _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "> 1 or null", self.dual_clip)
+        _require(self.value_clip is None or self.value_clip > 0, "algorithm.value_clip", "> 0 or null", self.value_clip)
+        _require(self.value_coef >= 0, "algorithm.value_coef", ">= 0", self.value_coef)
+        _require(self.entropy_coef >= 0, "algorithm.entropy_coef", ">= 0", self.entropy_coef)
+        _require(self.max_grad_norm > 0, "algorithm.max_grad_norm", "> 0", self.max_grad_norm)
+        _require(self.target_kl is None or self.target_kl > 0, "algorithm.target_kl", "> 0 or null", self.target_kl)
+        _require(self.reward_clip > 0, "algorithm.reward_clip", "> 0", self.reward_clip)
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What turns observations into actions."""
+
+    backend: Literal["torch", "random"] = "torch"
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """Where generation and training run."""
+
+    placement: Literal["collocated"] = "collocated"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int | None = None
+    """Threads of the learner on a CPU; null: as many as there are cores."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_threads is None or self.num_threads >= 1, "hybrid.num_threads", ">= 1 or null", self.num_threads)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation: seeds that training never sees."""
+
+    num_episodes: int = 100
+    """At the end of the run."""
+    every_steps: int | None = None
+    """Also evaluate after this many environment steps; null: at the end only."""
+    interim_episodes: int = 32
+    """Episodes of an evaluation during the run."""
+    seed: int = 0
+    """Held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; training seeds lie below 2**30."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_episodes >= 1, "evaluation.num_episodes", ">= 1", self.num_episodes)
+        _require(self.every_steps is None or self.every_steps >= 1, "evaluation.every_steps", ">= 1 or null", self.every_steps)
+        _require(self.interim_episodes >= 1, "evaluation.interim_episodes", ">= 1", self.interim_episodes)
+        _require(0 <= self.seed < 2**29, "evaluation.seed", "between 0 and 2**29", self.seed)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int | None = 50_000
+    """Environment steps between checkpoints; null: at the end only."""
+    keep_last: int = 2
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps is None or self.every_steps >= 1, "checkpoint.every_steps", ">= 1 or null", self.every_steps)
+        _require(self.keep_last >= 1, "checkpoint.keep_last", ">= 1", self.keep_last)
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    enabled: Literal["auto", "yes", "no"] = "auto"
+    """auto: film the final policy where this machine can render, and say so where it cannot."""
+    num_episodes: int = 4
+    fps: int = 20
+    size: int = 256
+    """Pixels per side of the square picture."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_episodes >= 1, "video.num_episodes", ">= 1", self.num_episodes)
+        _require(self.fps >= 1, "video.fps", ">= 1", self.fps)
+        _require(self.size >= 16, "video.size", ">= 16", self.size)
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    names: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "plot"], ...] = ("console", "jsonl", "tensorboard", "plot")
+    wandb_project: str = "embodied_rl"
+    wandb_mode: Literal["online", "offline"] = "offline"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything of one run."""
+
+    sim: SimConfig
+    policy: PolicyConfig
+    algorithm: AlgorithmConfig
+    generation: GenerationConfig
+    hybrid: HybridConfig
+    logger: LoggerConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    video: VideoConfig
+    run_dir: str
+    seed: int = 1
+    total_steps: int = 200_000
+    """Environment steps to train for, at most."""
+    stop_at_success: float | None = None
+    """Stop when the success rate over the last 100 training episodes reaches this; null: train all steps."""
+    max_minutes: float | None = None
+    """Stop training after this much wall-clock time; null: no limit."""
+    resume: str | None = None
+    """'auto': continue from run_dir's last checkpoint where there is one; a path: continue from that checkpoint."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.seed < 2**31, "seed", "between 0 and 2**31 - 1", self.seed)
+        _require(self.total_steps >= 1, "total_steps", ">= 1", self.total_steps)
+        _require(self.stop_at_success is None or 0 < self.stop_at_success <= 1, "stop_at_success", "in (0, 1] or null", self.stop_at_success)
+        _require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
+        _require(
+            self.algorithm.minibatch_size <= self.steps_per_iteration,
+            "algorithm.minibatch_size",
+            f"<= sim.num_slots * algorithm.rollout_steps ({self.steps_per_iteration})",
+            self.algorithm.minibatch_size,
+        )
+        _require(
+            (self.policy.encoder == "cnn") == self.policy.observation_key.startswith("rgb"),
+            "policy.encoder",
+            "'cnn' exactly when policy.observation_key is an image ('rgb…')",
+            f"{self.policy.encoder} with {self.policy.observation_key}",
+        )
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps of one rollout: num_slots × rollout_steps."""
+        return self.sim.num_slots * self.algorithm.rollout_steps
+
+    @property
+    def num_iterations(self) -> int:
+        """Rollouts in total_steps, rounded up."""
+        return -(-self.total_steps // self.steps_per_iteration)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> TrainConfig:
+        """Build and validate. Raises UserError naming the key, the value and the choices."""
+        return _build(TrainConfig, data, "")
+
+
+def load_sim_config(name: str) -> SimConfig:
+    """Read ``configs/sim/<name>.yaml``. Raises UserError with the nearest name."""
+    import yaml
+
+    from embodied_rl.paths import configs_dir
+
+    folder = configs_dir() / "sim"
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"Simulator '{name}' is not known.{did_you_mean(name, group_names('sim'))}")
+    return _build(SimConfig, yaml.safe_load(path.read_text(encoding="utf-8")), "sim")
+
+
+def group_names(group: str) -> list[str]:
+    """Names of the configuration files of one group (sim, policy, algorithm, experiment, …)."""
+    from embodied_rl.paths import configs_dir
+
+    return sorted(path.stem for path in Path(configs_dir() / group).glob("*.yaml"))
+
+
+def _build(cls: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise UserError(f"'{where}' must be a mapping of keys to values, got {data!r}.")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    prefix = f"{where}." if where else ""
+    for key in data:
+        if key not in fields:
+            raise UserError(f"Configuration key '{prefix}{key}' is not known.{did_you_mean(str(key), fields)}")
+    values = {}
+    for name, spec in fields.items():
+        if name in data:
+            values[name] = _convert(hints[name], data[name], prefix + name)
+        elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+            raise UserError(f"Configuration key '{prefix}{name}' is missing.")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        return _convert(inner, value, where)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise UserError(f"{where}={value!r} is not a choice.{did_you_mean(str(value), map(str, arguments))}")
+    if origin is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(_convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+        raise UserError(f"{where} must be a list, got {value!r}.")
+    if origin is dict:
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise UserError(f"{where} must be a mapping, got {value!r}.")
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
+        return value
+    raise UserError(f"{where} must be {hint.__name__}, got {value!r} ({type(value).__name__}).")

@@ -1,0 +1,43 @@
+"""The errors a user can cause, each saying what is wrong, where, what the choices are and how to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave (configuration, checkpoint, file, missing package).
+
+    The command lines print the message alone, without a traceback, and exit with status 2.
+    """
+
+
+class MissingExtraError(UserError):
+    """A simulator, logger or backend whose optional packages are not installed."""
+
+    def __init__(self, what: str, extra: str, cause: BaseException | None = None) -> None:
+        reason = f" ({cause})" if cause is not None else ""
+        super().__init__(f'{what} needs packages that are not installed{reason}. Install them: pip install "embodied-rl[{extra}]"')
+        self.extra = extra
+
+
+class MissingAssetsError(UserError):
+    """A simulator task whose meshes, textures or data sets are not on this machine."""
+
+
+class IncompatibleCheckpointError(UserError):
+    """A checkpoint that is damaged, or was made for another simulator, policy or format version."""
+
+
+class NonFiniteError(FloatingPointError):
+    """NaN or infinity where a finite number is needed; the run stops and says where it came from."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only when something is near."""
+    known = sorted(set(choices))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    suggestion = f" Did you mean '{near[0]}'?" if near else ""
+    listing = ", ".join(known) if known else "(none)"
+    return f"{suggestion} Known: {listing}."

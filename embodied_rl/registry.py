@@ -1,0 +1,68 @@
+"""Names to things: ``package.module:Attribute`` targets, entry points, and errors that offer the nearest name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+
+
+def load_target(target: str, extra: str | None = None) -> Any:
+    """Import ``package.module:Attribute``.
+
+    Raises:
+        MissingExtraError: a module is not installed and `extra` names what would bring it.
+        UserError: the text is not a target, or the module or attribute does not exist.
+    """
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise UserError(f"Target '{target}' is not of the form 'package.module:Attribute'.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if extra is not None:
+            raise MissingExtraError(f"'{target}'", extra, error) from error
+        raise UserError(f"Target '{target}' cannot be imported: {error}. Is its package installed in this environment?") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise UserError(f"Module '{module_name}' has no '{attribute}'.{did_you_mean(attribute, public)}") from None
+
+
+class Registry:
+    """Named targets of one kind; installed packages add theirs through the entry-point group ``embodied_rl.<kind>``."""
+
+    def __init__(self, kind: str, targets: dict[str, str]) -> None:
+        self.kind = kind
+        self._targets = dict(targets)
+        self._discovered = False
+
+    def names(self) -> list[str]:
+        self._discover()
+        return sorted(self._targets)
+
+    def target(self, name: str) -> str:
+        """The target behind a name; a ``package.module:Attribute`` passes through. Raises UserError with the nearest name."""
+        if ":" in name:
+            return name
+        self._discover()
+        if name not in self._targets:
+            raise UserError(f"{self.kind.capitalize()} '{name}' is not known.{did_you_mean(name, self._targets)}")
+        return self._targets[name]
+
+    def load(self, name: str) -> Any:
+        return load_target(self.target(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def _discover(self) -> None:
+        if self._discovered:
+            return
+        self._discovered = True
+        for point in entry_points(group=f"embodied_rl.{self.kind}"):
+            self._targets.setdefault(point.name, point.value)

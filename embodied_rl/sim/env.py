@@ -1,0 +1,87 @@
+"""SimEnv: what a simulator's author writes, and how everything else is adapted to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.registry import load_target
+from embodied_rl.types import SimSpec, StepBuffers
+
+
+@runtime_checkable
+class SimEnv(Protocol):
+    """A batch of environments of one simulator in one process.
+
+    Row ``i`` of `StepBuffers` belongs to environment ``i``. A simulator fills the rows of the environments it was asked
+    about and touches no other; it never resets by itself (the worker does, and keeps the final observation).
+    """
+
+    spec: SimSpec
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        """Start new episodes; the same seed gives the same episode. Fills ``out.observation`` only.
+
+        ``options={"reconfigure": True}`` asks for an episode that owes nothing to the ones before it, where a plain
+        reset keeps something (ManiSkill).
+        """
+        ...
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """Advance each named environment by one control step with its row of `actions` [len(env_ids), A], in the simulator's units."""
+        ...
+
+    def render(self, env_id: int) -> np.ndarray:
+        """Return an image [H, W, 3] uint8 of one environment. Raises UserError where rendering is not possible."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SimFactory:
+    """How a worker process builds its simulator: picklable, and nothing is imported before `make`."""
+
+    target: str
+    """``package.module:Attribute``: a SimEnv class or factory (it takes ``num_envs``), or a factory of one gymnasium.Env."""
+    task: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    extra: str | None = None
+    """The extra of setup.cfg that brings the simulator's packages, for the error message."""
+
+    def make(self, num_envs: int) -> SimEnv:
+        """Build `num_envs` environments in this process. Raises MissingExtraError, MissingAssetsError or UserError."""
+        factory = load_target(self.target, extra=self.extra)
+        return adapt(factory, num_envs, self.task, dict(self.kwargs))
+
+
+def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: dict[str, Any]) -> SimEnv:
+    """Make a SimEnv from a SimEnv factory, a gymnasium.Env factory or a gymnasium.vector.VectorEnv factory.
+
+    Raises:
+        UserError: the factory rejects its arguments, or what it makes is none of these.
+    """
+    if task is not None:
+        kwargs = {"task": task, **kwargs}
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
+    if unknown:
+        raise UserError(
+            f"Simulator '{getattr(factory, '__qualname__', factory)}' does not take {', '.join(map(repr, unknown))}. It takes: {', '.join(parameters)}."
+        )
+    if "num_envs" in parameters:
+        made = factory(num_envs=num_envs, **kwargs)
+        if isinstance(made, SimEnv) and isinstance(getattr(made, "spec", None), SimSpec):
+            return made
+        from embodied_rl.sim.robots.gymnasium import VectorEnvSim
+
+        return VectorEnvSim(made)
+    from embodied_rl.sim.robots.gymnasium import GymnasiumSim
+
+    return GymnasiumSim([factory(**kwargs) for _ in range(num_envs)], task=task)

@@ -1,0 +1,138 @@
+"""Starting, watching and ending one worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.channel import Channel, ChannelClosed
+from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_OUTPUT_TAIL_BYTES = 6000
+
+
+class WorkerProcess:
+    """One ``embodied_rl.sim.worker``, with its socket, its output and the way to end it.
+
+    The process is a fresh interpreter (never a fork: simulators hold threads, locks and graphics contexts), in its own
+    process group so that Ctrl-C reaches the manager alone. It dies with the manager, also when that is SIGKILLed.
+    """
+
+    def __init__(self, index: int, setup: dict[str, Any], threads: int = 1) -> None:
+        self.index = index
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        ours, theirs = socket.socketpair()
+        life_read, self._life_write = os.pipe()
+        environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
+        thread = "main" if threading.current_thread() is threading.main_thread() else "other"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "embodied_rl.sim.worker", str(theirs.fileno()), str(life_read), thread],
+                pass_fds=(theirs.fileno(), life_read),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=_with_import_path(environment),
+                process_group=0,
+            )
+        finally:
+            theirs.close()
+            os.close(life_read)
+        self.channel = Channel(ours)
+        self.channel.send({**setup, "worker": index, "sys_path": sys.path})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def request(self, message: dict[str, Any]) -> None:
+        """Hand over a message. Raises SimFault when the worker is gone."""
+        try:
+            self.channel.send(message)
+        except ChannelClosed:
+            raise self._death() from None
+
+    def receive(self, timeout_s: float, doing: str) -> tuple[dict[str, Any], bytes]:
+        """The worker's next message. Raises SimFault or UserError when it failed, died or was too slow at `doing`."""
+        try:
+            message, payload = self.channel.recv(timeout_s)
+        except ChannelClosed:
+            raise self._death() from None
+        except TimeoutError:
+            raise self.timed_out(timeout_s, doing) from None
+        if message["kind"] == "user_error":
+            raise UserError(message["message"])
+        if message["kind"] == "fault":
+            kind = FaultKind[message["fault"]]
+            error = NonFiniteSimulationError if kind is FaultKind.NON_FINITE else SimFault
+            where = {key: message[key] for key in ("slots", "seeds", "steps") if key in message}
+            raise error(kind, self.index, message["detail"], **where)
+        return message, payload
+
+    def check(self, failed: bool) -> None:
+        """Raise what happened to the worker, if something did; `failed` is its own flag in shared memory."""
+        if failed:
+            self.receive(5.0, "report a failure")
+        if not self.alive():
+            # Its last words may still be in the socket.
+            self.receive(0.5, "report its end")
+            raise self._death()
+
+    def timed_out(self, timeout_s: float, doing: str) -> SimFault:
+        """The fault of a worker that is alive but does not answer, with the place where it hangs."""
+        if self.alive() and hasattr(signal, "SIGUSR1"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(0.2)
+        return SimFault(FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:g} s while it should {doing}.\n{self._output_tail()}")
+
+    def release(self) -> None:
+        """Tell the process that its manager is done with it: it ends within about a second, whatever it is doing."""
+        if self._life_write >= 0:
+            os.close(self._life_write)
+            self._life_write = -1
+
+    def close(self, grace_s: float = 2.0) -> None:
+        """End the process: nicely, else by SIGKILL. May be called twice."""
+        self.release()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.channel.close()
+        self._output.close()
+
+    def _death(self) -> SimFault:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        return SimFault(FaultKind.DIED, self.index, f"{how}\n{self._output_tail()}")
+
+    def _output_tail(self) -> str:
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - _OUTPUT_TAIL_BYTES))
+        return self._output.read().decode(errors="replace")
+
+
+def _with_import_path(environment: dict[str, str]) -> dict[str, str]:
+    """Let the worker find this package even where the parent runs from a checkout that is not installed."""
+    import embodied_rl
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(embodied_rl.__file__)))
+    known = environment.get("PYTHONPATH")
+    return {**environment, "PYTHONPATH": root if not known else f"{root}{os.pathsep}{known}"}

@@ -1,0 +1,38 @@
+"""Which seed an episode gets: a function of the slot and the episode's number alone, never of workers or siblings."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+HELD_OUT_START = 2**30
+"""Training seeds lie below this, held-out seeds at or above it, so that the two never meet."""
+
+
+@dataclass(frozen=True)
+class EpisodeSeeds:
+    """Seeds of the episodes of every slot; built by `training` or `held_out`."""
+
+    kind: Literal["training", "held_out"]
+    base: int
+
+    @staticmethod
+    def training(base: int) -> EpisodeSeeds:
+        """Seeds spread over [0, 2**30) by a hash of (base, round, slot, index)."""
+        return EpisodeSeeds("training", base)
+
+    @staticmethod
+    def held_out(base: int = 0) -> EpisodeSeeds:
+        """The consecutive seeds 2**30 + base + 0, 1, 2, …: slot s of N takes 2**30 + base + s + index·N.
+
+        The episodes of seeds first … first + n − 1 are then a fixed set, whichever slots finish early.
+        """
+        return EpisodeSeeds("held_out", base)
+
+    def seed(self, slot: int, index: int, num_slots: int, seed_round: int = 0) -> int:
+        """Seed of the `index`-th episode of `slot` since the manager was reset for `seed_round`."""
+        if self.kind == "held_out":
+            return HELD_OUT_START + self.base + slot + index * num_slots
+        digest = hashlib.blake2b(f"{self.base}/{seed_round}/{slot}/{index}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 2

@@ -1,0 +1,204 @@
+"""Shared-memory slabs and spin-then-block signalling between the manager and its workers.
+
+A slab is anonymous memory (memfd) whose descriptor is handed to the workers over a socket: it has no name, so nothing can
+be left behind in /dev/shm, whichever process dies and however.
+
+Memory order: a payload is written before the flag that announces it. x86 keeps the order of stores; elsewhere `fence`
+makes it so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodied_rl.types import SimSpec
+
+IDLE, PENDING, READY, ENDED = 0, 1, 2, 3
+"""State of a slot: owned by the caller; owned by the worker; a step is ready; a step is ready and it ended an episode."""
+
+_ALIGNMENT = 64
+_SPIN_S = 20e-6
+"""How long a waiter spins before it yields: about one hand-over between running processes; longer takes the core from others."""
+_YIELDS = 4
+_BLOCK_SLICE_S = 0.02
+"""Longest single block: bounds what a missed wake-up can cost, and how late a dead peer is noticed."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets of named arrays in one block of memory."""
+
+    fields: Mapping[str, tuple[int, tuple[int, ...], str]]
+    """{name: (offset, shape, dtype)}"""
+    num_bytes: int
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[tuple[int, ...], str]]) -> Layout:
+        fields, offset = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            fields[name] = (offset, shape, dtype)
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            offset += -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
+        return Layout(fields, offset)
+
+
+def slab_layout(spec: SimSpec, num_slots: int, num_workers: int) -> Layout:
+    """Everything that crosses between manager and workers: one row per slot, one word per worker."""
+    n = num_slots
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+        "slot_state": ((n,), "uint8"),
+        "manager_bell": ((1,), "uint32"),
+        "manager_waiting": ((1,), "uint32"),
+        # A cache line each, so that workers do not slow each other down.
+        "worker_bell": ((num_workers, 16), "uint32"),
+        "worker_waiting": ((num_workers, 16), "uint32"),
+        "control_pending": ((num_workers, 16), "uint32"),
+        "failed": ((num_workers, 16), "uint32"),
+        "action": ((n, spec.action.dim), spec.action.dtype),
+        "reward": ((n,), "float32"),
+        "terminated": ((n,), "bool"),
+        "truncated": ((n,), "bool"),
+        "success": ((n,), "bool"),
+        "episode_return": ((n,), "float64"),
+        "episode_length": ((n,), "int64"),
+        "episode_seed": ((n,), "int64"),
+        "episode_index": ((n,), "int64"),
+        "episode_success_once": ((n,), "bool"),
+    }
+    for key, part in spec.observation.items():
+        shapes[f"observation/{key}"] = ((n, *part.shape), part.dtype)
+        shapes[f"final_observation/{key}"] = ((n, *part.shape), part.dtype)
+    return Layout.of(shapes)
+
+
+class Slab:
+    """A mapped block of shared memory with named arrays."""
+
+    def __init__(self, layout: Layout, fd: int) -> None:
+        self.layout = layout
+        self.fd = fd
+        self._memory = mmap.mmap(fd, layout.num_bytes)
+        self.arrays: dict[str, np.ndarray] = {}
+        for name, (offset, shape, dtype) in layout.fields.items():
+            count = int(np.prod(shape, dtype=np.int64))
+            self.arrays[name] = np.frombuffer(self._memory, dtype, count, offset).reshape(shape)
+
+    @staticmethod
+    def create(layout: Layout) -> Slab:
+        """Raises OSError when the memory cannot be had."""
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("embodied_rl", os.MFD_CLOEXEC)
+        else:  # macOS: a file that has no name any more
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, layout.num_bytes)
+        return Slab(layout, fd)
+
+    def group(self, prefix: str, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Rows [start, stop) of all arrays named ``prefix/key``, by key."""
+        return {name.removeprefix(f"{prefix}/"): array[start:stop] for name, array in self.arrays.items() if name.startswith(f"{prefix}/")}
+
+    def close(self) -> None:
+        """Drop the arrays and the descriptor; the memory goes when its last user does (views may still be held)."""
+        self.arrays = {}
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+_fence_lock = threading.Lock()
+
+
+def _lock_fence() -> None:
+    with _fence_lock:
+        pass
+
+
+def _no_fence() -> None:
+    pass
+
+
+fence: Callable[[], None] = _no_fence if platform.machine() in ("x86_64", "AMD64", "i686") else _lock_fence
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+_FUTEX_SYSCALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_libc = ctypes.CDLL(None, use_errno=True) if _FUTEX_SYSCALL is not None else None
+
+
+class Bell:
+    """One waiter sleeps on it, anybody rings it: spin for some microseconds, yield, then block on a futex.
+
+    Where there is no futex the waiter sleeps in short naps instead.
+    """
+
+    def __init__(self, word: np.ndarray, waiting: np.ndarray) -> None:
+        """`word` and `waiting`: uint32 arrays of one element in shared memory."""
+        self._word = memoryview(word).cast("B").cast("I")
+        self._waiting = memoryview(waiting).cast("B").cast("I")
+        self._keep_alive = (word, waiting)
+        self._address = ctypes.c_void_p(word.ctypes.data)
+        self._syscall = _libc.syscall if _libc is not None else None
+
+    def ring(self) -> None:
+        # Several workers ring the manager's bell: the clock gives every ring a new value without an atomic increment.
+        self._word[0] = time.perf_counter_ns() & 0xFFFFFFFF
+        if self._waiting[0] and self._syscall is not None:
+            self._syscall(_FUTEX_SYSCALL, self._address, _FUTEX_WAKE, 1, None, None, 0)
+
+    def wait(self, ready: Callable[[], bool], deadline: float, on_slice: Callable[[], None] | None = None) -> bool:
+        """Return True once `ready()` holds, False after `deadline` (time.perf_counter seconds).
+
+        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer).
+        """
+        clock = time.perf_counter
+        if ready():
+            return True
+        spin_until = clock() + _SPIN_S
+        while clock() < spin_until:
+            if ready():
+                return True
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if ready():
+                return True
+        return self._block(ready, deadline, on_slice)
+
+    def _block(self, ready: Callable[[], bool], deadline: float, on_slice: Callable[[], None] | None) -> bool:
+        self._waiting[0] = 1
+        try:
+            while True:
+                seen = self._word[0]
+                fence()
+                if ready():
+                    return True
+                left = deadline - time.perf_counter()
+                if left <= 0:
+                    return False
+                self._sleep(seen, min(left, _BLOCK_SLICE_S))
+                if on_slice is not None and not ready():
+                    on_slice()
+        finally:
+            self._waiting[0] = 0
+
+    def _sleep(self, seen: int, seconds: float) -> None:
+        if self._syscall is None:
+            time.sleep(min(seconds, 100e-6))
+            return
+        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        self._syscall(_FUTEX_SYSCALL, self._address, _FUTEX_WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)

@@ -1,0 +1,141 @@
+"""What happens when a worker, or the manager itself, goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
+from embodied_rl.sim.manager import EnvManager
+
+COUNTING = "tests.sim.toy:CountingSim"
+
+
+def run_until_fault(misbehave: str, **options) -> tuple[SimFault, list[int]]:
+    manager = EnvManager(SimFactory(COUNTING, kwargs={"misbehave": misbehave, "at": 3, "length": 10}), 2, num_workers=2, **options)
+    pids = manager.worker_pids()
+    with manager:
+        manager.reset()
+        for _ in range(2):
+            manager.step(np.ones((2, 1)))
+        with pytest.raises(SimFault) as caught:
+            manager.step(np.ones((2, 1)))
+    return caught.value, pids
+
+
+def assert_gone(pids: list[int], within_s: float = 5.0) -> None:
+    deadline = time.time() + within_s
+    while time.time() < deadline and any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        time.sleep(0.05)
+    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+
+
+def test_an_exception_comes_with_the_workers_traceback() -> None:
+    fault, pids = run_until_fault("raise")
+    assert fault.kind is FaultKind.RAISED
+    assert fault.steps == (2,)
+    assert "RuntimeError: the gripper fell off" in str(fault)
+    assert "in _misbehave" in str(fault)
+    assert_gone(pids)
+
+
+def test_a_dead_worker_is_noticed_at_once() -> None:
+    started = time.time()
+    fault, pids = run_until_fault("exit", step_timeout_s=60)
+    assert fault.kind is FaultKind.DIED
+    assert "exit status 7" in str(fault)
+    assert time.time() - started < 15
+    assert_gone(pids)
+
+
+def test_a_hanging_worker_misses_its_deadline_and_says_where_it_hangs() -> None:
+    fault, pids = run_until_fault("hang", step_timeout_s=0.5)
+    assert fault.kind is FaultKind.TIMED_OUT
+    assert "No answer within 0.5 s" in str(fault)
+    assert "_hang_here" in str(fault)
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("where", ["observation", "reward"])
+def test_nan_names_slot_seed_and_step(where: str) -> None:
+    fault, pids = run_until_fault(f"nan_{where}")
+    assert isinstance(fault, NonFiniteSimulationError)
+    assert f"NaN or infinity in the {where}" in str(fault)
+    assert len(fault.slots) == 1
+    assert fault.steps == (3,)
+    assert 0 <= fault.seeds[0] < 2**30
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs", "message"),
+    [
+        ("tests.sim.toy:CountingSym", {}, "Did you mean 'CountingSim'"),
+        ("tests.sim.toi:CountingSim", {}, "cannot be imported"),
+        ("nonsense", {}, "not of the form"),
+        (COUNTING, {"colour": "red"}, "does not take 'colour'. It takes: num_envs, length"),
+    ],
+)
+def test_a_wrong_target_is_one_line(target: str, kwargs: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message.replace(".", r"\.")) as caught:
+        EnvManager(SimFactory(target, kwargs=kwargs), 1)
+    assert "\n" not in str(caught.value)
+
+
+SCRIPT = """
+    import sys, time, numpy as np
+    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.manager import EnvManager
+    manager = EnvManager(SimFactory("tests.sim.toy:CountingSim", kwargs={kwargs}), 4, num_workers=2)
+    manager.reset()
+    print(*manager.worker_pids(), flush=True)
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "kwargs", "how"),
+    [
+        ("while True: manager.step(np.zeros((4, 1)))", {}, signal.SIGKILL),
+        ("while True: manager.step(np.zeros((4, 1)))", {}, signal.SIGINT),
+        ("while True: manager.step(np.zeros((4, 1)))", {"misbehave": "hang"}, signal.SIGKILL),
+        ("sys.exit(3)", {}, None),
+        ("raise RuntimeError", {}, None),
+    ],
+)
+def test_nothing_is_left_behind_however_the_manager_ends(then: str, kwargs: dict, how: signal.Signals | None) -> None:
+    before = set(os.listdir("/dev/shm"))
+    script = textwrap.dedent(SCRIPT).format(kwargs=kwargs, then=then)
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2
+    if how is not None:
+        time.sleep(0.3)
+        process.send_signal(how)
+    process.wait(10)
+    process.stdout.close()
+    assert_gone(pids)
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def test_descriptors_and_processes_do_not_pile_up() -> None:
+    own = psutil.Process()
+    counts = []
+    for _ in range(3):
+        with EnvManager(SimFactory(COUNTING), 2, num_workers=1) as manager:
+            manager.reset()
+        counts.append((own.num_fds(), len(own.children())))
+    assert counts[0] == counts[1] == counts[2]

@@ -1,0 +1,155 @@
+"""The environment manager on simulators whose every number is known beforehand."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
+
+COUNTING = "tests.sim.toy:CountingSim"
+
+
+def make(num_slots: int = 4, num_workers: int = 2, **kwargs) -> EnvManager:
+    options = {name: kwargs.pop(name) for name in ("seeds", "success_ends_episode", "max_episode_steps") if name in kwargs}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return EnvManager(SimFactory(COUNTING, kwargs=kwargs), num_slots, num_workers=num_workers, **options)
+
+
+def test_lockstep_arithmetic_and_autoreset() -> None:
+    with make(length=3, seeds=EpisodeSeeds.held_out(10)) as manager:
+        first = manager.reset()
+        seeds = HELD_OUT_START + 10 + np.arange(4)
+        np.testing.assert_array_equal(first.observation["state"], np.stack([seeds, np.zeros(4), np.zeros(4)], axis=1))
+        for step in (1, 2):
+            batch = manager.step(np.full((4, 1), float(step)))
+            np.testing.assert_array_equal(batch.observation["state"][:, 1], step)
+            np.testing.assert_array_equal(batch.reward, step)
+            assert not batch.done.any()
+            assert batch.episodes == ()
+        batch = manager.step(np.full((4, 1), 3.0))
+        # The episode is over: its last observation is kept, and the next episode's first one is already there.
+        np.testing.assert_array_equal(batch.final_observation["state"], np.stack([seeds, np.full(4, 3.0), np.full(4, 6.0)], axis=1))
+        np.testing.assert_array_equal(batch.observation["state"], np.stack([seeds + 4, np.zeros(4), np.zeros(4)], axis=1))
+        assert batch.terminated.all()
+        assert not batch.truncated.any()
+        assert [e.seed for e in batch.episodes] == list(seeds)
+        assert [(e.episode_return, e.length, e.success_once, e.index) for e in batch.episodes] == [(6.0, 3, True, 0)] * 4
+
+
+def test_time_limit_and_success_truncate() -> None:
+    with make(length=100, max_episode_steps=2) as manager:
+        manager.reset()
+        assert not manager.step(np.zeros((4, 1))).done.any()
+        batch = manager.step(np.zeros((4, 1)))
+        assert batch.truncated.all()
+        assert not batch.terminated.any()
+        assert not any(e.success_once for e in batch.episodes)
+    with make(length=100, success_ends_episode=True) as manager:
+        manager.reset()
+        actions = np.array([[3.0], [0.0], [3.0], [0.0]])
+        batch = manager.step(actions)
+        np.testing.assert_array_equal(batch.truncated, [True, False, True, False])
+        assert [(e.slot, e.success_once, e.success_at_end, e.terminated) for e in batch.episodes] == [(0, True, True, False), (2, True, True, False)]
+
+
+@pytest.mark.parametrize("seeds", [EpisodeSeeds.training(5), EpisodeSeeds.held_out(5)])
+def test_numbers_do_not_depend_on_the_number_of_workers(seeds: EpisodeSeeds) -> None:
+    traces = []
+    for num_workers in (1, 2, 4):
+        with make(num_workers=num_workers, length=4, seeds=seeds) as manager:
+            trace = [manager.reset().observation["state"].copy()]
+            actions = np.random.default_rng(0).normal(size=(15, 4, 1))
+            for action in actions:
+                batch = manager.step(action)
+                trace += [batch.observation["state"].copy(), batch.reward.copy()[:, None]]
+            traces.append(np.concatenate(trace, axis=1))
+    np.testing.assert_array_equal(traces[0], traces[1])
+    np.testing.assert_array_equal(traces[0], traces[2])
+
+
+def test_groups_in_flight_and_any_ready() -> None:
+    with make(num_slots=6, num_workers=3, length=50) as manager:
+        manager.reset()
+        left, right = range(0, 3), range(3, 6)
+        manager.send(left, np.ones((3, 1)))
+        manager.send(right, np.full((3, 1), 2.0))
+        np.testing.assert_array_equal(manager.recv(left).reward, 1.0)
+        np.testing.assert_array_equal(manager.recv(right).reward, 2.0)
+        manager.send([0, 4, 5], np.array([[1.0], [4.0], [5.0]]))
+        batch = manager.recv()
+        np.testing.assert_array_equal(batch.slots, [0, 4, 5])
+        np.testing.assert_array_equal(batch.reward, [1.0, 4.0, 5.0])
+        np.testing.assert_array_equal(batch.observation["state"][:, 1], 2.0)
+        manager.send(range(6), np.zeros((6, 1)))
+        seen: list[int] = []
+        while len(seen) < 6:
+            seen += manager.recv(min_ready=1).slots.tolist()
+        assert sorted(seen) == list(range(6))
+
+
+def test_misuse_is_told() -> None:
+    with make() as manager:
+        manager.reset()
+        manager.send(range(0, 2), np.zeros((2, 1)))
+        with pytest.raises(ValueError, match="not been received yet"):
+            manager.send(range(0, 2), np.zeros((2, 1)))
+        manager.recv(range(0, 2))
+        with pytest.raises(ValueError, match="without any slot"):
+            manager.recv()
+        with pytest.raises(ValueError, match="without having been sent"):
+            manager.recv(range(0, 2), timeout_s=0.1)
+        with pytest.raises(ValueError, match="not within 0"):
+            manager.send(range(3, 6), np.zeros((3, 1)))
+
+
+def test_reset_in_the_middle_of_a_step_starts_anew() -> None:
+    with make(length=50) as manager:
+        manager.reset(seed_round=1)
+        seeds = manager.reset(seed_round=2).observation["state"][:, 0].copy()
+        manager.send(range(4), np.ones((4, 1)))
+        again = manager.reset(seed_round=2)
+        np.testing.assert_array_equal(again.observation["state"], np.stack([seeds, np.zeros(4), np.zeros(4)], axis=1))
+        assert (manager.reset(seed_round=3).observation["state"][:, 0] != seeds).any()
+
+
+def test_training_seeds_are_spread_and_never_held_out() -> None:
+    seeds = [EpisodeSeeds.training(base).seed(slot, index, 16) for base in range(3) for slot in range(16) for index in range(50)]
+    assert len(set(seeds)) > 2390  # of 2400: a collision among 2**30 is rare
+    assert max(seeds) < HELD_OUT_START
+    assert EpisodeSeeds.held_out(7).seed(3, 2, 16) == HELD_OUT_START + 7 + 3 + 32
+
+
+def test_images_and_pictures() -> None:
+    with make(image=True) as manager:
+        manager.reset()
+        manager.step(np.zeros((4, 1)))
+        batch = manager.step(np.zeros((4, 1)))
+        assert batch.observation["rgb"].shape == (4, 8, 8, 3)
+        np.testing.assert_array_equal(batch.observation["rgb"], 2)
+        frames = manager.render([3, 0])
+        assert [frame.shape for frame in frames] == [(4, 6, 3)] * 2
+        assert int(frames[0].max()) == 2
+
+
+def test_workers_never_import_torch(tmp_path) -> None:
+    with make() as manager:
+        manager.reset()
+        for pid in manager.worker_pids():
+            with open(f"/proc/{pid}/maps") as maps:
+                assert "libtorch" not in maps.read()
+
+
+def test_more_workers_than_cores_warns_with_the_figure() -> None:
+    cores = len(os.sched_getaffinity(0))
+    with (
+        pytest.warns(UserWarning, match=rf"num_workers={cores + 1} is more than the \d+ cores"),
+        EnvManager(SimFactory(COUNTING), cores + 1, num_workers=cores + 1),
+    ):
+        pass
