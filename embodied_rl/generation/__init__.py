@@ -1,0 +1,21 @@
+"""Backends that turn observations into actions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from embodied_rl.config import GenerationConfig
+    from embodied_rl.generation.base import Generator
+    from embodied_rl.policies.actor_critic import ActorCritic
+
+
+def make_generator(config: GenerationConfig, policy: ActorCritic) -> Generator:
+    """The backend that the configuration names."""
+    if config.backend == "random":
+        from embodied_rl.generation.random_backend import RandomGenerator
+
+        return RandomGenerator(policy.spec)
+    from embodied_rl.generation.torch_backend import TorchGenerator
+
+    return TorchGenerator(policy)

@@ -1,0 +1,48 @@
+"""Actions that need no model."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from embodied_rl.generation.base import ActedBatch
+from embodied_rl.types import Observation, SimSpec
+
+
+class RandomGenerator:
+    """Uniform actions over the simulator's whole range, whatever it observes. Implements `Generator`.
+
+    The caller's noise is where the randomness comes from: standard normal numbers are mapped through the normal
+    distribution function onto [-1, 1], uniform ones onto the choices. Without noise (deterministic acting is asked for)
+    actions are the middle of the range, or choice 0.
+    """
+
+    def __init__(self, spec: SimSpec) -> None:
+        self.spec = spec
+        self.version = 0
+        self._acted: deque[ActedBatch] = deque()
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        action_spec = self.spec.action
+        shape = (len(slots), action_spec.dim)
+        if action_spec.kind == "discrete":
+            uniform = np.zeros(shape, np.float32) if noise is None else noise
+            action = np.minimum((uniform * action_spec.num_actions).astype(np.int64), action_spec.num_actions - 1)
+            density = 1.0 / action_spec.num_actions
+        else:
+            from scipy.special import ndtr
+
+            action = np.zeros(shape, np.float32) if noise is None else (2.0 * ndtr(noise) - 1.0).astype(np.float32)
+            density = 0.5
+        log_prob = np.full(shape, np.log(density), np.float32)
+        self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version))
+
+    def recv(self) -> ActedBatch:
+        """The oldest batch. Raises RuntimeError when nothing was sent."""
+        if not self._acted:
+            raise RuntimeError("recv was called although no observation had been sent.")
+        return self._acted.popleft()
+
+    def publish(self, version: int) -> None:
+        self.version = version

@@ -1,0 +1,127 @@
+"""Acting with a torch policy in this process."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+
+import numpy as np
+import torch
+from torch import nn
+
+from embodied_rl.generation.base import ActedBatch
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
+from embodied_rl.types import Observation
+
+
+class TorchGenerator:
+    """Acts with the weights that the policy had at the last `publish`. Implements `Generator`.
+
+    `send` acts at once. A Gaussian MLP on the CPU is run by numpy, whose calls cost a fraction of torch's: with a few rows
+    at a time the cost of a call is all there is. Values are not computed here; the learner does it in one batch.
+    """
+
+    def __init__(self, policy: ActorCritic) -> None:
+        self.version = 0
+        self._policy = policy
+        self._actor: NumpyGaussianActor | ModuleActor
+        self._actor = NumpyGaussianActor(policy) if NumpyGaussianActor.supports(policy) else ModuleActor(policy)
+        self._acted: deque[ActedBatch] = deque()
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        """See `Generator.send`."""
+        action, log_prob = self._actor.act(observation, noise)
+        self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version))
+
+    def recv(self) -> ActedBatch:
+        """The oldest batch. Raises RuntimeError when nothing was sent."""
+        if not self._acted:
+            raise RuntimeError("recv was called although no observation had been sent.")
+        return self._acted.popleft()
+
+    def publish(self, version: int) -> None:
+        """Copy the policy's present weights and statistics."""
+        self._actor.refresh(self._policy)
+        self.version = version
+
+
+class ModuleActor:
+    """Any policy: a copy of the module, refreshed from the original."""
+
+    def __init__(self, policy: ActorCritic) -> None:
+        self._module = copy.deepcopy(policy)
+        self._device = next(policy.parameters()).device
+
+    def refresh(self, policy: ActorCritic) -> None:
+        self._module.load_state_dict(policy.state_dict())
+
+    @torch.inference_mode()
+    def act(self, observation: Observation, noise: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        tensors = {key: torch.from_numpy(observation[key]).to(self._device) for key in self._module.observation_keys}
+        output = self._module.act(tensors, None if noise is None else torch.from_numpy(noise).to(self._device))
+        return output.action.cpu().numpy(), output.log_prob.cpu().numpy()
+
+
+class NumpyGaussianActor:
+    """The actor of a Gaussian MLP policy, out of copies of its weights."""
+
+    def __init__(self, policy: ActorCritic) -> None:
+        self._key = policy.config.observation_key
+        self._activation = policy.config.activation
+        self.refresh(policy)
+
+    @staticmethod
+    def supports(policy: ActorCritic) -> bool:
+        on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in policy.parameters())
+        return on_cpu and policy.trunk is None and type(policy.head) is DiagonalGaussian
+
+    def refresh(self, policy: ActorCritic) -> None:
+        assert isinstance(policy.head, DiagonalGaussian)
+        layers = [layer for layer in policy.actor if isinstance(layer, nn.Linear)]
+        # Weights are laid out [in, out]: a product of few rows reads them in order.
+        weights = [np.ascontiguousarray(layer.weight.detach().numpy().T) for layer in layers]
+        biases = [layer.bias.detach().numpy().copy() for layer in layers]
+        self._hidden = list(zip(weights[:-1], biases[:-1], strict=True))
+        self._output_weight, self._output_bias = weights[-1], biases[-1]
+        log_std = policy.head.log_std.detach().numpy()
+        self._std, self._inverse_std = np.exp(log_std), np.exp(-log_std)
+        self._log_prob_of_mode = -log_std - np.float32(LOG_SQRT_2PI)
+        self._scale: tuple[np.ndarray, np.ndarray] | None = None
+        if policy.normalizer is not None:
+            mean, inverse_std = policy.normalizer.scale()
+            self._scale = mean.numpy().copy(), inverse_std.numpy().copy()
+            self._clip = np.float32(policy.normalizer.clip)
+
+    def act(self, observation: Observation, noise: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Actions [n, A] and log-probabilities [n, A], both float32 and in fresh memory."""
+        x = observation[self._key]
+        if x.dtype != np.float32:
+            x = x.astype(np.float32)
+        if self._scale is not None:
+            x = x - self._scale[0]
+            x *= self._scale[1]
+            np.minimum(x, self._clip, out=x)
+            np.maximum(x, -self._clip, out=x)
+        for weight, bias in self._hidden:
+            x = x.dot(weight)
+            x += bias
+            if self._activation == "tanh":
+                np.tanh(x, out=x)
+            elif self._activation == "relu":
+                np.maximum(x, 0.0, out=x)
+            else:
+                x = np.expm1(np.minimum(x, 0.0)) + np.maximum(x, 0.0)
+        mean = x.dot(self._output_weight)
+        mean += self._output_bias
+        if noise is None:
+            return mean, np.broadcast_to(self._log_prob_of_mode, mean.shape).copy()
+        action = noise * self._std
+        action += mean
+        # Of the rounded action, not of the noise: `Policy.evaluate` sees the action alone.
+        z = np.subtract(action, mean, out=mean)
+        z *= self._inverse_std
+        z *= z
+        z *= np.float32(-0.5)
+        z += self._log_prob_of_mode
+        return action, z

@@ -1,0 +1,163 @@
+"""Actor-critic networks over a flat state (separate actor and critic) or an image (a shared convolutional trunk)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from embodied_rl.config import PolicyConfig
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.policies.base import ActionOutput, Evaluation, TensorObservation
+from embodied_rl.policies.heads import Categorical, DiagonalGaussian, Head, SquashedGaussian
+from embodied_rl.policies.normalization import RunningNorm
+from embodied_rl.types import ActionSpec, SimSpec
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
+
+
+class ActorCritic(nn.Module):
+    """Implements `embodied_rl.policies.base.Policy`. Built by `build_policy`."""
+
+    def __init__(self, config: PolicyConfig, spec: SimSpec) -> None:
+        super().__init__()
+        self.config = config
+        self.spec = spec
+        self.head: Head = _make_head(config, spec.action)
+        shape = spec.observation[config.observation_key].shape
+        self.normalizer: RunningNorm | None = None
+        self.trunk: nn.Module | None = None
+        if config.encoder == "cnn":
+            self.trunk = ImageTrunk(shape, config)
+            size, hidden = self.trunk.num_features, config.hidden_sizes[1:]
+        else:
+            size, hidden = shape[0], config.hidden_sizes
+            if config.normalize_observation:
+                self.normalizer = RunningNorm(size, config.observation_clip)
+        self.actor = make_mlp(size, hidden, self.head.num_outputs, config.activation, output_gain=0.01)
+        self.critic = make_mlp(size, hidden, 1, config.activation, output_gain=1.0)
+
+    @property
+    def observation_keys(self) -> tuple[str, ...]:
+        """The parts of an observation that the policy reads."""
+        return (self.config.observation_key,)
+
+    def features(self, observation: TensorObservation) -> Tensor:
+        """[B, D] what actor and critic read: the normalised state, or the trunk's features of the image."""
+        x = observation[self.config.observation_key]
+        if self.trunk is not None:
+            return self.trunk(x)
+        return x.float() if self.normalizer is None else self.normalizer(x)
+
+    def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
+        action, log_prob = self.head.sample(self.actor(self.features(observation)), noise)
+        return ActionOutput(action, log_prob)
+
+    def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
+        features = self.features(observation)
+        outputs = self.actor(features)
+        return Evaluation(self.head.log_prob(outputs, action), self.head.entropy(outputs), self.critic(features).squeeze(-1))
+
+    def value(self, observation: TensorObservation) -> Tensor:
+        return self.critic(self.features(observation)).squeeze(-1)
+
+    def update_statistics(self, observation: TensorObservation) -> None:
+        if self.normalizer is not None:
+            self.normalizer.update(observation[self.config.observation_key].flatten(0, -2))
+
+
+class ImageTrunk(nn.Module):
+    """Convolutions of Mnih et al. (2015), then one normalised linear layer: uint8 [B, H, W, 3] → [B, num_features]."""
+
+    def __init__(self, shape: tuple[int, ...], config: PolicyConfig) -> None:
+        super().__init__()
+        height, width, channels = shape
+        layers: list[nn.Module] = []
+        for index, num_channels in enumerate(config.cnn_channels):
+            kernel, stride = ((8, 4), (4, 2), (3, 1))[min(index, 2)]
+            height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
+            if height < 1 or width < 1:
+                raise UserError(
+                    f"policy.cnn_channels={list(config.cnn_channels)} has too many layers for images of {shape[0]}x{shape[1]} pixels: "
+                    f"nothing is left after layer {index + 1}. Use larger images or at most {index} channel numbers."
+                )
+            layers += [_orthogonal(nn.Conv2d(channels, num_channels, kernel, stride), math.sqrt(2.0)), nn.ReLU()]
+            channels = num_channels
+        size = channels * height * width
+        layers.append(nn.Flatten())
+        self.num_features = size
+        if config.hidden_sizes:
+            self.num_features = config.hidden_sizes[0]
+            layers += [
+                _orthogonal(nn.Linear(size, self.num_features), math.sqrt(2.0)),
+                nn.LayerNorm(self.num_features),
+                ACTIVATIONS[config.activation](),
+            ]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, image: Tensor) -> Tensor:
+        # Channels first as a view: convolutions take the channels-last memory as it is.
+        pixels = image.permute(0, 3, 1, 2).to(dtype=torch.float32, memory_format=torch.channels_last)
+        return self.layers(pixels / 255.0 - 0.5)
+
+
+def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
+    """Build an actor-critic for a simulator; weights are drawn from torch's global generator, so seed it first.
+
+    Raises:
+        UserError: the simulator has no such observation, or the encoder cannot read it.
+    """
+    key = config.observation_key
+    if key not in spec.observation:
+        raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.observation)}")
+    part = spec.observation[key]
+    is_image = len(part.shape) == 3 and part.shape[-1] == 3 and part.dtype == "uint8"
+    if config.encoder == "cnn" and not is_image:
+        raise UserError(
+            f"policy.encoder='cnn' reads images (uint8 [H, W, 3]), but observation '{key}' of task '{spec.task}' is "
+            f"{part.dtype} {list(part.shape)}. Use policy.encoder=mlp, or an image: {_keys(spec, 3)}."
+        )
+    if config.encoder == "mlp" and len(part.shape) != 1:
+        raise UserError(
+            f"policy.encoder='mlp' reads vectors, but observation '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}. "
+            f"Use policy.encoder=cnn for images, or a vector: {_keys(spec, 1)}."
+        )
+    if config.encoder == "cnn" and config.normalize_observation:
+        raise UserError(
+            "policy.normalize_observation=true is for vectors; images are always scaled to [-0.5, 0.5]. "
+            "Set policy.normalize_observation=false."
+        )
+    if config.distribution == "squashed" and spec.action.kind == "discrete":
+        raise UserError(
+            f"policy.distribution='squashed' is for continuous actions, but task '{spec.task}' has {spec.action.num_actions} "
+            "discrete ones. Set policy.distribution=gaussian: discrete actions are then categorical."
+        )
+    return ActorCritic(config, spec)
+
+
+def make_mlp(size: int, hidden_sizes: tuple[int, ...], num_outputs: int, activation: str, output_gain: float) -> nn.Sequential:
+    """Linear layers with orthogonal weights (gain sqrt(2), as PPO implementations do; `output_gain` for the last) and zero biases."""
+    layers: list[nn.Module] = []
+    for width in hidden_sizes:
+        layers += [_orthogonal(nn.Linear(size, width), math.sqrt(2.0)), ACTIVATIONS[activation]()]
+        size = width
+    layers.append(_orthogonal(nn.Linear(size, num_outputs), output_gain))
+    return nn.Sequential(*layers)
+
+
+def _make_head(config: PolicyConfig, action: ActionSpec) -> Head:
+    if action.kind == "discrete":
+        return Categorical(action.num_actions)
+    return {"gaussian": DiagonalGaussian, "squashed": SquashedGaussian}[config.distribution](action.dim, config.init_log_std)
+
+
+def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _keys(spec: SimSpec, num_axes: int) -> str:
+    return ", ".join(key for key, part in spec.observation.items() if len(part.shape) == num_axes) or "(none here)"

@@ -1,0 +1,149 @@
+"""The pump between simulators and generator: it fills a rollout, one group of slots simulating while another is acted for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodied_rl.generation.base import Generator
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, Rollout, StepBatch
+
+_NOISE_STREAM = 1
+
+
+def split_groups(num_slots: int, num_groups: int) -> list[range]:
+    """Contiguous groups of slots, as equal as can be. They depend on the slots alone, so that worker counts change no number."""
+    bounds = [round(group * num_slots / num_groups) for group in range(num_groups + 1)]
+    return [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+
+
+def action_noise(spec: ActionSpec, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
+    """The randomness of one rollout's actions [*shape, A], a function of (seed, iteration): nothing to save for a resume."""
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, iteration, _NOISE_STREAM])))
+    if spec.kind == "continuous":
+        return generator.standard_normal((*shape, spec.dim), dtype=np.float32)
+    return generator.random((*shape, spec.dim), dtype=np.float32)
+
+
+@dataclass
+class CollectorTimes:
+    """Seconds since the start of a rollout."""
+
+    simulate_s: float = 0.0
+    """Waiting for simulators."""
+    act_s: float = 0.0
+    """Turning observations into actions, and copying."""
+
+
+class RolloutCollector:
+    """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap."""
+
+    def __init__(self, manager: EnvManager, generator: Generator, *, rollout_steps: int, num_groups: int, seed: int) -> None:
+        self.manager = manager
+        self.generator = generator
+        self.rollout_steps = rollout_steps
+        self.seed = seed
+        self.times = CollectorTimes()
+        self._groups = split_groups(manager.num_slots, num_groups)
+        self._batches: list[StepBatch] = []
+
+    def restart(self, seed_round: int, *, reconfigure: bool = True) -> None:
+        """Begin new episodes in all slots, with seeds that depend on (seed, seed_round, slot) alone: where a run can be resumed."""
+        whole = self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure)
+        self._batches = [_rows(whole, group) for group in self._groups]
+
+    def next_rollout(self, iteration: int) -> Rollout:
+        """Collect `rollout_steps` × `num_slots` transitions. Raises SimFault (see EnvManager)."""
+        assert self._batches, "restart() comes first"
+        steps, slots = self.rollout_steps, self.manager.num_slots
+        filling = _Filling(self.manager.spec.observation, self.manager.spec.action, steps, slots)
+        noise = action_noise(self.manager.spec.action, (steps, slots), self.seed, iteration)
+        version, clock = self.generator.version, time.perf_counter
+        waited, started = 0.0, clock()
+        for step in range(steps):
+            for index, group in enumerate(self._groups):
+                if step > 0:
+                    before = clock()
+                    self._batches[index] = self.manager.recv(group)
+                    waited += clock() - before
+                    filling.outcome(step - 1, group, self._batches[index])
+                self._act(step, index, group, noise, filling)
+        for index, group in enumerate(self._groups):
+            before = clock()
+            self._batches[index] = self.manager.recv(group)
+            waited += clock() - before
+            filling.outcome(steps - 1, group, self._batches[index])
+        self.times = CollectorTimes(waited, clock() - started - waited)
+        return filling.rollout([batch.observation for batch in self._batches], version)
+
+    def _act(self, step: int, index: int, group: range, noise: np.ndarray, filling: _Filling) -> None:
+        batch, rows = self._batches[index], slice(group.start, group.stop)
+        for key, part in batch.observation.items():
+            filling.observation[key][step, rows] = part
+        self.generator.send(batch.slots, batch.observation, noise[step, rows])
+        acted = self.generator.recv()
+        filling.action[step, rows] = acted.action
+        filling.log_prob[step, rows] = acted.log_prob
+        self.manager.send(group, self.manager.spec.action.denormalise(acted.action))
+
+
+class _Filling:
+    """The arrays of a rollout while it is being collected."""
+
+    def __init__(self, observation: object, action: ActionSpec, steps: int, slots: int) -> None:
+        assert hasattr(observation, "items")
+        self.observation = {key: np.empty((steps, slots, *part.shape), part.dtype) for key, part in observation.items()}
+        self.action = np.empty((steps, slots, action.dim), action.dtype)
+        self.log_prob = np.empty((steps, slots, action.dim), np.float32)
+        self.reward = np.empty((steps, slots), np.float32)
+        self.terminated = np.empty((steps, slots), bool)
+        self.truncated = np.empty((steps, slots), bool)
+        self.final: dict[str, list[np.ndarray]] = {key: [] for key in self.observation}
+        self.episodes: list[EpisodeSummary] = []
+
+    def outcome(self, step: int, group: range, batch: StepBatch) -> None:
+        rows = slice(group.start, group.stop)
+        self.reward[step, rows] = batch.reward
+        self.terminated[step, rows] = batch.terminated
+        self.truncated[step, rows] = batch.truncated
+        if not batch.episodes:
+            return
+        self.episodes.extend(batch.episodes)
+        cut = np.flatnonzero(batch.truncated & ~batch.terminated)
+        if cut.size:
+            for key, part in batch.final_observation.items():
+                self.final[key].append(part[cut])
+
+    def rollout(self, last: list[Observation], version: int) -> Rollout:
+        none = {key: np.empty((0, *part.shape[2:]), part.dtype) for key, part in self.observation.items()}
+        return Rollout(
+            observation=self.observation,
+            action=self.action,
+            log_prob=self.log_prob,
+            reward=self.reward,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            last_observation={key: np.concatenate([part[key] for part in last]) for key in self.observation},
+            final_observation={key: np.concatenate(parts) if parts else none[key] for key, parts in self.final.items()},
+            policy_version=version,
+            episodes=tuple(self.episodes),
+        )
+
+
+def _rows(batch: StepBatch, group: range) -> StepBatch:
+    """A group's share of a batch of all slots, as views."""
+    rows = slice(group.start, group.stop)
+    return StepBatch(
+        slots=batch.slots[rows],
+        observation={key: part[rows] for key, part in batch.observation.items()},
+        reward=batch.reward[rows],
+        terminated=batch.terminated[rows],
+        truncated=batch.truncated[rows],
+        success=batch.success[rows],
+        final_observation={key: part[rows] for key, part in batch.final_observation.items()},
+        episodes=(),
+    )

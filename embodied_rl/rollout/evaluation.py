@@ -1,0 +1,42 @@
+"""Playing whole episodes of a fixed set of seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embodied_rl.generation.base import Generator
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
+from embodied_rl.types import EpisodeSummary
+
+
+def evaluate(manager: EnvManager, generator: Generator, num_episodes: int, *, first_seed: int = 0) -> list[EpisodeSummary]:
+    """Play the held-out seeds 2**30 + first_seed + 0 … num_episodes − 1, each exactly once, with the policy's mode.
+
+    Every seed counts, so that short episodes are not over-represented (as they are where the first n episodes to finish
+    are taken). Slots that have played their share stand still. The manager's episodes are lost: reset it afterwards.
+
+    Returns:
+        One summary per seed, ascending by seed.
+    """
+    batch = manager.reset(EpisodeSeeds.held_out(first_seed), reconfigure=False)
+    first = HELD_OUT_START + first_seed
+    # Slot s plays the seeds first + s, first + s + N, …: its share of num_episodes.
+    left = np.array([len(range(slot, num_episodes, manager.num_slots)) for slot in range(manager.num_slots)])
+    finished: list[EpisodeSummary] = []
+    observation = {key: part.copy() for key, part in batch.observation.items()}
+    slots = np.arange(manager.num_slots)
+    while left.any():
+        generator.send(slots, observation, None)
+        actions = manager.spec.action.denormalise(generator.recv().action)
+        active = np.flatnonzero(left)
+        manager.send(active, actions[active])
+        outcome = manager.recv(active)
+        for key, part in outcome.observation.items():
+            observation[key][active] = part
+        for episode in outcome.episodes:
+            finished.append(episode)
+            left[episode.slot] -= 1
+    finished.sort(key=lambda episode: episode.seed)
+    assert [episode.seed for episode in finished] == list(range(first, first + num_episodes))
+    return finished

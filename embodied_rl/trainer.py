@@ -1,0 +1,273 @@
+"""The main loop: collect, prepare, update, publish, report, save. Synchronous is the case of zero staleness; there is no second loop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodied_rl.algorithms.ppo import PPO
+from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors, save_checkpoint
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
+from embodied_rl.files import write_atomic_with
+from embodied_rl.generation import make_generator
+from embodied_rl.hybrid.engine import HybridEngine
+from embodied_rl.hybrid.learner import Learner
+from embodied_rl.loggers import make_loggers
+from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.rollout.collector import RolloutCollector
+from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.sim.faults import NonFiniteSimulationError
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.types import EpisodeSummary, Rollout
+
+_WINDOW = 100
+"""Finished training episodes over which success, return and length are averaged."""
+_INTERIM_SEEDS = 2**28
+"""Offset of the seeds of evaluations during a run: choosing a checkpoint by them does not touch the final held-out seeds."""
+
+
+class Trainer:
+    """One run. `run` trains; `evaluate` plays held-out seeds; use as a context manager, so that no process stays behind."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path, *, command: str, checkpoint: Checkpoint | None = None, started: float | None = None) -> None:
+        """Start the simulators and build policy, learner and generator.
+
+        Args:
+            config: the validated configuration.
+            run_dir: where checkpoints and logs go.
+            command: how the run was started, for the model card.
+            checkpoint: continue from here; its simulator and policy must fit.
+            started: time.time() at which the user's wall-clock began; default: now.
+
+        Raises:
+            UserError: the simulator rejects its configuration, packages or assets are missing.
+            IncompatibleCheckpointError: the checkpoint does not fit.
+        """
+        self.config, self.run_dir, self.command = config, run_dir, command
+        self._started = time.time() if started is None else started
+        self.iteration = self.steps = 0
+        self.best = -np.inf
+        self.recent: deque[tuple[bool, float, int]] = deque(maxlen=_WINDOW)
+        self.interrupted = False
+        self.metrics: dict[str, float] = {}
+        # The simulators start while this process builds its networks.
+        self.manager = EnvManager.from_config(config.sim, EpisodeSeeds.training(config.seed))
+        try:
+            self._build()
+            if checkpoint is not None:
+                self._load(checkpoint)
+            self.loggers = make_loggers(config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None)
+        except BaseException:
+            self.manager.close()
+            raise
+
+    def _build(self) -> None:
+        config = self.config
+        torch.manual_seed(config.seed)
+        self.policy = build_policy(config.policy, self.manager.spec)
+        self.learner = Learner(self.policy, config.algorithm, device=config.hybrid.device, num_threads=config.hybrid.num_threads)
+        self.algorithm = PPO(config.algorithm)
+        self.generator = make_generator(config.generation, self.policy)
+        self.engine = HybridEngine(self.policy, self.learner, self.generator)
+        self.collector = RolloutCollector(
+            self.manager,
+            self.generator,
+            rollout_steps=config.algorithm.rollout_steps,
+            num_groups=config.sim.pipeline_groups,
+            seed=config.seed,
+        )
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until the steps, the time or the success rate of the configuration is reached, or until Ctrl-C.
+
+        Raises:
+            SimFault: a simulator worker failed.
+            NonFiniteError: NaN or infinity in an observation, reward or loss; the batch lies in ``<run_dir>/failures``.
+        """
+        self.engine.publish(version=self.iteration)
+        self._restart_episodes()
+        with self._interruptible(), self._dump_on_non_finite():
+            while not self._finished():
+                started = time.perf_counter()
+                with self.engine.generation():
+                    rollout = self.collector.next_rollout(self.iteration)
+                with self.engine.training():
+                    batch = self.algorithm.prepare(rollout, self.learner.values(rollout))
+                    stats = self.learner.update(batch, iteration=self.iteration, num_iterations=self.config.num_iterations, seed=self.config.seed)
+                    self.policy.update_statistics(self._tensors(rollout))
+                self.iteration += 1
+                self.engine.publish(version=self.iteration)
+                self._report(rollout, stats, time.perf_counter() - started)
+                self._evaluate_and_save_when_due()
+        self.save()
+
+    def _finished(self) -> bool:
+        config = self.config
+        if self.interrupted or self.steps >= config.total_steps:
+            return True
+        if config.max_minutes is not None and self.wall_clock_s() > 60 * config.max_minutes:
+            return True
+        enough = len(self.recent) == _WINDOW and config.stop_at_success is not None
+        return enough and self._success() >= (config.stop_at_success or 0.0)
+
+    def _report(self, rollout: Rollout, stats: dict[str, float], seconds: float) -> None:
+        self.steps += rollout.num_steps
+        self.recent.extend((episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes)
+        times = self.collector.times
+        self.metrics = {
+            **({"episode/success": self._success()} if self.manager.spec.reports_success and self.recent else {}),
+            **({"episode/return": float(np.mean([r for _, r, _ in self.recent]))} if self.recent else {}),
+            **({"episode/length": float(np.mean([n for _, _, n in self.recent]))} if self.recent else {}),
+            "speed/steps_per_s": rollout.num_steps / seconds,
+            "time/simulate_s": times.simulate_s,
+            "time/act_s": times.act_s,
+            "time/update_s": seconds - times.simulate_s - times.act_s,
+            "speed/wall_clock_s": self.wall_clock_s(),
+            **{f"train/{name}": value for name, value in stats.items()},
+        }
+        self.loggers.log(self.steps, self.metrics)
+
+    def _evaluate_and_save_when_due(self) -> None:
+        """Checkpoints are where a run can be taken up again bit for bit: all slots begin new episodes there, resumed or not."""
+        evaluate_now, save_now = self._due(self.config.evaluation.every_steps), self._due(self.config.checkpoint.every_steps)
+        if self._finished() or not (evaluate_now or save_now):
+            return
+        if evaluate_now:
+            episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=_INTERIM_SEEDS + self.config.evaluation.seed)
+            success, mean_return = np.mean([e.success_once for e in episodes]), np.mean([e.episode_return for e in episodes])
+            self.metrics |= {"eval/success": float(success), "eval/return": float(mean_return)}
+            self.loggers.log(self.steps, {"eval/success": float(success), "eval/return": float(mean_return)})
+        if save_now:
+            self.save()
+        self._restart_episodes()
+
+    def _due(self, every: int | None) -> bool:
+        if every is None:
+            return False
+        before = self.steps - self.config.steps_per_iteration
+        return self.steps // every > before // every
+
+    # ---- evaluation, checkpoints ------------------------------------------------------------------------------------
+
+    def evaluate(self, num_episodes: int, *, first_seed: int) -> list[EpisodeSummary]:
+        """Play held-out seeds with the deterministic policy in the training run's own simulators, whose episodes are lost."""
+        with self.engine.generation():
+            return evaluate(self.manager, self.generator, num_episodes, first_seed=first_seed)
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment."""
+        score = self.metrics.get("eval/success", self.metrics.get("episode/success", self.metrics.get("episode/return", -np.inf)))
+        is_best = score >= self.best
+        self.best = max(self.best, score)
+        return save_checkpoint(
+            self.run_dir,
+            self.steps,
+            policy=self.policy.state_dict(),
+            learner=self.learner.state_tensors(),
+            state={
+                "iteration": self.iteration,
+                "wall_clock_s": self.wall_clock_s(),
+                "best": self.best if np.isfinite(self.best) else None,
+                "recent": [list(episode) for episode in self.recent],
+                "algorithm": self.algorithm.state_dict(),
+            },
+            config=self.config,
+            spec=self.manager.spec,
+            metrics=self.metrics,
+            command=self.command,
+            is_best=is_best,
+        )
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        check_compatible(checkpoint, self.manager.spec)
+        check_tensors(checkpoint, self.policy.state_dict())
+        self.policy.load_state_dict(checkpoint.policy)
+        state = checkpoint.state
+        try:
+            self.learner.load_state_tensors(checkpoint.learner)
+            self.algorithm.load_state_dict(state["algorithm"])
+            self.iteration, self.steps = int(state["iteration"]), checkpoint.step
+            self._started = time.time() - float(state["wall_clock_s"])
+            self.best = -np.inf if state["best"] is None else float(state["best"])
+            self.recent.extend((bool(success), float(total), int(length)) for success, total, length in state["recent"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' cannot be resumed from: {error!r}.") from error
+
+    def wall_clock_s(self) -> float:
+        """Seconds since the user started the run, pauses between resumed parts left out."""
+        return time.time() - self._started
+
+    def close(self) -> None:
+        self.loggers.close()
+        self.manager.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _restart_episodes(self) -> None:
+        self.algorithm.restart_episodes()
+        self.collector.restart(seed_round=self.iteration)
+
+    def _success(self) -> float:
+        return float(np.mean([success for success, _, _ in self.recent])) if self.recent else 0.0
+
+    @staticmethod
+    def _tensors(rollout: Rollout) -> dict[str, torch.Tensor]:
+        return {key: torch.from_numpy(part).flatten(0, 1) for key, part in rollout.observation.items()}
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) ends the run after this iteration, with a checkpoint; the second ends it at once."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+
+        previous: dict[int, Any] = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                previous[number] = signal.signal(number, on_signal)
+        except ValueError:  # not the main thread: whoever started us handles signals
+            pass
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def _dump_on_non_finite(self) -> Iterator[None]:
+        """Leave the offending batch, and where it came from, in ``<run_dir>/failures``."""
+        try:
+            yield
+        except NonFiniteError as error:
+            path = self.run_dir / "failures" / f"non_finite_step_{self.steps:09d}.npz"
+            arrays = {f"batch/{name}": np.asarray(value) for name, value in (getattr(error, "batch", None) or {}).items()}
+            context: dict[str, Any] = {"step": self.steps, "iteration": self.iteration, "message": str(error)}
+            if isinstance(error, NonFiniteSimulationError):
+                context |= {"slots": error.slots, "episode_seeds": error.seeds, "episode_steps": error.steps, "sim": self.config.sim.name}
+                arrays |= self.manager.peek(error.slots)
+            arrays["context_json"] = np.frombuffer(json.dumps(context).encode(), np.uint8)
+            write_atomic_with(path, lambda temporary: np.savez(temporary, **arrays))
+            error.add_note(f"The offending batch lies in {path}.")
+            raise
