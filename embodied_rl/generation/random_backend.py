@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.types import Observation, SimSpec
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+"""numpy has no error function of its own."""
 
 
 class RandomGenerator:
@@ -31,9 +35,8 @@ class RandomGenerator:
             action = np.minimum((uniform * action_spec.num_actions).astype(np.int64), action_spec.num_actions - 1)
             density = 1.0 / action_spec.num_actions
         else:
-            from scipy.special import ndtr
-
-            action = np.zeros(shape, np.float32) if noise is None else (2.0 * ndtr(noise) - 1.0).astype(np.float32)
+            # With the normal distribution function Phi, 2 Phi(x) - 1 = erf(x / sqrt(2)).
+            action = np.zeros(shape, np.float32) if noise is None else np.asarray(_erf(noise / math.sqrt(2.0)), np.float32)
             density = 0.5
         log_prob = np.full(shape, np.log(density), np.float32)
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version))

@@ -1,0 +1,88 @@
+"""PPO's preparation of a rollout: rewards → advantages → batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodied_rl.algorithms.advantages import gae, whiten
+from embodied_rl.algorithms.batch import Batch
+from embodied_rl.algorithms.rewards import ReturnNormalizer
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.types import Rollout
+
+
+@dataclass(frozen=True)
+class RolloutValues:
+    """The critic's view of a rollout, all float32."""
+
+    value: np.ndarray
+    """[T, N]"""
+    last_value: np.ndarray
+    """[N]"""
+    final_value: np.ndarray
+    """[K] of the truncated episodes' final observations, in the order of `Rollout.final_observation`."""
+
+
+class PPO:
+    """Proximal policy optimisation (Schulman et al. 2017): what happens to a rollout before the learner sees it."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.reward_normalizer = ReturnNormalizer(config.gamma, config.reward_clip) if config.normalize_reward else None
+
+    def prepare(self, rollout: Rollout, values: RolloutValues) -> Batch:
+        """Normalise rewards, estimate advantages, whiten them, and flatten [T, N] to [B]. Shares memory with the rollout."""
+        config = self.config
+        reward = rollout.reward
+        if self.reward_normalizer is not None:
+            reward = self.reward_normalizer(reward, rollout.terminated | rollout.truncated)
+        advantage, returns = gae(
+            reward=reward,
+            value=values.value,
+            last_value=values.last_value,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            final_value=values.final_value,
+            gamma=config.gamma,
+            gae_lambda=config.gae_lambda,
+        )
+        if config.normalize_advantage == "batch":
+            advantage = whiten(advantage)
+        return Batch(
+            observation={key: _rows(array) for key, array in rollout.observation.items()},
+            action=_rows(rollout.action),
+            log_prob=_rows(rollout.log_prob),
+            advantage=_rows(advantage),
+            returns=_rows(returns),
+            value=_rows(values.value),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs, JSON-able."""
+        return {"reward_normalizer": None if self.reward_normalizer is None else self.reward_normalizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises IncompatibleCheckpointError when the state was made with the other setting of ``normalize_reward``."""
+        saved = state["reward_normalizer"]
+        if (saved is None) != (self.reward_normalizer is None):
+            raise IncompatibleCheckpointError(
+                f"algorithm.normalize_reward={self.config.normalize_reward} now, but {saved is not None} in the checkpoint: "
+                "the value function would mean something else. Resume with the checkpoint's setting."
+            )
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.load_state_dict(saved)
+
+    def restart_episodes(self) -> None:
+        """All slots begin new episodes, outside a rollout: returns that were being summed are over."""
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.restart_episodes()
+
+
+def _rows(array: np.ndarray) -> torch.Tensor:
+    """[T, N, ...] → [T·N, ...] without a copy where the memory is contiguous."""
+    return torch.from_numpy(np.ascontiguousarray(array)).flatten(0, 1)
