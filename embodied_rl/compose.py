@@ -10,7 +10,22 @@ from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.paths import configs_dir
 
-_PASSED_TO_HYDRA = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--multirun", "-m", "--shell-completion", "-sc", "--config-dir", "-cd")
+_PASSED_TO_HYDRA = (
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+    "--multirun",
+    "-m",
+    "--shell-completion",
+    "-sc",
+    "--config-dir",
+    "-cd",
+)
 
 
 def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -28,12 +43,17 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            composed = compose(name, overrides=list(overrides))
+            composed = compose(name, overrides=open_kwargs(overrides))
         plain = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises ValueError for a group set to null
         raise UserError(_explain(error, name)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def open_kwargs(overrides: Sequence[str]) -> list[str]:
+    """Overrides as Hydra wants them: a simulator's own arguments need no ``+``, for which of them exist is the simulator's affair."""
+    return [f"++{override}" if override.startswith(("sim.kwargs.", "sim.kwargs=")) else override for override in overrides]
 
 
 def load_train_config(overrides: Sequence[str]) -> TrainConfig:

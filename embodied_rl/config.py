@@ -49,9 +49,21 @@ class SimConfig:
     def __post_init__(self) -> None:
         _require(self.num_slots >= 1, "sim.num_slots", ">= 1", self.num_slots)
         _require(self.num_workers is None or self.num_workers >= 1, "sim.num_workers", ">= 1 or null", self.num_workers)
-        _require(self.num_workers is None or self.num_workers <= self.num_slots, "sim.num_workers", f"<= sim.num_slots ({self.num_slots})", self.num_workers)
-        _require(1 <= self.pipeline_groups <= self.num_slots, "sim.pipeline_groups", f"between 1 and sim.num_slots ({self.num_slots})", self.pipeline_groups)
-        _require(self.max_episode_steps is None or self.max_episode_steps >= 1, "sim.max_episode_steps", ">= 1 or null", self.max_episode_steps)
+        _require(
+            self.num_workers is None or self.num_workers <= self.num_slots,
+            "sim.num_workers",
+            f"<= sim.num_slots ({self.num_slots})",
+            self.num_workers,
+        )
+        _require(
+            1 <= self.pipeline_groups <= self.num_slots,
+            "sim.pipeline_groups",
+            f"between 1 and sim.num_slots ({self.num_slots})",
+            self.pipeline_groups,
+        )
+        _require(
+            self.max_episode_steps is None or self.max_episode_steps >= 1, "sim.max_episode_steps", ">= 1 or null", self.max_episode_steps
+        )
         _require(self.step_timeout_s > 0, "sim.step_timeout_s", "> 0", self.step_timeout_s)
         _require(self.start_timeout_s > 0, "sim.start_timeout_s", "> 0", self.start_timeout_s)
 
@@ -224,7 +236,8 @@ class TrainConfig:
     total_steps: int = 200_000
     """Environment steps to train for, at most."""
     stop_at_success: float | None = None
-    """Stop when the success rate over the last 100 training episodes reaches this; null: train all steps."""
+    """Stop when the success rate reaches this: of the evaluations during the run where evaluation.every_steps is set (without
+    exploration noise), else of the last 100 training episodes; null: train all steps."""
     max_minutes: float | None = None
     """Stop training after this much wall-clock time; null: no limit."""
     resume: str | None = None
@@ -232,8 +245,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.seed < 2**31, "seed", "between 0 and 2**31 - 1", self.seed)
+        _require(
+            self.sim.target != "???",  # how YAML files for OmegaConf mark a value that the user must give
+            "sim.target",
+            "given for a simulator of your own, such as sim.target=my_package.my_module:MyEnv",
+            self.sim.target,
+        )
         _require(self.total_steps >= 1, "total_steps", ">= 1", self.total_steps)
-        _require(self.stop_at_success is None or 0 < self.stop_at_success <= 1, "stop_at_success", "in (0, 1] or null", self.stop_at_success)
+        _require(
+            self.stop_at_success is None or 0 < self.stop_at_success <= 1, "stop_at_success", "in (0, 1] or null", self.stop_at_success
+        )
         _require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
         _require(
             self.algorithm.minibatch_size <= self.steps_per_iteration,

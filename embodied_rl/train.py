@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import TrainConfig
 
-_PROCESS_START = time.time()
-
 
 def main() -> None:
     """Train as the command line says; mistakes are one line on stderr and exit status 2."""
@@ -26,24 +26,43 @@ def main() -> None:
 def _hydra_main() -> None:
     import hydra
 
-    from embodied_rl.compose import check_overrides
+    from embodied_rl.compose import check_overrides, open_kwargs
     from embodied_rl.paths import configs_dir
 
     check_overrides("train", sys.argv[1:])
+    sys.argv[1:] = open_kwargs(sys.argv[1:])
     hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
 
 
 def _train(composed: DictConfig) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
+    # Hydra would print a traceback for our errors; here they are still ours.
+    run_command(lambda: _train_composed(composed, list(HydraConfig.get().overrides.task)))
+
+
+def _train_composed(composed: DictConfig, overrides: list[str]) -> None:
     from omegaconf import OmegaConf
 
     from embodied_rl.config import TrainConfig
 
-    # Hydra would print a traceback for our errors; here they are still ours.
-    run_command(lambda: train(TrainConfig.from_dict(OmegaConf.to_container(composed, resolve=True))))  # type: ignore[arg-type]
+    plain = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(plain, dict)
+    train(
+        TrainConfig.from_dict({str(key): value for key, value in plain.items()}),
+        overrides=overrides,
+        command=command_line("train", overrides),
+    )
 
 
-def train(config: TrainConfig, *, command: str | None = None) -> Path:
+def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = "embodied_rl.train.train(config)") -> Path:
     """Run a configuration from start to report. Returns the run's folder.
+
+    Args:
+        config: what to run. Where ``config.resume`` finds a checkpoint, the checkpoint's own configuration is continued, with
+            the values of `overrides` in place of its own.
+        overrides: the ``key=value`` of the command line.
+        command: how the run was started, for the model card.
 
     Raises:
         UserError: and its kinds, for everything a user can mend.
@@ -51,21 +70,47 @@ def train(config: TrainConfig, *, command: str | None = None) -> Path:
     """
     run_dir, checkpoint = _where(config)
     if checkpoint is not None:
-        _announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} steps.")
-    started = max(_PROCESS_START, time.time() - 60.0) if checkpoint is None else None
+        config = _continued(config, checkpoint, overrides)
+        _announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
+    # A libgomp that spins between parallel regions takes the cores from the simulators; it must be told before torch loads it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from embodied_rl.checkpoint import resume_command
     from embodied_rl.trainer import Trainer
 
-    with Trainer(config, run_dir, command=command or command_line("train"), checkpoint=checkpoint, started=started) as trainer:
+    with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=_process_start()) as trainer:
         trainer.run()
         if trainer.interrupted:
-            _announce(f"Interrupted and saved. Go on with: python -m embodied_rl.train resume={run_dir}")
+            trainer.close()
+            _announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
             return run_dir
-        first_seed = config.evaluation.seed
-        episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=first_seed)
+        episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=config.evaluation.seed)
         from embodied_rl.reporting import finish_run
 
         finish_run(trainer.summary(episodes))
     return run_dir
+
+
+def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> TrainConfig:
+    """The checkpoint's configuration with what the command line sets: single values, and whole groups except experiments."""
+    from embodied_rl.config import TrainConfig
+
+    merged, given = checkpoint.config.to_dict(), config.to_dict()
+    for override in overrides:
+        path = override.split("=", 1)[0].lstrip("+~").split(".")
+        if path[0] in ("experiment", "resume", "run_dir", "hydra"):
+            continue
+        target, source = merged, given
+        for part in path[:-1]:
+            target, source = target[part], source[part]
+        target[path[-1]] = source[path[-1]]
+    return TrainConfig.from_dict(merged)
+
+
+def _process_start() -> float:
+    """When the user's command began: what a wall-clock figure must count from. A Python caller's clock starts now."""
+    import psutil
+
+    return psutil.Process().create_time() if sys.argv[0].endswith("train.py") else time.time()
 
 
 def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None]:

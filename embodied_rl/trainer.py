@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from embodied_rl.algorithms.ppo import PPO
-from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors, save_checkpoint
+from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors, checkpoint_name, save_checkpoint
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.files import write_atomic_with
@@ -25,6 +25,7 @@ from embodied_rl.hybrid.engine import HybridEngine
 from embodied_rl.hybrid.learner import Learner
 from embodied_rl.loggers import make_loggers
 from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.reporting import RunSummary
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.sim.faults import NonFiniteSimulationError
@@ -41,7 +42,9 @@ _INTERIM_SEEDS = 2**28
 class Trainer:
     """One run. `run` trains; `evaluate` plays held-out seeds; use as a context manager, so that no process stays behind."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, *, command: str, checkpoint: Checkpoint | None = None, started: float | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, run_dir: Path, *, command: str, checkpoint: Checkpoint | None = None, started: float | None = None
+    ) -> None:
         """Start the simulators and build policy, learner and generator.
 
         Args:
@@ -61,6 +64,7 @@ class Trainer:
         self.best = -np.inf
         self.recent: deque[tuple[bool, float, int]] = deque(maxlen=_WINDOW)
         self.interrupted = False
+        self._interim_success: float | None = None
         self.metrics: dict[str, float] = {}
         # The simulators start while this process builds its networks.
         self.manager = EnvManager.from_config(config.sim, EpisodeSeeds.training(config.seed))
@@ -68,7 +72,9 @@ class Trainer:
             self._build()
             if checkpoint is not None:
                 self._load(checkpoint)
-            self.loggers = make_loggers(config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None)
+            self.loggers = make_loggers(
+                config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None
+            )
         except BaseException:
             self.manager.close()
             raise
@@ -107,7 +113,9 @@ class Trainer:
                     rollout = self.collector.next_rollout(self.iteration)
                 with self.engine.training():
                     batch = self.algorithm.prepare(rollout, self.learner.values(rollout))
-                    stats = self.learner.update(batch, iteration=self.iteration, num_iterations=self.config.num_iterations, seed=self.config.seed)
+                    stats = self.learner.update(
+                        batch, iteration=self.iteration, num_iterations=self.config.num_iterations, seed=self.config.seed
+                    )
                     self.policy.update_statistics(self._tensors(rollout))
                 self.iteration += 1
                 self.engine.publish(version=self.iteration)
@@ -121,8 +129,11 @@ class Trainer:
             return True
         if config.max_minutes is not None and self.wall_clock_s() > 60 * config.max_minutes:
             return True
-        enough = len(self.recent) == _WINDOW and config.stop_at_success is not None
-        return enough and self._success() >= (config.stop_at_success or 0.0)
+        if config.stop_at_success is None:
+            return False
+        if config.evaluation.every_steps is not None:
+            return self._interim_success is not None and self._interim_success >= config.stop_at_success
+        return len(self.recent) == _WINDOW and self._success() >= config.stop_at_success
 
     def _report(self, rollout: Rollout, stats: dict[str, float], seconds: float) -> None:
         self.steps += rollout.num_steps
@@ -149,8 +160,11 @@ class Trainer:
         if evaluate_now:
             episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=_INTERIM_SEEDS + self.config.evaluation.seed)
             success, mean_return = np.mean([e.success_once for e in episodes]), np.mean([e.episode_return for e in episodes])
-            self.metrics |= {"eval/success": float(success), "eval/return": float(mean_return)}
-            self.loggers.log(self.steps, {"eval/success": float(success), "eval/return": float(mean_return)})
+            figures = {"eval/success": float(success)} if self.manager.spec.reports_success else {}
+            figures["eval/return"] = float(mean_return)
+            self._interim_success = figures.get("eval/success")
+            self.metrics |= figures
+            self.loggers.log(self.steps, figures)
         if save_now:
             self.save()
         self._restart_episodes()
@@ -201,11 +215,27 @@ class Trainer:
             self.learner.load_state_tensors(checkpoint.learner)
             self.algorithm.load_state_dict(state["algorithm"])
             self.iteration, self.steps = int(state["iteration"]), checkpoint.step
-            self._started = time.time() - float(state["wall_clock_s"])
+            self._started -= float(state["wall_clock_s"])
             self.best = -np.inf if state["best"] is None else float(state["best"])
             self.recent.extend((bool(success), float(total), int(length)) for success, total, length in state["recent"])
         except (KeyError, TypeError, ValueError) as error:
             raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' cannot be resumed from: {error!r}.") from error
+
+    def summary(self, episodes: list[EpisodeSummary]) -> RunSummary:
+        """The finished run, for its report; `episodes` are those of the final evaluation."""
+        return RunSummary(
+            run_dir=self.run_dir,
+            config=self.config,
+            spec=self.manager.spec,
+            episodes=episodes,
+            steps=self.steps,
+            iterations=self.iteration,
+            train_wall_clock_s=self.metrics.get("speed/wall_clock_s", self.wall_clock_s()),
+            wall_clock_s=self.wall_clock_s(),
+            command=self.command,
+            checkpoint=self.run_dir / "checkpoints" / checkpoint_name(self.steps),
+            loggers=self.loggers,
+        )
 
     def wall_clock_s(self) -> float:
         """Seconds since the user started the run, pauses between resumed parts left out."""
@@ -243,7 +273,7 @@ class Trainer:
                 raise KeyboardInterrupt
             self.interrupted = True
 
-        previous: dict[int, Any] = {}
+        previous: dict[signal.Signals, Any] = {}
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 previous[number] = signal.signal(number, on_signal)
@@ -268,6 +298,6 @@ class Trainer:
                 context |= {"slots": error.slots, "episode_seeds": error.seeds, "episode_steps": error.steps, "sim": self.config.sim.name}
                 arrays |= self.manager.peek(error.slots)
             arrays["context_json"] = np.frombuffer(json.dumps(context).encode(), np.uint8)
-            write_atomic_with(path, lambda temporary: np.savez(temporary, **arrays))
+            write_atomic_with(path, lambda temporary: np.savez(temporary, **cast(Any, arrays)))
             error.add_note(f"The offending batch lies in {path}.")
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ _NOISE_STREAM = 1
 def split_groups(num_slots: int, num_groups: int) -> list[range]:
     """Contiguous groups of slots, as equal as can be. They depend on the slots alone, so that worker counts change no number."""
     bounds = [round(group * num_slots / num_groups) for group in range(num_groups + 1)]
-    return [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
 def action_noise(spec: ActionSpec, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
+from embodied_rl.sim.rendering import configure_rendering
 from embodied_rl.types import SimSpec, StepBuffers
 
 
@@ -56,6 +57,7 @@ class SimFactory:
 
     def make(self, num_envs: int) -> SimEnv:
         """Build `num_envs` environments in this process. Raises MissingExtraError, MissingAssetsError or UserError."""
+        configure_rendering()  # before the target imports mujoco, sapien or pygame
         factory = load_target(self.target, extra=self.extra)
         return adapt(factory, num_envs, self.task, dict(self.kwargs))
 
@@ -72,9 +74,8 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
-        raise UserError(
-            f"Simulator '{getattr(factory, '__qualname__', factory)}' does not take {', '.join(map(repr, unknown))}. It takes: {', '.join(parameters)}."
-        )
+        name = getattr(factory, "__qualname__", factory)
+        raise UserError(f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}. It takes: {', '.join(parameters) or 'no arguments'}.")
     if "num_envs" in parameters:
         made = factory(num_envs=num_envs, **kwargs)
         if isinstance(made, SimEnv) and isinstance(getattr(made, "spec", None), SimSpec):

@@ -20,7 +20,9 @@ class FaultKind(enum.Enum):
 class SimFault(RuntimeError):
     """A simulator worker failed; carries what is needed to find and repeat the failure."""
 
-    def __init__(self, kind: FaultKind, worker: int, detail: str, *, slots: Sequence[int] = (), seeds: Sequence[int] = (), steps: Sequence[int] = ()) -> None:
+    def __init__(
+        self, kind: FaultKind, worker: int, detail: str, *, slots: Sequence[int] = (), seeds: Sequence[int] = (), steps: Sequence[int] = ()
+    ) -> None:
         self.kind = kind
         self.worker = worker
         self.detail = detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 import warnings
@@ -18,7 +19,7 @@ from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.process import WorkerProcess
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.transport import ENDED, IDLE, PENDING, READY, Bell, Slab, fence, slab_layout
+from embodied_rl.sim.transport import ENDED, IDLE, PENDING, READY, Bell, Slab, fence, memory_of, slab_layout
 from embodied_rl.types import EpisodeSummary, SimSpec, StepBatch
 
 
@@ -28,7 +29,7 @@ class _Group:
     def __init__(self, slots: range, slab: Slab, bells: list[Bell]) -> None:
         arrays, rows = slab.arrays, slice(slots.start, slots.stop)
         self.rows = rows
-        self.state = memoryview(arrays["slot_state"][rows])
+        self.state = memory_of(arrays["slot_state"][rows])
         self.action = arrays["action"][rows]
         self.bells = bells
         size = len(slots)
@@ -81,10 +82,13 @@ class EnvManager:
         self.step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         if self.num_workers > cores:
-            warnings.warn(f"num_workers={self.num_workers} is more than the {cores} cores this process may use; workers will wait for each other.", stacklevel=2)
+            warnings.warn(
+                f"num_workers={self.num_workers} is more than the {cores} cores this process may use; workers will wait for each other.",
+                stacklevel=2,
+            )
         self._seeds = seeds if seeds is not None else EpisodeSeeds.training(0)
         bounds = [round(worker * num_slots / self.num_workers) for worker in range(self.num_workers + 1)]
-        self._ranges = [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+        self._ranges = [range(first, last) for first, last in itertools.pairwise(bounds)]
         self._worker_of = np.repeat(np.arange(self.num_workers), [len(slots) for slots in self._ranges])
         self._groups: dict[range, _Group] = {}
         self._workers: list[WorkerProcess] = []
@@ -131,7 +135,12 @@ class EnvManager:
                 alone (ManiSkill; slow there).
         """
         self._drain()
-        message = {"operation": "reset", "seeds": dataclasses.asdict(seeds or self._seeds), "seed_round": seed_round, "reconfigure": reconfigure}
+        message = {
+            "operation": "reset",
+            "seeds": dataclasses.asdict(seeds or self._seeds),
+            "seed_round": seed_round,
+            "reconfigure": reconfigure,
+        }
         for worker in self._workers:
             self._control(worker, message)
         for worker in self._workers:
@@ -241,7 +250,9 @@ class EnvManager:
         try:
             self._slab = Slab.create(layout)
         except OSError as error:
-            raise UserError(f"{layout.num_bytes / 2**20:.0f} MiB of shared memory cannot be had: {error}. Fewer sim.num_slots need less.") from error
+            raise UserError(
+                f"{layout.num_bytes / 2**20:.0f} MiB of shared memory cannot be had: {error}. Fewer sim.num_slots need less."
+            ) from error
         for worker in self._workers:
             worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes})
             worker.channel.send_fd(self._slab.fd)
@@ -250,7 +261,7 @@ class EnvManager:
         arrays = self._slab.arrays
         self._bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
         self._worker_bells = [Bell(arrays["worker_bell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.num_workers)]
-        self._state = memoryview(arrays["slot_state"])
+        self._state = memory_of(arrays["slot_state"])
         self._failed = arrays["failed"]
 
     def _group(self, slots: range) -> _Group:
@@ -270,7 +281,9 @@ class EnvManager:
             marks = self._state.tobytes()
             late = [slot for slot in (slots if slots is not None else range(self.num_slots)) if marks[slot] in (PENDING, IDLE)]
             if any(marks[slot] == IDLE for slot in late):
-                raise ValueError(f"Slots {[slot for slot in late if marks[slot] == IDLE]} were received without having been sent an action.")
+                raise ValueError(
+                    f"Slots {[slot for slot in late if marks[slot] == IDLE]} were received without having been sent an action."
+                )
             worker = self._workers[int(self._worker_of[late[0]])]
             fault = worker.timed_out(limit, "step")
             fault.slots = tuple(late)
@@ -282,7 +295,11 @@ class EnvManager:
         if in_flight == 0:
             raise ValueError("recv() without any slot that was sent an action.")
         wanted = in_flight if min_ready is None else min(min_ready, in_flight)
-        self._wait(lambda: sum(mark >= READY for mark in self._state.tobytes()) >= wanted, limit, [s for s, mark in enumerate(marks) if mark != IDLE])
+        self._wait(
+            lambda: sum(mark >= READY for mark in self._state.tobytes()) >= wanted,
+            limit,
+            [s for s, mark in enumerate(marks) if mark != IDLE],
+        )
         return [slot for slot, mark in enumerate(self._state.tobytes()) if mark >= READY]
 
     def _check_workers(self) -> None:

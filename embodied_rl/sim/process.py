@@ -97,7 +97,9 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
             time.sleep(0.2)
-        return SimFault(FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:g} s while it should {doing}.\n{self._output_tail()}")
+        return SimFault(
+            FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:g} s while it should {doing}.\n{self._output_tail()}"
+        )
 
     def release(self) -> None:
         """Tell the process that its manager is done with it: it ends within about a second, whatever it is doing."""

@@ -25,7 +25,7 @@ class ManagerVectorEnv(VectorEnv):
         self.manager = manager
         self.num_envs = manager.num_slots
         spec = manager.spec
-        parts = {key: _space(part) for key, part in spec.observation.items()}
+        parts: dict[str, gymnasium.Space[Any]] = {key: _space(part) for key, part in spec.observation.items()}
         self._plain = list(parts) == ["state"]
         self.single_observation_space = parts["state"] if self._plain else gymnasium.spaces.Dict(parts)
         self.single_action_space = _action_space(spec.action)
@@ -66,7 +66,11 @@ class ManagerVectorEnv(VectorEnv):
     def _final_info(self, episodes: tuple[Any, ...]) -> dict[str, Any]:
         returns, lengths, success = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64), np.zeros(self.num_envs, bool)
         for episode in episodes:
-            returns[episode.slot], lengths[episode.slot], success[episode.slot] = episode.episode_return, episode.length, episode.success_once
+            returns[episode.slot], lengths[episode.slot], success[episode.slot] = (
+                episode.episode_return,
+                episode.length,
+                episode.success_once,
+            )
         return {"episode": {"r": returns, "l": lengths}, "is_success": success}
 
     def _copy(self, observation: Observation) -> Any:

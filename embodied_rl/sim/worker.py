@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from embodied_rl.sim.channel import Channel, ChannelClosed
 from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.faults import FaultKind
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.transport import ENDED, IDLE, PENDING, READY, Bell, Layout, Slab, fence
+from embodied_rl.sim.transport import ENDED, IDLE, PENDING, READY, Bell, Layout, Slab, fence, memory_of
 from embodied_rl.types import StepBuffers
 
 _NEVER = float("inf")
@@ -55,7 +54,7 @@ class Worker:
         self.options: dict[str, Any] = {}
         arrays, rows = slab.arrays, slice(self.start, self.stop)
         self.state = arrays["slot_state"][rows]
-        self.state_bytes = memoryview(self.state)
+        self.state_bytes = memory_of(self.state)
         self.action = arrays["action"][rows]
         self.out = StepBuffers(
             observation=slab.group("observation", self.start, self.stop),
@@ -121,14 +120,13 @@ class Worker:
             out.truncated[rows] |= (self.lengths[rows] >= self.max_episode_steps) & ~out.terminated[rows]
         self._check_finite(rows)
         done = out.terminated[rows] | out.truncated[rows]
-        ended: Iterable[int] = ()
+        marks: Any = READY
         if np.count_nonzero(done):
-            ended = [env_id for env_id, over in zip(ids, done.tolist(), strict=True) if over]
-            self._finish(ended)
+            self._finish([env_id for env_id, over in zip(ids, done.tolist(), strict=True) if over])
+            # In one write: a slot must never be seen as READY when it has ENDED.
+            marks = np.where(done, np.uint8(ENDED), np.uint8(READY))
         fence()
-        self.state[rows] = READY
-        for env_id in ended:
-            self.state[env_id] = ENDED
+        self.state[rows] = marks
         self.manager_bell.ring()
 
     def _check_finite(self, rows: Any) -> None:

@@ -56,7 +56,10 @@ def test_time_limit_and_success_truncate() -> None:
         actions = np.array([[3.0], [0.0], [3.0], [0.0]])
         batch = manager.step(actions)
         np.testing.assert_array_equal(batch.truncated, [True, False, True, False])
-        assert [(e.slot, e.success_once, e.success_at_end, e.terminated) for e in batch.episodes] == [(0, True, True, False), (2, True, True, False)]
+        assert [(e.slot, e.success_once, e.success_at_end, e.terminated) for e in batch.episodes] == [
+            (0, True, True, False),
+            (2, True, True, False),
+        ]
 
 
 @pytest.mark.parametrize("seeds", [EpisodeSeeds.training(5), EpisodeSeeds.held_out(5)])
@@ -77,7 +80,7 @@ def test_numbers_do_not_depend_on_the_number_of_workers(seeds: EpisodeSeeds) -> 
 def test_groups_in_flight_and_any_ready() -> None:
     with make(num_slots=6, num_workers=3, length=50) as manager:
         manager.reset()
-        left, right = range(0, 3), range(3, 6)
+        left, right = range(3), range(3, 6)
         manager.send(left, np.ones((3, 1)))
         manager.send(right, np.full((3, 1), 2.0))
         np.testing.assert_array_equal(manager.recv(left).reward, 1.0)
@@ -94,17 +97,34 @@ def test_groups_in_flight_and_any_ready() -> None:
         assert sorted(seen) == list(range(6))
 
 
+def test_no_end_of_an_episode_is_ever_missed() -> None:
+    with make(length=2) as manager:
+        manager.reset()
+        left, right = range(2), range(2, 4)
+        counted = 0
+        for group in (left, right):
+            manager.send(group, np.zeros((2, 1)))
+        for step in range(3000):
+            for group in (left, right):
+                batch = manager.recv(group)
+                assert [e.slot for e in batch.episodes] == batch.slots[batch.done].tolist()
+                assert batch.done.all() == (step % 2 == 1)
+                counted += len(batch.episodes)
+                manager.send(group, np.zeros((2, 1)))
+        assert counted == 6000
+
+
 def test_misuse_is_told() -> None:
     with make() as manager:
         manager.reset()
-        manager.send(range(0, 2), np.zeros((2, 1)))
+        manager.send(range(2), np.zeros((2, 1)))
         with pytest.raises(ValueError, match="not been received yet"):
-            manager.send(range(0, 2), np.zeros((2, 1)))
-        manager.recv(range(0, 2))
+            manager.send(range(2), np.zeros((2, 1)))
+        manager.recv(range(2))
         with pytest.raises(ValueError, match="without any slot"):
             manager.recv()
         with pytest.raises(ValueError, match="without having been sent"):
-            manager.recv(range(0, 2), timeout_s=0.1)
+            manager.recv(range(2), timeout_s=0.1)
         with pytest.raises(ValueError, match="not within 0"):
             manager.send(range(3, 6), np.zeros((3, 1)))
 

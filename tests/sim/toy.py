@@ -18,7 +18,9 @@ class CountingSim:
     `misbehave` says what environment of the first worker does at step `at`: raise, exit, hang, nan_observation, nan_reward.
     """
 
-    def __init__(self, num_envs: int, length: int = 5, misbehave: str | None = None, at: int = 3, image: bool = False, task: str | None = None) -> None:
+    def __init__(
+        self, num_envs: int, length: int = 5, misbehave: str | None = None, at: int = 3, image: bool = False, task: str | None = None
+    ) -> None:
         observation = {"state": TensorSpec((3,), "float64")}
         if image:
             observation["rgb"] = TensorSpec((8, 8, 3), "uint8")

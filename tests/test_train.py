@@ -1,0 +1,173 @@
+"""The main loop, end to end, through the command line and the Python door, on real simulators."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from embodied_rl.compose import load_train_config
+from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.train import train
+
+QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
+PENDULUM = ["sim=pendulum", *QUICK, "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"]
+
+
+def run_command(*overrides: str, cwd: Path, expect: int = 0, timeout: float = 240) -> subprocess.CompletedProcess:
+    done = subprocess.run([sys.executable, "-m", "embodied_rl.train", *overrides], cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+def curve(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clocks(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if not key.startswith(("time", "speed"))} for row in rows]
+
+
+def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
+    run_command("experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=40000", cwd=tmp_path)
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    # A random policy balances for about 22 steps; with 40k steps PPO is far beyond 150.
+    assert results["return_mean"] > 150
+    assert results["num_episodes"] == 100
+    assert results["held_out_seeds"]["first"] == 2**30
+    for name in ("metrics.jsonl", "curves.png", "report.html", "checkpoints/last/policy.safetensors", "checkpoints/last/MODEL_CARD.md"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "task", [PENDULUM, [*PENDULUM, "sim=cartpole", "policy.normalize_observation=true", "algorithm.normalize_reward=true"]]
+)
+def test_resume_continues_to_the_same_curve_bit_for_bit(tmp_path: Path, task: list[str]) -> None:
+    common = [*task, "checkpoint.every_steps=512", "checkpoint.keep_last=9", "total_steps=2048", "algorithm.lr_schedule=linear"]
+    whole = train(load_train_config([*common, f"run_dir={tmp_path}/whole"]))
+    again = train(load_train_config([*common, f"run_dir={tmp_path}/again"]))
+    middle = whole / "checkpoints" / "step_000001024"
+    copied = tmp_path / "resumed" / "checkpoints" / "step_000001024"
+    copied.parent.mkdir(parents=True)
+    os.system(f"cp -r {middle} {copied} && cp {whole}/metrics.jsonl {tmp_path}/resumed/")
+    resumed = train(load_train_config([*common, f"run_dir={tmp_path}/resumed", "resume=auto"]))
+    assert resumed == tmp_path / "resumed"
+    assert without_clocks(curve(whole)) == without_clocks(curve(again))
+    assert without_clocks(curve(whole)) == without_clocks(curve(resumed))
+    first, second = (load_file(folder / "checkpoints/last/policy.safetensors") for folder in (whole, resumed))
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
+    curves = []
+    for workers in (1, 2, 4):
+        run = train(load_train_config([*PENDULUM, f"sim.num_workers={workers}", "total_steps=1024", f"run_dir={tmp_path}/{workers}"]))
+        curves.append(without_clocks(curve(run)))
+    assert curves[0] == curves[1] == curves[2]
+    assert len(curves[0]) == 4
+
+
+def test_other_seeds_give_other_runs(tmp_path: Path) -> None:
+    runs = [train(load_train_config([*PENDULUM, f"seed={seed}", "total_steps=512", f"run_dir={tmp_path}/{seed}"])) for seed in (1, 2)]
+    assert without_clocks(curve(runs[0])) != without_clocks(curve(runs[1]))
+
+
+def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
+    overrides = [*PENDULUM, "total_steps=100000", "run_dir=run", "checkpoint.every_steps=null", "logger=quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied_rl.train", *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.time() + 60
+    while time.time() < deadline and not ((tmp_path / "run/metrics.jsonl").exists() and len(curve(tmp_path / "run")) > 3):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    assert "Interrupted and saved" in errors
+    assert "resume=run" in errors
+    steps = json.loads((tmp_path / "run/checkpoints/last/state.json").read_text())["step"]
+    assert steps == curve(tmp_path / "run")[-1]["step"] > 0
+    done = run_command("resume=run", f"total_steps={steps + 256}", cwd=tmp_path)
+    assert f"Resuming {(tmp_path / 'run').resolve()}" in done.stderr
+    assert curve(tmp_path / "run")[-1]["step"] == steps + 256
+
+
+def test_a_run_stops_at_nan_and_leaves_the_batch(tmp_path: Path) -> None:
+    done = run_command(
+        *PENDULUM,
+        "sim.target=tests.sim.toy:CountingSim",
+        "sim.task=null",
+        "+sim.kwargs.misbehave=nan_observation",
+        "sim.num_workers=1",
+        "run_dir=" + str(tmp_path / "run"),
+        cwd=Path(__file__).parents[1],
+        expect=1,
+    )
+    assert "NaN or infinity in the observation" in done.stderr
+    assert "Traceback" not in done.stderr
+    (dump,) = (tmp_path / "run/failures").glob("*.npz")
+    with np.load(dump, allow_pickle=False) as arrays:
+        context = json.loads(arrays["context_json"].tobytes())
+        assert np.isnan(arrays["observation/state"]).any()
+    assert set(context["episode_steps"]) == {3}  # both slots of the group
+    assert len(context["slots"]) == len(context["episode_seeds"]) == len(context["episode_steps"])
+    assert str(dump) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sim=maniskil_pushcube"], "Simulator 'maniskil_pushcube' is not known. Did you mean 'maniskill_pushcube'?"),
+        (["algorithm.clip_hig=0.3"], "Did you mean 'clip_high'?"),
+        (["algorithm.clip_high=wide"], "algorithm.clip_high must be float, got 'wide'"),
+        (["algorithm.gamma=1.5"], "algorithm.gamma must be between 0 and 1, got 1.5"),
+        (["policy=cnn"], "policy.observation_key='rgb' is not an observation of task"),
+        (["sim=halfcheetah", "sim.task=HalfCheeta-v5"], "Did you mean 'HalfCheetah-v5'?"),
+        (["sim.target=nowhere.at:all"], "No module named 'nowhere'"),
+        (["run_dir=/proc/no"], "Cannot write '/proc/no'"),
+        (["resume=nothing"], "Checkpoint 'nothing' does not exist"),
+        (["algorithm.minibatch_size=4096"], "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (256), got 4096"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
+    done = run_command(*PENDULUM, "run_dir=run", *overrides, cwd=tmp_path, expect=2)
+    assert message in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(errors) == 1, done.stderr
+    assert errors[0].startswith("error: ")
+
+
+def test_a_checkpoint_of_another_simulator_is_refused(tmp_path: Path) -> None:
+    run = train(load_train_config([*PENDULUM, "total_steps=256", f"run_dir={tmp_path}/run"]))
+    with pytest.raises(IncompatibleCheckpointError, match="was made for another simulator"):
+        train(load_train_config([*PENDULUM, "sim=cartpole", f"resume={run}"]), overrides=["sim=cartpole"])
+    damaged = run / "checkpoints" / "last" / "policy.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    with pytest.raises(UserError, match="truncated or damaged"):
+        train(load_train_config([*PENDULUM, f"resume={run}"]))
+
+
+def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    done = run_command(
+        *PENDULUM, f"sim.num_slots={cores + 1}", f"sim.num_workers={cores + 1}", "total_steps=256", "run_dir=run", cwd=tmp_path
+    )
+    assert f"num_workers={cores + 1} is more than the {cores} cores" in done.stderr
+
+
+def test_hydra_help_sweeps_and_configuration_still_work(tmp_path: Path) -> None:
+    shown = run_command("--help", cwd=tmp_path)
+    assert "maniskill_pushcube" in shown.stdout
+    printed = run_command("--cfg", "job", "seed=9", cwd=tmp_path)
+    assert "seed: 9" in printed.stdout
+    run_command("-m", *PENDULUM, "total_steps=256", "seed=1,2", "run_dir=runs/seed${seed}", cwd=tmp_path)
+    assert [(tmp_path / f"runs/seed{seed}/results.json").exists() for seed in (1, 2)] == [True, True]
