@@ -1,0 +1,165 @@
+"""Any `gymnasium.Env` or `gymnasium.vector.VectorEnv` as a SimEnv: the adapter that most simulators need and nothing more.
+
+Gymnasium (Towers et al. 2024, "Gymnasium: A Standard Interface for Reinforcement Learning Environments").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.robots.private_random import PrivateRandom, fingerprint
+from embodied_rl.sim.robots.spaces import SUCCESS_KEYS, action_converter, action_spec, control_hz, observation_parts, row_writer
+from embodied_rl.sim.robots.vector import VectorEnvSim
+from embodied_rl.types import SimSpec, StepBuffers
+
+__all__ = ["GymnasiumSim", "VectorEnvSim", "make", "make_one", "newest", "tasks"]
+
+
+def tasks() -> list[str]:
+    """Ids of gymnasium's own tasks that this installation registers, the newest version of each."""
+    return newest(task for task, spec in gymnasium.registry.items() if str(spec.entry_point).startswith("gymnasium.envs.classic_control"))
+
+
+def newest(ids: Any) -> list[str]:
+    """Keep the highest version of each id: of ``A-v1, A-v2, B-v0`` these are ``A-v2, B-v0``. Ids without a version stay."""
+    best: dict[str, tuple[int, str]] = {}
+    for task in ids:
+        name, _, version = task.rpartition("-v")
+        key, number = (name, int(version)) if name and version.isdigit() else (task, 0)
+        best[key] = max(best.get(key, (-1, "")), (number, task))
+    return sorted(task for _, task in best.values())
+
+
+def make(task: str, num_envs: int, **kwargs: Any) -> GymnasiumSim:
+    """`num_envs` times ``gymnasium.make(task, **kwargs)``; the step limit is the one of gymnasium's registry.
+
+    Raises:
+        UserError: the id is not registered, the task rejects `kwargs`, or it has spaces that cannot be adapted.
+        MissingExtraError: the task's own packages are missing.
+    """
+    return GymnasiumSim([make_one(task, **kwargs) for _ in range(num_envs)], task=task)
+
+
+def make_one(task: str, extra: str = "all", **kwargs: Any) -> gymnasium.Env:
+    """``gymnasium.make`` whose errors name the nearest id or the missing extra; rendering to arrays where the task offers it."""
+    try:
+        env_spec = gymnasium.spec(task)
+    except gymnasium.error.Error:
+        raise UserError(f"Gymnasium task '{task}' is not known.{did_you_mean(task, newest(gymnasium.registry))}") from None
+    except ModuleNotFoundError as error:  # "package:Task-v0" names a package to import first
+        raise UserError(f"Gymnasium task '{task}' names a package that cannot be imported: {error}.") from error
+    try:
+        if "render_mode" not in kwargs and "rgb_array" in _render_modes(env_spec.entry_point):
+            kwargs["render_mode"] = "rgb_array"
+        return gymnasium.make(task, disable_env_checker=True, **kwargs)
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        raise MissingExtraError(f"Gymnasium task '{task}'", extra, error) from error
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise UserError(f"Gymnasium task '{task}' rejects its arguments {sorted(kwargs)}: {error}") from error
+
+
+def _render_modes(entry_point: Any) -> list[str]:
+    creator = gymnasium.envs.registration.load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    return getattr(creator, "metadata", {}).get("render_modes", [])
+
+
+class GymnasiumSim:
+    """A list of gymnasium environments stepped one after the other in this process.
+
+    Box, Discrete (one-hot), MultiBinary and image observations become named parts: a vector is "state", an image [H, W, 3] uint8
+    is "rgb", and the entries of a Dict keep their keys, nested ones joined by dots. Actions are a Box or Discrete.
+
+    An episode depends on its seed alone: process-wide generators (`numpy.random`, `random`) are seeded around every reset, and
+    where a task also draws from them while stepping, each environment has a copy of its own.
+
+    Args:
+        envs: independent environments of the same task.
+        task: name in the spec; by default the registered id.
+
+    Raises:
+        UserError: an observation or action space that cannot be adapted.
+    """
+
+    def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None) -> None:
+        self.envs = list(envs)
+        first = self.envs[0]
+        self._random = [PrivateRandom() for _ in self.envs]
+        success_key, self._draws_while_stepping = self._probe(first)
+        self._success_key = success_key
+        parts = observation_parts(first.observation_space)
+        registered = first.spec
+        self.spec = SimSpec(
+            task=task or (registered.id if registered is not None else type(first.unwrapped).__name__),
+            observation={part.name: part.spec for part in parts},
+            action=action_spec(first.action_space),
+            max_episode_steps=registered.max_episode_steps if registered is not None else None,
+            control_hz=control_hz(first),
+            reports_success=success_key is not None,
+            can_render=first.render_mode == "rgb_array",
+        )
+        self._write = row_writer(parts)
+        self._plain_state = len(parts) == 1 and parts[0].is_plain_vector
+        self._steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
+        self._to_action = action_converter(first.action_space)
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        # "reconfigure" asks for what every reset of gymnasium promises already, and tasks may reject options they do not know.
+        passed = {key: value for key, value in (options or {}).items() if key != "reconfigure"} or None
+        for i, seed in zip(env_ids, seeds, strict=True):
+            env, seed = self.envs[i], int(seed)
+            with self._random[i].active(seed):
+                env.action_space.seed(seed)
+                observation, _ = env.reset(seed=seed, options=passed)
+            self._write(out.observation, i, observation)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        if self._draws_while_stepping:
+            for row, i in enumerate(env_ids):
+                with self._random[i].active():
+                    self._step([i], actions[row : row + 1], out)
+        else:
+            self._step(env_ids, actions, out)
+
+    def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        # Plain tasks take about 20 µs a step, so this loop has no call and no look-up that it does not need.
+        reward, terminated, truncated, success, infos = out.reward, out.terminated, out.truncated, out.success, out.info
+        steps, key, write, observation = self._steps, self._success_key, self._write, out.observation
+        state = observation["state"] if self._plain_state else None
+        for i, action in zip(env_ids, self._to_action(actions), strict=True):
+            if state is not None:
+                state[i], reward[i], terminated[i], truncated[i], infos[i] = steps[i](action)
+            else:
+                new, reward[i], terminated[i], truncated[i], infos[i] = steps[i](action)
+                write(observation, i, new)
+            success[i] = False if key is None else bool(infos[i].get(key, False))  # type: ignore[union-attr]
+
+    def render(self, env_id: int) -> np.ndarray:
+        """One frame [H, W, 3] uint8. Raises UserError where the task or this machine cannot render."""
+        if not self.spec.can_render:
+            raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
+        frame = self.envs[env_id].render()
+        return np.asarray(frame, np.uint8)
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+    def _probe(self, env: gymnasium.Env) -> tuple[str | None, bool]:
+        """One step tells under which key success is reported and whether stepping draws from process-wide generators.
+
+        Every episode begins with a seeded reset, so the step leaves no trace.
+        """
+        with self._random[0].active(0):
+            env.action_space.seed(0)
+            _, reset_info = env.reset(seed=0)
+            before = fingerprint()
+            *_, step_info = env.step(env.action_space.sample())
+            draws = fingerprint() != before
+        return next((key for key in SUCCESS_KEYS if key in step_info or key in reset_info), None), draws

@@ -1,0 +1,196 @@
+"""ManiSkill 3 (Tao et al. 2024, arXiv:2410.00425) on the CPU: manipulation tasks on SAPIEN's physics.
+
+The CPU backend holds one environment per scene, so a process steps `num_envs` separate ones. From state it runs on a
+machine without any Vulkan; pictures need a Vulkan device and ``render: true``, which may be Mesa's lavapipe (software).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, missing_assets, registered_tasks
+from embodied_rl.sim.robots.maniskill_patches import fast_tensors, no_asset_prompt, no_render_materials
+from embodied_rl.sim.robots.spaces import action_spec, action_splits
+from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
+
+REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")
+"""In the order in which we prefer them."""
+
+INSTRUCTIONS = {
+    "PushCube-v1": "push the cube to the target",
+    "PullCube-v1": "pull the cube to the target",
+    "PickCube-v1": "pick up the cube and move it to the goal",
+    "StackCube-v1": "stack the red cube on the green cube",
+    "LiftPegUpright-v1": "lift the peg upright",
+    "PegInsertionSide-v1": "insert the peg into the hole in the box",
+    "PokeCube-v1": "poke the cube with the peg",
+    "RollBall-v1": "roll the ball to the goal",
+    "PlaceSphere-v1": "place the sphere into the bin",
+    "PullCubeTool-v1": "pull the cube closer with the tool",
+}
+
+
+def tasks() -> list[str]:
+    """Ids of the tasks that run with what is on this machine. Raises MissingExtraError where ManiSkill is not installed."""
+    registered = registered_tasks()
+    return sorted(task for task in registered if not any(name in task for name in UNDECLARED_NEEDS) and not missing_assets(task))
+
+
+def make(
+    task: str, num_envs: int, render: bool = False, render_size: int = 256, camera_size: int | None = None, **kwargs: Any
+) -> ManiSkillSim:
+    """`num_envs` environments of one ManiSkill task in this process.
+
+    Args:
+        task: id such as "PushCube-v1".
+        num_envs: environments, each with a scene of its own.
+        render: prepare for `render`; needs Vulkan, and costs seconds of start-up and memory.
+        render_size: pixels a side of `render`'s picture.
+        camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says.
+        **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+state"), ``control_mode``, ``reward_mode``, ``robot_uids``, …
+
+    Raises:
+        MissingExtraError: ManiSkill is not installed.
+        MissingAssetsError: the task's meshes are not on this machine; the message holds the command that fetches them.
+        UserError: unknown task, rejected argument, or no Vulkan where pictures are asked for.
+    """
+    registered = registered_tasks()
+    if task not in registered:
+        raise UserError(f"ManiSkill task '{task}' is not known.{did_you_mean(task, registered)}")
+    missing = missing_assets(task)
+    if missing:
+        raise MissingAssetsError(assets_message(task, missing))
+    return ManiSkillSim(task, num_envs, render=render, render_size=render_size, camera_size=camera_size, kwargs=kwargs)
+
+
+class ManiSkillSim:
+    """See `make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
+
+    Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
+    engine's caches; ``options={"reconfigure": True}`` builds the scene anew and makes the episode exact (about 0.2 s).
+    """
+
+    def __init__(
+        self, task: str, num_envs: int, render: bool, render_size: int, camera_size: int | None, kwargs: Mapping[str, Any]
+    ) -> None:
+        registered = registered_tasks()[task]
+        made: dict[str, Any] = {"obs_mode": "state", **kwargs}
+        made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
+        self._render = render or made["obs_mode"] not in ("state", "state_dict", "none")
+        if self._render:
+            _require_vulkan(task)
+            made |= {"render_mode": "rgb_array", "human_render_camera_configs": {"width": render_size, "height": render_size}}
+            if camera_size is not None:
+                made["sensor_configs"] = {"width": camera_size, "height": camera_size}
+            made.setdefault("render_backend", "cpu")
+        else:
+            made["render_backend"] = "none"
+        made |= {"sim_backend": "physx_cpu", "num_envs": 1}
+        import torch
+
+        self._torch = torch
+        fast_tensors()
+        # Inference mode from the first tensor on: nothing here is ever differentiated, and each small operation gets cheaper.
+        with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its own spaces' precision
+            try:
+                self.envs = [registered.make(**made) for _ in range(num_envs)]
+            except UserError:
+                raise
+            except FileNotFoundError as error:
+                raise MissingAssetsError(assets_message(task, [str(error.filename)])) from error
+            except Exception as error:  # a wrong argument surfaces as any of a dozen types
+                raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
+            observation, info = self.envs[0].reset(seed=0)
+        first = self.envs[0]
+        self._robots = action_splits(first.single_action_space)
+        self._elapsed = [0] * num_envs
+        self._limit: int | None = registered.max_episode_steps
+        self.spec = SimSpec(
+            task=task,
+            observation={key: TensorSpec(part.shape, str(part.dtype)) for key, part in _named(observation).items()},
+            action=action_spec(first.single_action_space),
+            max_episode_steps=self._limit,
+            control_hz=float(first.control_freq),
+            instruction=INSTRUCTIONS.get(task),
+            reports_success="success" in info,
+            can_render=self._render,
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        builds = bool((options or {}).get("reconfigure")) or self.envs[0].reconfiguration_freq != 0
+        with self._torch.inference_mode(), no_render_materials(active=builds and not self._render):
+            for i, seed in zip(env_ids, seeds, strict=True):
+                observation, _ = self.envs[i].reset(seed=int(seed), options=dict(options or {}))
+                self._elapsed[i] = 0
+                self._write(out, i, observation)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        limit = self._limit
+        with self._torch.inference_mode():
+            rows = self._torch.tensor(actions)  # a copy: the rows may lie in shared memory, and controllers keep their last action
+            for row, i in enumerate(env_ids):
+                action: Any = rows[row : row + 1]
+                if self._robots:
+                    action = {robot: action[:, columns] for robot, columns in self._robots.items()}
+                observation, reward, _, _, info = self.envs[i].step(action)
+                self._elapsed[i] += 1
+                self._write(out, i, observation)
+                out.reward[i] = reward.item()
+                out.terminated[i] = "fail" in info and bool(info["fail"])
+                out.truncated[i] = limit is not None and self._elapsed[i] >= limit
+                out.success[i] = "success" in info and bool(info["success"])
+                out.info[i] = {key: value.item() for key, value in info.items() if hasattr(value, "item") and value.numel() == 1}
+
+    def render(self, env_id: int) -> np.ndarray:
+        """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""
+        if not self._render:
+            raise UserError(
+                f"ManiSkill task '{self.spec.task}' was made without rendering: pass render=True (configuration: +sim.kwargs.render=true)."
+            )
+        with self._torch.inference_mode():
+            return self.envs[env_id].render().numpy()[0]
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+    def _write(self, out: StepBuffers, i: int, observation: Any) -> None:
+        if isinstance(observation, dict):
+            for key, part in _named(observation).items():
+                out.observation[key][i] = part
+        else:
+            out.observation["state"][i] = observation.numpy()[0]
+
+
+def _named(observation: Any) -> dict[str, np.ndarray]:
+    """ManiSkill's observation of one environment as our named parts: "state", "rgb", "rgb.<camera>" from the second camera on."""
+    if not isinstance(observation, dict):
+        return {"state": observation.numpy()[0]}
+    parts: dict[str, np.ndarray] = {}
+    if "state" in observation:
+        parts["state"] = observation["state"].numpy()[0]
+    else:
+        from mani_skill.utils import common
+
+        proprioception = {key: observation[key] for key in ("agent", "extra") if key in observation}
+        parts["state"] = common.flatten_state_dict(proprioception, use_torch=True).numpy()[0]
+    for camera, data in observation.get("sensor_data", {}).items():
+        if "rgb" in data:
+            parts[f"rgb.{camera}" if "rgb" in parts else "rgb"] = data["rgb"].numpy()[0]
+    return parts
+
+
+def _require_vulkan(task: str) -> None:
+    from embodied_rl.sim.rendering import vulkan_available
+
+    if not vulkan_available():
+        raise UserError(
+            f"ManiSkill task '{task}' was asked for pictures, and this machine has no Vulkan device. "
+            "`python -m embodied_rl.doctor` names the package that brings one in software (lavapipe); obs_mode=state needs none."
+        )

@@ -1,0 +1,56 @@
+"""ManiSkill's registry and which of its tasks have their meshes and data sets on this machine."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from embodied_rl.errors import MissingExtraError
+
+UNDECLARED_NEEDS = ("SceneManipulation", "OpenCabinetDoor", "DrawSVG", "PushT", "WidowXAI")
+"""Tasks that need more than ManiSkill's registry says (scene data sets, svgpathtools, a renderer, a robot): left out of `tasks`."""
+
+
+def registered_tasks() -> Mapping[str, Any]:
+    """ManiSkill's registry, id → specification. Raises MissingExtraError where it is not installed. The first call takes seconds."""
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # some of its modules import GitPython, which insists on a git command
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Failed to find system libvulkan": true, harmless, and said by us where it matters
+            import mani_skill.envs
+            from mani_skill.utils.logging_utils import logger
+            from mani_skill.utils.registration import REGISTERED_ENVS
+    except ImportError as error:
+        raise MissingExtraError("ManiSkill", "maniskill", error) from error
+    assert mani_skill.envs
+    logger.setLevel("ERROR")  # its tasks warn about their own scenes, a line for each object
+    return REGISTERED_ENVS
+
+
+def missing_assets(task: str) -> list[str]:
+    """Names of the data sources of the task and of its default robot that are not on this machine, sorted."""
+    from mani_skill.agents.registration import REGISTERED_AGENTS
+    from mani_skill.utils import assets
+
+    registered = registered_tasks()[task]
+    wanted = list(registered.asset_download_ids or [])
+    robots = inspect.signature(registered.cls.__init__).parameters.get("robot_uids")
+    default = robots.default if robots is not None else ()
+    for robot in (default,) if isinstance(default, str) else default or ():
+        wanted += REGISTERED_AGENTS[robot].asset_download_ids if robot in REGISTERED_AGENTS else []
+    sources: set[str] = set()
+    for name in wanted:
+        sources |= set(assets.expand_data_group_into_individual_data_source_ids(name)) if name in assets.DATA_GROUPS else {name}
+    return sorted(name for name in sources if not assets.is_data_source_downloaded(name))
+
+
+def assets_message(task: str, missing: Sequence[str]) -> str:
+    """The error message for `missing_assets`, with the command that fetches them."""
+    named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    return (
+        f"ManiSkill task '{task}' needs assets that are not on this machine: {named}. "
+        f"Get them: python -m mani_skill.utils.download_asset {task}"
+    )

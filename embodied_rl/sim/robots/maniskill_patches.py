@@ -1,0 +1,100 @@
+"""What ManiSkill 3.0.1 needs to run headless and fast on a CPU; each patch leaves every number bit for bit as it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError
+
+
+class _NullMaterial:
+    """Stands in for `sapien.render.RenderMaterial`, whose constructor fails where there is no rendering device."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__.update(kwargs)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getattribute__(self, name: str) -> Any:
+        # Tasks call set_base_color(…) and the like on materials.
+        return (lambda *args, **kwargs: None) if name.startswith("set_") else object.__getattribute__(self, name)
+
+
+@contextmanager
+def no_render_materials(active: bool) -> Iterator[None]:
+    """While a scene without pictures is built, give tasks materials that need no rendering device.
+
+    Even ``render_backend="none"`` makes materials, and their constructor asks for a Vulkan device.
+    """
+    if not active:
+        yield
+        return
+    import sapien.pysapien.render as original
+
+    users = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("sapien", "mani_skill")]
+    with ExitStack() as stack:
+        for module in [original, *users]:
+            if getattr(module, "RenderMaterial", None) is not None:
+                stack.enter_context(mock.patch.object(module, "RenderMaterial", _NullMaterial))
+        yield
+
+
+@contextmanager
+def no_asset_prompt(task: str) -> Iterator[None]:
+    """Turn ManiSkill's question whether to download assets, which waits on the keyboard, into an error with the command."""
+    from mani_skill.utils import download_asset
+
+    def refuse(message: str) -> bool:
+        owner = [*message.split(), task, task][1]  # "Environment PickSingleYCB-v1 requires …", "Robot widowxai has …"
+        raise MissingAssetsError(
+            f"ManiSkill task '{task}' needs assets of '{owner}' that are not on this machine. "
+            f"Get them: python -m mani_skill.utils.download_asset {owner}"
+        )
+
+    try:
+        with mock.patch.object(download_asset, "prompt_yes_no", refuse):
+            yield
+    except SystemExit as error:  # how it ends where there is nothing to download
+        raise MissingAssetsError(f"ManiSkill task '{task}' needs a robot whose files are not on this machine.") from error
+
+
+def fast_tensors() -> None:
+    """Replace two hot spots that build small tensors one number at a time, for the CPU case of one scene; others go the old way.
+
+    A Panda step reads about eleven poses and sets eleven joint targets; together that is a fifth of the step.
+    """
+    import torch
+    from mani_skill.utils.structs import articulation, pose
+
+    if getattr(pose.Pose, "_embodied_rl_fast", False):
+        return
+    slow_create = pose.Pose.create.__func__
+    slow_targets = articulation.Articulation.set_joint_drive_targets
+    single_pose = pose.sapien.Pose
+
+    def create(cls: Any, value: Any, device: Any = None) -> Any:
+        if type(value) is list and len(value) == 1 and type(value[0]) is single_pose and (device is None or device.type == "cpu"):
+            row = np.empty((1, 7), np.float32)
+            row[0, :3], row[0, 3:] = value[0].p, value[0].q
+            return cls(raw_pose=torch.from_numpy(row))
+        return slow_create(cls, value, device)
+
+    def set_joint_drive_targets(self: Any, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:
+        if self.scene.gpu_sim_enabled or joints is None or not isinstance(targets, torch.Tensor) or targets.dtype != torch.float32:
+            return slow_targets(self, targets, joints, joint_indices)
+        row = targets[0].numpy()
+        for i, joint in enumerate(joints):
+            assert joint.active_index is not None
+            joint._objs[0].drive_target = row[i : i + 1]
+        return None
+
+    pose.Pose.create = classmethod(create)
+    pose.Pose._embodied_rl_fast = True
+    articulation.Articulation.set_joint_drive_targets = set_joint_drive_targets

@@ -1,0 +1,146 @@
+"""PixelReach: a two-link arm reaches a disc, seen from above in a small picture; our own MuJoCo scene that draws fast on a CPU.
+
+It is also the model for a simulator with its own state: one file, one class, rows written in place. All environments of a
+process share one model and one drawing context.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.paths import assets_dir
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
+
+MAX_EPISODE_STEPS = 50
+CONTROL_HZ = 20.0
+SUBSTEPS = 5
+"""Physics steps of 10 ms per control step."""
+MAX_SPEED = 3.0
+"""Joint velocity at action 1, rad/s."""
+SUCCESS_RADIUS_M = 0.03
+REWARD_SCALE_M = 0.1
+
+
+def tasks() -> list[str]:
+    return ["PixelReach"]
+
+
+class PixelReach:
+    """Actions are the two joints' velocities in [-1, 1]; the reward is ``1 - tanh(distance / 0.1 m)``, success within 3 cm.
+
+    The arm has no momentum to speak of at the end of a control step, so that one picture is the whole state.
+
+    Args:
+        num_envs: environments in this process.
+        task: only "PixelReach".
+        pixels: observe "rgb" [image_size, image_size, 3]; False: "state" [8] = cos and sin of both joints, tip and target (x, y).
+        image_size: pixels a side of the observation.
+        render_size: pixels a side of `render`'s picture, at most 512.
+
+    Raises:
+        UserError: another task, or this machine cannot draw off-screen.
+        MissingExtraError: MuJoCo is not installed.
+    """
+
+    def __init__(self, num_envs: int, task: str = "PixelReach", pixels: bool = True, image_size: int = 48, render_size: int = 256) -> None:
+        if task != "PixelReach":
+            raise UserError(f"Task '{task}' is not known. Known: PixelReach.")
+        try:
+            import mujoco
+        except ImportError as error:
+            raise MissingExtraError("PixelReach", "all", error) from error
+        self._mujoco = mujoco
+        self.model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_reach.xml"))
+        self.data = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._tip = self.model.site("tip").id
+        self._elapsed = [0] * num_envs
+        self._pixels, self._image_size, self._render_size = pixels, image_size, render_size
+        self._renderers: dict[int, Any] = {}
+        self.spec = SimSpec(
+            task=task,
+            observation={"rgb": TensorSpec((image_size, image_size, 3), "uint8")} if pixels else {"state": TensorSpec((8,))},
+            action=ActionSpec.continuous([-1.0, -1.0], [1.0, 1.0]),
+            max_episode_steps=MAX_EPISODE_STEPS,
+            control_hz=CONTROL_HZ,
+            instruction="move the tip of the arm onto the red disc",
+            reports_success=True,
+            can_render=True,
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for i, seed in zip(env_ids, seeds, strict=True):
+            rng, data = np.random.default_rng(int(seed)), self.data[i]
+            self._mujoco.mj_resetData(self.model, data)
+            data.qpos[:] = rng.uniform((-np.pi, -2.2), (np.pi, 2.2))
+            radius, angle = rng.uniform(0.08, 0.22), rng.uniform(-np.pi, np.pi)
+            data.mocap_pos[0, :2] = radius * np.cos(angle), radius * np.sin(angle)
+            self._mujoco.mj_forward(self.model, data)
+            self._elapsed[i] = 0
+            self._observe(i, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
+            data = self.data[i]
+            data.ctrl[:] = command
+            self._mujoco.mj_step(self.model, data, SUBSTEPS)
+            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves positions of bodies one physics step behind
+            distance = self.distance(i)
+            self._elapsed[i] += 1
+            out.reward[i] = 1.0 - np.tanh(distance / REWARD_SCALE_M)
+            out.terminated[i] = False
+            out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
+            out.success[i] = distance <= SUCCESS_RADIUS_M
+            out.info[i] = {"distance_m": distance}
+            self._observe(i, out)
+
+    def distance(self, env_id: int) -> float:
+        """Metres between tip and disc in the plane."""
+        data = self.data[env_id]
+        return float(np.hypot(*(data.site_xpos[self._tip, :2] - data.mocap_pos[0, :2])))
+
+    def render(self, env_id: int) -> np.ndarray:
+        frame = np.empty((self._render_size, self._render_size, 3), np.uint8)
+        self._draw(env_id, frame)
+        return frame
+
+    def close(self) -> None:
+        _close_all(self._renderers)
+
+    def _observe(self, i: int, out: StepBuffers) -> None:
+        if self._pixels:
+            self._draw(i, out.observation["rgb"][i])
+            return
+        data = self.data[i]
+        row = out.observation["state"][i]
+        row[:2], row[2:4] = np.cos(data.qpos), np.sin(data.qpos)
+        row[4:6], row[6:8] = data.site_xpos[self._tip, :2], data.mocap_pos[0, :2]
+
+    def _draw(self, i: int, frame: np.ndarray) -> None:
+        size = frame.shape[0]
+        renderer = self._renderers.get(size) or self._new_renderer(size)
+        renderer.update_scene(self.data[i], camera="top")
+        renderer.render(out=frame)
+
+    def _new_renderer(self, size: int) -> Any:
+        try:
+            renderer = self._mujoco.Renderer(self.model, size, size)
+        except Exception as error:  # what fails without a driver differs: ImportError, AttributeError, RuntimeError, mujoco.FatalError
+            raise UserError(
+                f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
+                "`python -m embodied_rl.doctor` says what is there."
+            ) from error
+        for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE"):
+            renderer.scene.flags[getattr(self._mujoco.mjtRndFlag, flag)] = 0
+        self._renderers[size] = renderer
+        atexit.register(_close_all, self._renderers)  # runs before MuJoCo takes its display down, which registered earlier
+        return renderer
+
+
+def _close_all(renderers: dict[int, Any]) -> None:
+    while renderers:
+        renderers.popitem()[1].close()

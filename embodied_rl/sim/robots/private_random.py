@@ -1,0 +1,41 @@
+"""Keeps simulators that draw from process-wide random generators apart from each other."""
+
+# ruff: noqa: NPY002  (numpy's legacy global generator is the subject here)
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+
+class PrivateRandom:
+    """One environment's own state of the process-wide generators `numpy.random` and `random`."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+
+    @contextmanager
+    def active(self, seed: int | None = None) -> Iterator[None]:
+        """Run the body with this state (seeded first where a seed is given), then put the process's own back."""
+        process = np.random.get_state(), random.getstate()
+        if seed is not None:
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+        elif self._state is not None:
+            np.random.set_state(self._state[0])
+            random.setstate(self._state[1])
+        try:
+            yield
+        finally:
+            self._state = np.random.get_state(), random.getstate()
+            np.random.set_state(process[0])
+            random.setstate(process[1])
+
+
+def fingerprint() -> tuple[bytes, Any]:
+    """The present state of both process-wide generators; two of them are equal when nothing was drawn in between."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return np.asarray(keys).tobytes() + repr((name, *rest)).encode(), random.getstate()

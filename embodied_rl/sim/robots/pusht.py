@@ -1,0 +1,63 @@
+"""gym-pusht: a disc pushes a T onto its outline (Chi et al. 2023, arXiv:2303.04137), from its state or from pixels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import gymnasium
+
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one
+
+OBSERVATIONS = {"state": "state", "pixels": "pixels", "keypoints": "environment_state_agent_pos", "pixels_agent_pos": "pixels_agent_pos"}
+"""Our name: gym-pusht's."""
+
+
+def tasks() -> list[str]:
+    """The one task, "PushT-v0". Raises MissingExtraError where gym-pusht is not installed."""
+    try:
+        import gym_pusht
+    except ImportError as error:
+        raise MissingExtraError("gym-pusht", "pusht", error) from error
+    assert gym_pusht
+    return ["PushT-v0"]
+
+
+def make(task: str, num_envs: int, observation: str = "state", image_size: int = 96, render_size: int = 256, **kwargs: Any) -> GymnasiumSim:
+    """`num_envs` PushT environments. The action is a target position in [0, 512]² pixels; the reward is the covered share of the goal.
+
+    Args:
+        task: "PushT-v0".
+        num_envs: environments in this process.
+        observation: "state" (agent x, y; block x, y, angle), "keypoints", "pixels" (part "rgb") or "pixels_agent_pos".
+        image_size: pixels a side of the observed image.
+        render_size: pixels a side of `render`'s picture.
+        **kwargs: passed to gym-pusht.
+
+    Raises:
+        MissingExtraError: gym-pusht is not installed.
+        UserError: unknown task or observation.
+    """
+    known = tasks()
+    if task not in known:
+        raise UserError(f"gym-pusht task '{task}' is not known.{did_you_mean(task, known)}")
+    if observation not in OBSERVATIONS:
+        raise UserError(f"gym-pusht observation '{observation}' is not known.{did_you_mean(observation, OBSERVATIONS)}")
+    sizes = {"observation_width": image_size, "observation_height": image_size}
+    sizes |= {"visualization_width": render_size, "visualization_height": render_size}
+    envs = [make_one(f"gym_pusht/{task}", extra="pusht", obs_type=OBSERVATIONS[observation], **sizes, **kwargs) for _ in range(num_envs)]
+    sim = GymnasiumSim([SuccessGoesOn(env) for env in envs], task=task)
+    sim.spec = dataclasses.replace(sim.spec, control_hz=10.0, instruction="push the T onto the green outline")
+    return sim
+
+
+class SuccessGoesOn(gymnasium.Wrapper):
+    """gym-pusht terminates at success, which makes the value of a solved state 0 under a reward that is largest there.
+
+    As in the other simulators, success is reported and ends nothing by itself; ``sim.success_ends_episode`` decides.
+    """
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, _, truncated, info = self.env.step(action)
+        return observation, reward, False, truncated, info

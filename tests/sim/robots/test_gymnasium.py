@@ -1,0 +1,299 @@
+"""The gymnasium adapter against gymnasium itself, and against environments whose every number is known."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.sim.env import SimFactory, adapt
+from embodied_rl.sim.robots import gymnasium as adapter
+from embodied_rl.sim.robots.gymnasium import GymnasiumSim, VectorEnvSim
+from embodied_rl.types import StepBuffers, TensorSpec
+from tests.sim.robots.trajectories import actions_for, assert_depends_on_seed_alone, episode
+
+
+class Known(gymnasium.Env):
+    """Every output follows from the seed, the step and the action."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+        self.observation_space = spaces.Dict(
+            {
+                "arm": spaces.Dict({"joints": spaces.Box(-9, 9, (2, 2)), "grip": spaces.Discrete(3, start=1)}),
+                "camera": spaces.Box(0, 255, (4, 5, 3), np.uint8),
+            }
+        )
+        self.action_space = spaces.Box(-2, 2, (3,), np.float64)
+
+    def _observation(self) -> dict[str, Any]:
+        joints = np.array([[self.seed, self.t], [0.5, -0.5]])
+        return {"arm": {"joints": joints, "grip": 1 + self.t % 3}, "camera": np.full((4, 5, 3), self.t, np.uint8)}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.seed, self.t = seed, 0
+        return self._observation(), {"is_success": 0.0}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action.dtype == np.float64
+        self.t += 1
+        self.last_action = action
+        return self._observation(), float(action.sum()), self.t == 4, self.t == 3, {"is_success": float(self.t == 2), "t": self.t}
+
+    def render(self) -> np.ndarray:
+        return np.full((6, 7, 3), 9, np.uint8)
+
+
+class UsesGlobalRandom(gymnasium.Env):
+    """Draws from numpy's and Python's process-wide generators, as some simulators do, while resetting and stepping."""
+
+    def __init__(self, while_stepping: bool) -> None:
+        self.while_stepping = while_stepping
+        self.observation_space = spaces.Box(-9, 9, (2,))
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.place = np.array([np.random.normal(), random.random()])  # noqa: NPY002
+        return self.place, {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.while_stepping:
+            self.place = self.place + np.array([np.random.normal(), random.random()])  # noqa: NPY002
+        return self.place, 0.0, False, False, {}
+
+
+def test_every_number_lands_in_its_row() -> None:
+    sim = GymnasiumSim([Known("rgb_array") for _ in range(3)], task="known")
+    assert sim.spec.observation == {
+        "arm.grip": TensorSpec((3,)),
+        "arm.joints": TensorSpec((4,)),
+        "camera": TensorSpec((4, 5, 3), "uint8"),
+    }
+    assert (sim.spec.action.low, sim.spec.action.high) == ((-2.0,) * 3, (2.0,) * 3)
+    assert (sim.spec.reports_success, sim.spec.can_render, sim.spec.control_hz, sim.spec.max_episode_steps) == (True, True, 5.0, None)
+    out = StepBuffers.allocate(sim.spec, 3)
+    sim.reset([2, 0], [12, 10], out)
+    np.testing.assert_array_equal(out.observation["arm.joints"], [[10, 0, 0.5, -0.5], [0, 0, 0, 0], [12, 0, 0.5, -0.5]])
+    np.testing.assert_array_equal(out.observation["arm.grip"], [[1, 0, 0], [0, 0, 0], [1, 0, 0]])
+    for _ in range(2):
+        sim.step([2, 0], np.array([[1, 2, 0.5], [0, -1, 0.25]], np.float32), out)
+    np.testing.assert_array_equal(out.reward, np.array([-0.75, 0.0, 3.5], np.float32))
+    np.testing.assert_array_equal(out.success, [True, False, True])
+    np.testing.assert_array_equal(out.observation["arm.grip"], [[0, 0, 1], [0, 0, 0], [0, 0, 1]])
+    np.testing.assert_array_equal(out.observation["camera"][:, 0, 0, 0], [2, 0, 2])
+    assert out.info[0] == {"is_success": 1.0, "t": 2}
+    assert out.info[1] is None
+    sim.step([2], np.zeros((1, 3), np.float32), out)
+    assert (out.truncated.tolist(), out.success.tolist()) == ([False, False, True], [True, False, False])
+    sim.step([2], np.zeros((1, 3), np.float32), out)
+    assert (out.truncated.tolist(), out.terminated.tolist()) == ([False] * 3, [False, False, True])
+    assert sim.render(1).shape == (6, 7, 3)
+
+
+def test_an_environment_keeps_its_own_copy_of_the_action() -> None:
+    sim = GymnasiumSim([Known()])
+    out, actions = StepBuffers.allocate(sim.spec, 1), np.ones((1, 3), np.float64)
+    sim.reset([0], [0], out)
+    sim.step([0], actions, out)
+    actions[:] = 7  # what the next message in shared memory does
+    np.testing.assert_array_equal(sim.envs[0].unwrapped.last_action, [1, 1, 1])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])
+def test_equal_to_gymnasium_step_by_step(task: str) -> None:
+    sim = adapter.make(task, 2)
+    out = StepBuffers.allocate(sim.spec, 2)
+    sim.reset([0, 1], [3, 4], out)
+    plain = gymnasium.make(task)
+    observation, _ = plain.reset(seed=4)
+    np.testing.assert_array_equal(out.observation["state"][1], np.asarray(observation, np.float32))
+    for action in actions_for(sim, 30):
+        sim.step([0, 1], np.stack([action, action]), out)
+        expected = plain.step(int(action[0]) if task == "CartPole-v1" else action)
+        np.testing.assert_array_equal(out.observation["state"][1], np.asarray(expected[0], np.float32))
+        assert (out.reward[1], out.terminated[1], out.truncated[1]) == (np.float32(expected[1]), expected[2], expected[3])
+        if expected[2]:
+            break
+    assert plain.spec is not None
+    assert sim.spec.max_episode_steps == plain.spec.max_episode_steps
+    assert not sim.spec.reports_success
+
+
+def test_time_limit_truncates() -> None:
+    sim = adapter.make("Pendulum-v1", 1, max_episode_steps=5)
+    assert sim.spec.max_episode_steps == 5
+    record = episode(sim, 1, {0: 0}, 5)[0]
+    assert [row[-2] for row in record[1:]] == [0, 0, 0, 0, 1]  # truncated
+
+
+def test_episodes_depend_on_their_seed_alone() -> None:
+    assert_depends_on_seed_alone(adapter.make("Pendulum-v1", 2))
+
+
+@pytest.mark.parametrize("while_stepping", [False, True])
+def test_process_wide_generators_are_kept_apart(while_stepping: bool) -> None:
+    np.random.seed(5)  # noqa: NPY002
+    random.seed(5)
+    expected = np.random.random(), random.random()  # noqa: NPY002
+    np.random.seed(5)  # noqa: NPY002
+    random.seed(5)
+    sim = GymnasiumSim([UsesGlobalRandom(while_stepping) for _ in range(2)])
+    assert sim._draws_while_stepping == while_stepping
+    assert_depends_on_seed_alone(sim)
+    assert (np.random.random(), random.random()) == expected, "the process's own generators moved"  # noqa: NPY002
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (spaces.Text(5), "Text"),
+        (spaces.Dict({"words": spaces.Sequence(spaces.Discrete(3))}), "under 'words'"),
+    ],
+)
+def test_observation_spaces_that_cannot_be_adapted_are_named(space: spaces.Space, words: str) -> None:
+    env = UsesGlobalRandom(False)
+    env.observation_space = space
+    with pytest.raises(UserError, match=words):
+        GymnasiumSim([env])
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [(spaces.Box(-np.inf, np.inf, (2,)), "no finite bounds"), (spaces.MultiDiscrete([2, 3]), r"MultiDiscrete\(\[2 3\]\)")],
+)
+def test_action_spaces_that_cannot_be_adapted_are_named(space: spaces.Space, words: str) -> None:
+    env = UsesGlobalRandom(False)
+    env.action_space = space
+    with pytest.raises(UserError, match=words):
+        GymnasiumSim([env])
+
+
+def test_discrete_actions_keep_their_start() -> None:
+    class Shifted(UsesGlobalRandom):
+        def step(self, action: int) -> Any:
+            return self.place, float(action), False, False, {}
+
+    env = Shifted(False)
+    env.action_space = spaces.Discrete(3, start=5)
+    sim = GymnasiumSim([env])
+    out = StepBuffers.allocate(sim.spec, 1)
+    sim.reset([0], [0], out)
+    sim.step([0], np.array([[2]], np.int64), out)
+    assert (sim.spec.action.num_actions, out.reward[0]) == (3, 7.0)
+
+
+def test_dictionary_actions_are_split_by_key() -> None:
+    class TwoArms(UsesGlobalRandom):
+        def step(self, action: Any) -> Any:
+            return self.place, float(action["left"].sum() * 10 + action["right"].sum()), False, False, {}
+
+    env = TwoArms(False)
+    env.action_space = spaces.Dict({"left": spaces.Box(-1, 1, (2,)), "right": spaces.Box(-3, 3, (1,))})
+    sim = GymnasiumSim([env])
+    assert (sim.spec.action.dim, sim.spec.action.high) == (3, (1.0, 1.0, 3.0))
+    out = StepBuffers.allocate(sim.spec, 1)
+    sim.reset([0], [0], out)
+    sim.step([0], np.array([[0.25, 0.5, 2.0]], np.float32), out)
+    assert out.reward[0] == 0.75 * 10 + 2
+
+
+def test_unknown_task_offers_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"'HalfCheetha-v5' is not known. Did you mean 'HalfCheetah-v5'"):
+        adapter.make("HalfCheetha-v5", 1)
+
+
+def test_unknown_argument_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"'CartPole-v1' rejects its arguments .*lenght"):
+        adapter.make("CartPole-v1", 1, lenght=2)
+
+
+def test_a_task_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gymnasium.envs.classic_control.cartpole", None)
+    monkeypatch.delattr("gymnasium.envs.classic_control.CartPoleEnv")
+    monkeypatch.setattr(gymnasium.registry["CartPole-v1"], "entry_point", "gymnasium.envs.classic_control.cartpole:CartPoleEnv")
+    with pytest.raises(MissingExtraError, match="pip install"):
+        adapter.make("CartPole-v1", 1)
+
+
+def test_newest_versions() -> None:
+    assert adapter.newest(["A-v1", "A-v10", "A-v2", "B-v0", "plain"]) == ["A-v10", "B-v0", "plain"]
+    assert "CartPole-v1" in adapter.tasks()
+    assert "CartPole-v0" not in adapter.tasks()
+
+
+def test_rendering_that_was_not_asked_for_is_an_error() -> None:
+    sim = adapter.make("CartPole-v1", 1, render_mode=None)
+    with pytest.raises(UserError, match="render_mode"):
+        sim.render(0)
+
+
+# ---- vector environments ----
+
+
+def make_vector(num_envs: int, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1", max_episode_steps=6) for _ in range(num_envs)], autoreset_mode=mode)
+
+
+def test_a_vector_environment_equals_single_ones() -> None:
+    vector = adapt(make_vector, 3, None, {})
+    single = adapter.make("Pendulum-v1", 3, max_episode_steps=6)
+    assert isinstance(vector, VectorEnvSim)
+    out, expected = StepBuffers.allocate(vector.spec, 3), StepBuffers.allocate(single.spec, 3)
+    for sim, buffers in ((vector, out), (single, expected)):
+        sim.reset([0, 1, 2], [5, 6, 7], buffers)
+    actions = actions_for(single, 12).reshape(12, 1, 1).repeat(3, axis=1)
+    for t, action in enumerate(actions):
+        vector.step([0, 1, 2], action, out)
+        single.step([0, 1, 2], action, expected)
+        np.testing.assert_array_equal(out.observation["state"], expected.observation["state"])
+        np.testing.assert_array_equal(out.reward, expected.reward)
+        np.testing.assert_array_equal(out.truncated, expected.truncated)
+        if t == 3:  # one starts anew in the middle of the others' episodes
+            for sim, buffers in ((vector, out), (single, expected)):
+                sim.reset([1], [99], buffers)
+                assert out.observation["state"][1].any()
+        if t in (5, 11):
+            assert expected.truncated.tolist() == [True, False, True]
+            for sim, buffers in ((vector, out), (single, expected)):
+                sim.reset([0, 2], [8, 9], buffers)
+        if t == 9:
+            assert expected.truncated.tolist() == [False, True, False]
+            for sim, buffers in ((vector, out), (single, expected)):
+                sim.reset([1], [3], buffers)
+    vector.close()
+
+
+def test_a_vector_environment_steps_all_or_nothing() -> None:
+    sim = VectorEnvSim(make_vector(2))
+    out = StepBuffers.allocate(sim.spec, 2)
+    sim.reset([0, 1], [0, 1], out)
+    with pytest.raises(UserError, match="pipeline_groups=1"):
+        sim.step([1], np.zeros((1, 1), np.float32), out)
+
+
+def test_a_vector_environment_that_resets_by_itself_is_refused() -> None:
+    env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point")
+    with pytest.raises(UserError, match=r"resets by itself.*Disabled"):
+        VectorEnvSim(env)
+
+
+def test_what_is_no_simulator_is_refused() -> None:
+    with pytest.raises(UserError, match="got dict"):
+        adapt(lambda num_envs: {}, 2, None, {})
+
+
+def test_factory_from_a_target() -> None:
+    sim = SimFactory("embodied_rl.sim.robots.gymnasium:make", task="CartPole-v1").make(2)
+    assert sim.spec.task == "CartPole-v1"
+    assert sim.spec.action.num_actions == 2
+    sim = SimFactory("gymnasium.envs.classic_control:PendulumEnv").make(2)
+    assert sim.spec.task == "PendulumEnv"
+    assert sim.spec.max_episode_steps is None
