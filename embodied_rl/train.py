@@ -84,9 +84,10 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
             _announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
             return run_dir
         episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=config.evaluation.seed)
+        from embodied_rl.render import render_videos
         from embodied_rl.reporting import finish_run
 
-        finish_run(trainer.summary(episodes))
+        finish_run(trainer.summary(episodes), render_videos)
     return run_dir
 
 

@@ -75,7 +75,9 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
         name = getattr(factory, "__qualname__", factory)
-        raise UserError(f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}. It takes: {', '.join(parameters) or 'no arguments'}.")
+        raise UserError(
+            f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}. It takes: {', '.join(parameters) or 'no arguments'}."
+        )
     if "num_envs" in parameters:
         made = factory(num_envs=num_envs, **kwargs)
         if isinstance(made, SimEnv) and isinstance(getattr(made, "spec", None), SimSpec):

@@ -1,0 +1,158 @@
+"""What the command lines share: `key=value` arguments, errors as one line, exit statuses.
+
+Exit status 0 is success, 2 a mistake of the user (one line on stderr, no traceback), 1 a failure of a simulator or of
+the numbers, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
+
+
+def run_command(body: Callable[[], object]) -> None:
+    """Call `body` and turn its errors into one message on stderr and an exit status (SystemExit); returns when all went well."""
+    try:
+        body()
+    except UserError as error:
+        fail(str(error), 2)
+    except NonFiniteError as error:
+        fail("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
+    except KeyboardInterrupt:
+        fail("Interrupted.", 130)
+    except BrokenPipeError:
+        # `… | head`: whoever read us has seen enough. Python would complain again when it flushes stdout at exit.
+        sys.stdout = None
+    except Exception as error:
+        # A fault of a simulator carries the worker's own traceback; ours would only hide it. Looked up, not imported:
+        # whoever has raised it has loaded the module.
+        faults = sys.modules.get("embodied_rl.sim.faults")
+        if faults is None or not isinstance(error, faults.SimFault):
+            raise
+        fail(str(error), 1)
+
+
+def fail(message: str, status: int) -> None:
+    """Print `message` on stderr and exit."""
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def command_line(name: str, arguments: Sequence[str] | None = None) -> str:
+    """The command as one would type it again: ``python -m embodied_rl.<name> …`` with this process's arguments."""
+    return shlex.join(["python", "-m", f"embodied_rl.{name}", *(sys.argv[1:] if arguments is None else arguments)])
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "required"
+
+
+REQUIRED = _Required()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One ``name=value`` that a command takes."""
+
+    name: str
+    kind: type
+    """int, float, str or bool."""
+    help: str
+    default: Any = REQUIRED
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line: ``python -m embodied_rl.<name> key=value …``."""
+
+    name: str
+    summary: str
+    arguments: tuple[Argument, ...]
+    examples: tuple[str, ...] = ()
+    prefixes: Mapping[str, str] | None = None
+    """Families of further keys: {"sim.": what they do}; they come out of `parse` as YAML values under their full name."""
+
+    def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the arguments; ``--help`` prints the usage and exits.
+
+        Returns:
+            (values of all arguments by name, further values of the prefixes by full name).
+
+        Raises:
+            UserError: an unknown key (with the nearest one), a missing or malformed value.
+        """
+        if any(word in ("--help", "-h") for word in argv):
+            print(self.usage())
+            raise SystemExit(0)
+        known = {argument.name: argument for argument in self.arguments}
+        values: dict[str, Any] = {argument.name: argument.default for argument in self.arguments}
+        further: dict[str, Any] = {}
+        for word in argv:
+            key, equals, text = word.partition("=")
+            if not equals:
+                raise UserError(f"Argument '{word}' is not of the form key=value. {self._keys()} See --help.")
+            if any(key.startswith(prefix) and key != prefix for prefix in self.prefixes or {}):
+                further[key] = _yaml_value(key, text)
+            elif key in known:
+                values[key] = _convert(known[key], text)
+            else:
+                raise UserError(f"Argument '{key}' is not known.{did_you_mean(key, [*known, *(f'{p}…' for p in self.prefixes or {})])}")
+        missing = [f"{key}=…" for key, value in values.items() if value is REQUIRED]
+        if missing:
+            raise UserError(f"Argument {' and '.join(missing)} is missing. {self._keys()} See --help.")
+        return values, further
+
+    def usage(self) -> str:
+        """The text of ``--help``."""
+        rows = [(f"{a.name}={'|'.join(a.choices) or a.kind.__name__.upper()}", a.help + _default_text(a)) for a in self.arguments]
+        rows += [(f"{prefix}KEY=VALUE", text) for prefix, text in (self.prefixes or {}).items()]
+        width = max(len(left) for left, _ in rows)
+        lines = [f"usage: python -m embodied_rl.{self.name} key=value …", "", self.summary, "", "arguments:"]
+        lines += [f"  {left:<{width}}  {right}" for left, right in rows]
+        if self.examples:
+            lines += ["", "examples:", *(f"  python -m embodied_rl.{self.name} {example}" for example in self.examples)]
+        return "\n".join(lines)
+
+    def _keys(self) -> str:
+        return f"Known: {', '.join(a.name for a in self.arguments)}."
+
+
+def _default_text(argument: Argument) -> str:
+    if argument.default is REQUIRED:
+        return " (required)"
+    return "" if argument.default is None else f" (default: {argument.default})"
+
+
+def _convert(argument: Argument, text: str) -> Any:
+    if argument.kind is bool:
+        if text.lower() in ("true", "yes", "1"):
+            return True
+        if text.lower() in ("false", "no", "0"):
+            return False
+        raise UserError(f"{argument.name} must be true or false, got '{text}'.")
+    if text == "":
+        raise UserError(f"{argument.name} must have a value, got nothing after '='.")
+    try:
+        value = argument.kind(text.replace("_", "") if argument.kind is int else text)
+    except ValueError:
+        raise UserError(f"{argument.name} must be {'an integer' if argument.kind is int else 'a number'}, got '{text}'.") from None
+    if argument.choices and value not in argument.choices:
+        raise UserError(f"{argument.name}={text} is not a choice.{did_you_mean(text, argument.choices)}")
+    return value
+
+
+def _yaml_value(key: str, text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{key} has a value that cannot be read as YAML: '{text}' ({' '.join(str(error).split())}).") from error

@@ -1,0 +1,58 @@
+"""Files that are either whole or absent: written beside their place, flushed to the disk and renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from embodied_rl.errors import UserError
+
+
+def write_atomic(path: Path, content: str | bytes) -> Path:
+    """Replace `path` by `content` in one step; folders are made as needed. Raises UserError where it cannot be written."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    return write_atomic_with(path, lambda temporary: temporary.write_bytes(data))
+
+
+def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
+    """Let `write` fill a temporary file beside `path` (same suffix, for libraries that look at it), then rename it.
+
+    Raises:
+        UserError: the folder or file cannot be written.
+    """
+    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        fsync(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        if temporary.exists():
+            temporary.unlink()
+    return path
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The one line for a place that cannot be written."""
+    return UserError(f"Cannot write '{path}': {error.strerror or error}. Choose another folder, or mend its permissions or free space.")
+
+
+def next_free(path: Path) -> Path:
+    """`path` if nothing is there, else the first free ``name_2.ext``, ``name_3.ext``, …"""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
+    return candidate

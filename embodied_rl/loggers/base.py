@@ -1,0 +1,117 @@
+"""What every logger is, and the group of those that a run's configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from embodied_rl.registry import Registry
+
+if TYPE_CHECKING:
+    from embodied_rl.config import LoggerConfig
+
+LOGGERS = Registry(
+    "logger",
+    {
+        "console": "embodied_rl.loggers.console:ConsoleLogger",
+        "jsonl": "embodied_rl.loggers.jsonl:JsonlLogger",
+        "plot": "embodied_rl.loggers.plot:PlotLogger",
+        "tensorboard": "embodied_rl.loggers.tensorboard:TensorBoardLogger",
+        "wandb": "embodied_rl.loggers.wandb:WandbLogger",
+    },
+)
+
+
+class Logger(Protocol):
+    """Takes a run's metrics. Names are grouped by a slash: ``episode/success``, ``speed/steps_per_s``, ``time/simulate_s``."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one iteration, after `step` environment steps. Values may be NaN or infinite."""
+        ...
+
+    def log_video(self, step: int, path: Path) -> None:
+        """Record a video file; loggers without a place for it leave it where it is."""
+        return
+
+    def message(self, text: str) -> None:
+        """One line for the person who watches; loggers without a screen drop it."""
+        return
+
+    def close(self) -> None:
+        """Write what is pending. Nothing is logged afterwards."""
+        ...
+
+
+class LoggerGroup(Logger):
+    """Several loggers as one."""
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self.loggers = tuple(loggers)
+        self._closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # numpy scalars and zero-dimensional tensors become floats once, here.
+        plain = {name: float(value) for name, value in metrics.items()}
+        for logger in self.loggers:
+            logger.log(step, plain)
+
+    def log_video(self, step: int, path: Path) -> None:
+        for logger in self.loggers:
+            logger.log_video(step, path)
+
+    def message(self, text: str) -> None:
+        for logger in self.loggers:
+            logger.message(text)
+
+    def close(self) -> None:
+        """Close every logger, also when one of them fails, and only once."""
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:
+            for logger in reversed(self.loggers):
+                stack.callback(logger.close)
+
+    def __enter__(self) -> LoggerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_loggers(
+    config: LoggerConfig,
+    run_dir: Path,
+    run_config: Mapping[str, Any],
+    total_steps: int,
+    *,
+    resume_step: int | None = None,
+    stream: TextIO | None = None,
+) -> LoggerGroup:
+    """Build the loggers that ``config.names`` lists.
+
+    Args:
+        config: which loggers, and their settings.
+        run_dir: the run's folder; everything is written below it.
+        run_config: the whole resolved configuration, for loggers that keep it.
+        total_steps: environment steps that the run aims at.
+        resume_step: the step that the run continues from: what was logged after it is dropped, so that no curve is
+            doubled. None: a new run.
+        stream: where the console writes; None: standard output.
+
+    Raises:
+        MissingExtraError: a logger's packages are not installed.
+        UserError: a logger is not known, or the folder cannot be written.
+    """
+    loggers: list[Logger] = []
+    try:
+        # The plot reads the curve so far from metrics.jsonl, so that file is put right first.
+        for name in sorted(config.names, key=lambda name: name != "jsonl"):
+            make = LOGGERS.load(name).from_config
+            loggers.append(make(config, run_dir, run_config, total_steps, resume_step, stream))
+    except BaseException:
+        LoggerGroup(loggers).close()
+        raise
+    return LoggerGroup(loggers)

@@ -1,0 +1,183 @@
+"""The console: a progress bar and a grouped table on a terminal, a sober line now and then everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from embodied_rl.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_GROUPS = (("Episodes", ("episode", "eval")), ("Time", ("speed", "time")), ("Training", ("train",)))
+_LINE_METRICS = (
+    ("episode/success", "success"),
+    ("episode/return", "return"),
+    ("eval/success", "held-out success"),
+    ("speed/steps_per_s", "steps/s"),
+)
+
+
+class ConsoleLogger(Logger):
+    """Shows how far the run is, how long it still takes and how well it goes."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "training",
+        resume_step: int | None = None,
+        stream: TextIO | None = None,
+        line_interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`title` stands before the bar; without a terminal a line comes every `line_interval_s`."""
+        from rich.console import Console
+
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._total, self._title, self._clock, self._line_interval_s = total_steps, title, clock, line_interval_s
+        self._start_step, self._started_s = resume_step or 0, clock()
+        self._latest: dict[str, float] = {}
+        self._step = self._start_step
+        self._next_line_s = -float("inf")
+        self._pending = False
+        self._live: Any = None
+
+    @staticmethod
+    def from_config(
+        config: Any, run_dir: Path, run_config: Mapping[str, Any], total_steps: int, resume_step: int | None, stream: TextIO | None
+    ) -> ConsoleLogger:
+        sim = run_config.get("sim") or {}
+        return ConsoleLogger(
+            total_steps, title=str(sim.get("task") or sim.get("name") or run_dir.name), resume_step=resume_step, stream=stream
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = step
+        # What is not measured in every iteration (held-out success) stays in view.
+        self._latest.update(metrics)
+        if self._console.is_terminal:
+            self._show()
+            return
+        self._pending = True
+        if self._clock() >= self._next_line_s:
+            self._print_line()
+
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._pending:
+            self._print_line()
+
+    def seconds_left(self) -> float | None:
+        """Wall-clock seconds to go at this run's own average pace; None before the first step."""
+        done = self._step - self._start_step
+        if done <= 0:
+            return None
+        return max(0.0, (self._clock() - self._started_s) * (self._total - self._step) / done)
+
+    def _show(self) -> None:
+        from rich.console import Group
+        from rich.live import Live
+
+        if self._live is None:
+            # Redrawn when something is logged only: no thread of its own, no flicker.
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(Group(self._bar(), metrics_table(self._latest)), refresh=True)
+
+    def _bar(self) -> Table:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        bar = Table.grid(padding=(0, 1), expand=False)
+        bar.add_row(
+            f"[bold]{self._title}[/bold]",
+            ProgressBar(total=self._total, completed=min(self._step, self._total), width=36),
+            f"{self._step:,}/{self._total:,} steps",
+            f"[cyan]{min(1.0, self._step / self._total):.0%}[/cyan]",
+            f"{clock_text(self._clock() - self._started_s)} elapsed",
+            f"[green]{clock_text(self.seconds_left())} left[/green]",
+        )
+        return bar
+
+    def _print_line(self) -> None:
+        self._next_line_s, self._pending = self._clock() + self._line_interval_s, False
+        parts = [f"step {self._step:,}/{self._total:,} ({min(1.0, self._step / self._total):.0%})"]
+        parts += [f"{label} {format_metric(name, self._latest[name])}" for name, label in _LINE_METRICS if name in self._latest]
+        shares = time_shares(self._latest)
+        if shares:
+            parts.append("time " + " ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+        losses = [n for n in self._latest if n.startswith("train/") and n.endswith("loss")]
+        parts += [f"{name.removeprefix('train/')} {format_metric(name, self._latest[name])}" for name in losses]
+        parts += [f"elapsed {clock_text(self._clock() - self._started_s)}", f"left {clock_text(self.seconds_left())}"]
+        self._console.print(" · ".join(parts), markup=False)
+        self._console.file.flush()
+
+
+def metrics_table(metrics: Mapping[str, float]) -> Table:
+    """A table with one column per group of metrics: episodes, time by phase, training."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.ROUNDED, show_header=True, header_style="bold", padding=(0, 1))
+    cells = []
+    for title, prefixes in _GROUPS:
+        names = [name for prefix in prefixes for name in metrics if name.partition("/")[0] == prefix]
+        if not names:
+            continue
+        table.add_column(title, vertical="top")
+        cell = Table.grid(padding=(0, 2))
+        shares = time_shares(metrics)
+        for name in names:
+            group, _, short = name.partition("/")
+            label = ("held-out " if group == "eval" else "") + short.removesuffix("_s").replace("_per", "/s").replace("_", " ")
+            share = shares.get(short.removesuffix("_s")) if group == "time" else None
+            value = format_metric(name, metrics[name]) + (f" ({share:.0%})" if share is not None else "")
+            colour = "green" if short.startswith("success") else "default"
+            cell.add_row(label, f"[{colour}]{value}[/{colour}]")
+        cells.append(cell)
+    if cells:
+        table.add_row(*cells)
+    return table
+
+
+def time_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """{phase: its share of all ``time/<phase>_s``}, which sum to 1; empty where nothing was timed. Wall-clock is no phase."""
+    phases = [name for name in metrics if name.startswith("time/") and name != "time/wall_clock_s"]
+    times = {name.removeprefix("time/").removesuffix("_s"): metrics[name] for name in phases}
+    total = sum(times.values())
+    return {name: value / total for name, value in times.items()} if total > 0 else {}
+
+
+def format_metric(name: str, value: float) -> str:
+    """Percent for success, seconds for times, thousands separators for speeds, four digits for the rest."""
+    short = name.rpartition("/")[2]
+    if value != value:
+        return "–"
+    if short.startswith("success"):
+        return f"{value:.1%}"
+    if short.endswith("per_s"):
+        return f"{value:,.0f}"
+    if short == "wall_clock_s":
+        return clock_text(value)
+    if name.startswith("time/"):
+        return f"{value:.2f} s"
+    return f"{value:.4g}"
+
+
+def clock_text(seconds: float | None) -> str:
+    """``1:02:03`` or ``2:03``; ``-:--`` where it is not known."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

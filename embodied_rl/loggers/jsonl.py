@@ -1,0 +1,63 @@
+"""metrics.jsonl: one JSON object per iteration, whole after every line."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.files import cannot_write, next_free, write_atomic
+from embodied_rl.loggers.base import Logger
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class JsonlLogger(Logger):
+    """Appends ``{"step": 1024, "time_unix_s": …, "episode/success": 0.5, …}``; what is not finite becomes null."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+        """Open the file: continued up to `resume_step`, or new, with an earlier run's file kept under the next free name."""
+        self.path = run_dir / METRICS_FILE
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                if resume_step is None:
+                    self.path.rename(next_free(self.path))
+                else:
+                    _keep_until(self.path, resume_step)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    @staticmethod
+    def from_config(config: Any, run_dir: Path, run_config: Any, total_steps: int, resume_step: int | None, stream: Any) -> JsonlLogger:
+        return JsonlLogger(run_dir, resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": int(step), "time_unix_s": round(time.time(), 3), **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl (or of the one in a run's folder); a last line that a crash cut off is left out."""
+    return [json.loads(line) for line in _whole_lines(path / METRICS_FILE if path.is_dir() else path)]
+
+
+def _whole_lines(path: Path) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            json.loads(line)
+        except ValueError:
+            continue
+        yield line if line.endswith("\n") else line + "\n"
+
+
+def _keep_until(path: Path, step: int) -> None:
+    write_atomic(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= step))

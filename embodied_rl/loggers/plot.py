@@ -1,0 +1,104 @@
+"""curves.png: success, return, speed and losses against environment steps, redrawn while the run goes on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.files import write_atomic_with
+from embodied_rl.loggers.base import Logger
+from embodied_rl.loggers.jsonl import METRICS_FILE, read_metrics
+
+CURVES_FILE = "curves.png"
+Curve = tuple[list[int], list[float]]
+
+_FIRST_PANELS = (("Success rate", ("episode/success", "eval/success")), ("Return", ("episode/return", "eval/return")))
+_LAST_PANELS = (("Steps per second", ("speed/steps_per_s",)),)
+_SKIPPED_TRAIN = ("train/learning_rate",)
+_NUM_COLUMNS = 3
+_NUM_TRAIN_PANELS = 6
+
+
+class PlotLogger(Logger):
+    """Draws every `interval_s`, less often where drawing is slow (never more than 2% of the time), and at the end."""
+
+    def __init__(
+        self, run_dir: Path, resume_step: int | None = None, *, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.path = run_dir / CURVES_FILE
+        self._curves: dict[str, Curve] = defaultdict(lambda: ([], []))
+        self._interval_s, self._clock = interval_s, clock
+        if resume_step is not None and (run_dir / METRICS_FILE).is_file():
+            for row in read_metrics(run_dir):
+                if row["step"] <= resume_step:
+                    self._add(row["step"], {name: value for name, value in row.items() if "/" in name and value is not None})
+        self._next_s = clock() + interval_s
+
+    @staticmethod
+    def from_config(config: Any, run_dir: Path, run_config: Any, total_steps: int, resume_step: int | None, stream: Any) -> PlotLogger:
+        return PlotLogger(run_dir, resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._add(step, metrics)
+        if self._clock() >= self._next_s:
+            started = self._clock()
+            draw_curves(self._curves, self.path)
+            self._next_s = self._clock() + max(self._interval_s, 50 * (self._clock() - started))
+
+    def close(self) -> None:
+        if self._curves:
+            draw_curves(self._curves, self.path)
+
+    def _add(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                steps, values = self._curves[name]
+                steps.append(step)
+                values.append(value)
+
+
+def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
+    """Draw {metric: (steps, values)} as panels into a PNG. Raises UserError where it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    panels = choose_panels(list(curves))
+    num_rows = max(1, math.ceil(len(panels) / _NUM_COLUMNS))
+    figure = Figure(figsize=(4.2 * _NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, (title, names) in enumerate(panels):
+        axes = figure.add_subplot(num_rows, _NUM_COLUMNS, index + 1)
+        for name in names:
+            steps, values = curves[name]
+            held_out = name.startswith("eval/")
+            axes.plot(
+                steps,
+                values,
+                label="held-out" if held_out else "training",
+                marker="o" if held_out or len(steps) == 1 else None,
+                markersize=4,
+            )
+        axes.set_title(title, fontsize=10)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        if title == "Success rate":
+            axes.set_ylim(-0.03, 1.03)
+        if len(names) > 1:
+            axes.legend(fontsize=8)
+        if index >= len(panels) - _NUM_COLUMNS:
+            axes.set_xlabel("environment steps", fontsize=8)
+    return write_atomic_with(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
+
+
+def choose_panels(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """[(title, metrics drawn together)] out of the metrics that a run has."""
+    losses = sorted((n for n in names if n.startswith("train/") and n not in _SKIPPED_TRAIN), key=lambda n: ("loss" not in n, n))
+    train = [(name.removeprefix("train/").replace("_", " ").capitalize(), (name,)) for name in losses[:_NUM_TRAIN_PANELS]]
+    chosen = [(title, [name for name in wanted if name in names]) for title, wanted in (*_FIRST_PANELS, *_LAST_PANELS, *train)]
+    return [(title, found) for title, found in chosen if found]

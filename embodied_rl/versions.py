@@ -1,0 +1,49 @@
+"""What a result was made with: installed versions and the machine; nothing heavy is imported to find out."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from embodied_rl import __version__
+
+_PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "mani_skill", "sapien", "metaworld", "gymnasium-robotics", "gym-pusht", "numba")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """{name: version} of Python, this package and every installed package that a result may depend on."""
+    found = {"embodied_rl": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def machine() -> dict[str, Any]:
+    """{"cpu": model name, "cores": usable by this process, "memory_gib", "system"}."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cpu": _cpu_model(), "cores": cores, "memory_gib": _memory_gib(), "system": platform.platform()}
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return 0.0

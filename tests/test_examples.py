@@ -1,0 +1,304 @@
+"""Examples and guides do what they say: commands compose, the notebook and the script run, the documented simulator learns."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import group_names
+from embodied_rl.errors import UserError
+from embodied_rl.types import StepBuffers
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted(EXAMPLES.rglob("README.md")), *GUIDES]
+HYDRA_FLAGS = ("--help", "--config-dir", "--cfg")
+
+
+def blocks(text: str, *languages: str) -> Iterator[str]:
+    """Contents of the fenced blocks of a Markdown text in these languages."""
+    for language, body in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield body
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """(name, arguments) of every ``python -m embodied_rl.<name> …`` in a Markdown text's shell blocks."""
+    found = []
+    for body in blocks(text, "bash", "sh", "console"):
+        for line in body.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:2] == ["python", "-m"] and words[2].startswith("embodied_rl."):
+                found.append((words[2].removeprefix("embodied_rl."), words[3:]))
+    return found
+
+
+def sweep(arguments: list[str]) -> list[list[str]]:
+    """The jobs of a multirun: ``seed=1,2`` is two; commas within brackets separate nothing."""
+    choices = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        choices.append([argument] if value[:1] in ("[", "{") else [f"{key}={part}" for part in value.split(",")])
+    return [list(job) for job in itertools.product(*choices)]
+
+
+def check(name: str, arguments: list[str]) -> None:
+    """Raises UserError, or fails, where a command could not be run as it is written."""
+    if name == "train":
+        if any(flag in arguments for flag in HYDRA_FLAGS):
+            return
+        jobs = sweep([word for word in arguments if word != "-m"]) if "-m" in arguments else [arguments]
+        for overrides in jobs:
+            config = load_train_config(overrides)
+            chosen = dict(word.split("=", 1) for word in overrides)
+            if "sim" in chosen and "sim.name" not in chosen:
+                assert config.sim.name == chosen["sim"], "an experiment won over the simulator on the command line"
+    elif name in ("evaluate", "render"):
+        importlib.import_module(f"embodied_rl.{name}").COMMAND.parse(arguments)
+    elif name == "catalog":
+        from embodied_rl.catalog import KINDS
+
+        assert set(arguments) <= {*KINDS, "--json"}
+    else:
+        assert importlib.util.find_spec(f"embodied_rl.{name}") is not None
+        assert not arguments
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_can_be_run_as_written(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name, arguments in commands(text):
+        check(name, arguments)
+    for body in blocks(text, "python"):
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "load_train_config":
+                load_train_config(ast.literal_eval(node.args[0]))
+
+
+def test_commands_are_found_and_wrong_ones_refused() -> None:
+    text = """
+Not one: python -m embodied_rl.train
+```bash
+python -m embodied_rl.train experiment=fetch_reach 'policy.hidden_sizes=[64,64]' \\
+    seed=2   # a comment
+python -m embodied_rl.train -m seed=1,2 experiment=cartpole
+make train
+```
+"""
+    first, second = commands(text)
+    assert first == ("train", ["experiment=fetch_reach", "policy.hidden_sizes=[64,64]", "seed=2"])
+    assert sweep(second[1][1:]) == [["seed=1", "experiment=cartpole"], ["seed=2", "experiment=cartpole"]]
+    check(*first)
+    for wrong in (["experiment=fetch_reech"], ["seeds=3"], ["-m", "seed=1,x"], ["algorithm.clip_high=high"]):
+        with pytest.raises(UserError):
+            check("train", wrong)
+    with pytest.raises(UserError, match="num_episodes"):
+        check("evaluate", ["checkpoint=x", "episodes=3"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_every_experiment_has_its_page() -> None:
+    index = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for name in group_names("experiment"):
+        text = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+        (command, arguments), *_ = commands(text)
+        assert command == "train"
+        assert load_train_config(arguments).sim == load_train_config([f"experiment={name}"]).sim
+        assert "\nResult: " in text
+        extra = load_train_config(arguments).sim.extra
+        assert (f'pip install "embodied-rl[{extra}]"' in text) == (extra is not None)
+        assert f"[{name}]({name})" in index
+
+
+def test_the_table_of_settings_is_the_configuration() -> None:
+    import yaml
+
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    table = text.split("### Settings")[1].split("### Reading")[0]
+    told: dict[str, Any] = {}
+    for names, values in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| ([^|]+) \|", table, re.MULTILINE):
+        told |= zip(re.findall(r"`(\w+)`", names), (yaml.safe_load(value) for value in values.split(",")), strict=True)
+    configured = yaml.safe_load((ROOT / "configs" / "algorithm" / "ppo.yaml").read_text(encoding="utf-8"))
+    del configured["name"]
+    # PyYAML reads 3e-4 as text; both sides are compared as numbers where they are numbers.
+    assert {key: _number(value) for key, value in told.items()} == {key: _number(value) for key, value in configured.items()}
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value) if not isinstance(value, bool) else value
+    except (TypeError, ValueError):
+        return value
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def run(arguments: list[str], folder: Path, timeout_s: float = 240.0) -> str:
+    """Run Python in `folder`; return what it printed."""
+    known = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT) if not known else f"{ROOT}{os.pathsep}{known}"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_env_manager_script(tmp_path: Path) -> None:
+    printed = run([str(EXAMPLES / "use_the_env_manager" / "cross_entropy.py")], tmp_path)
+    (returns,) = re.findall(r"by generation: ([\d ]+)", printed)
+    elite = [int(value) for value in returns.split()]
+    assert len(elite) == 12
+    # A random linear controller seldom holds 300 of 500 steps on average; a good one holds all.
+    assert elite[-1] >= 475 > elite[0]
+    (episodes,) = re.findall(r"at random: (\d+) episodes", printed)
+    # Random CartPole episodes take about 22 steps: 20,000 steps are about 900 of them.
+    assert 750 < int(episodes) < 1050
+
+
+def test_the_example_of_the_env_manager_guide(tmp_path: Path) -> None:
+    (body,) = blocks((ROOT / "docs" / "environment_manager.md").read_text(encoding="utf-8"), "python")
+    (tmp_path / "example.py").write_text(body, encoding="utf-8")
+    rows = [line.split() for line in run(["example.py"], tmp_path).splitlines()]
+    assert [int(length) for _, _, length in rows] == [200] * 8, "Pendulum's episodes take 200 steps; 250 steps end one in each slot"
+    assert len({seed for seed, _, _ in rows}) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_the_notebook(tmp_path: Path) -> None:
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(EXAMPLES / "notebooks" / "first_run.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "commit the notebook without outputs"
+    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the curve"
+    printed = "".join(output.get("text", "") for output in outputs)
+    (trained,), (random,) = (re.findall(rf"{policy} +return ([\d.]+)", printed) for policy in ("trained", "random"))
+    assert float(random) < 40
+    assert float(trained) > 200
+    (results,) = tmp_path.glob("runs/cartpole/*/results.json")
+    assert json.loads(results.read_text(encoding="utf-8"))["steps"] >= 25_000
+
+
+# ---- docs/add_a_simulator.md ----------------------------------------------------------------------------------------
+
+SIMULATOR_GUIDE = ROOT / "docs" / "add_a_simulator.md"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A folder with the guide's files, each named by its block's first line."""
+    for body in blocks(SIMULATOR_GUIDE.read_text(encoding="utf-8"), "python", "yaml"):
+        path = tmp_path / body.splitlines()[0].removeprefix("# ")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body, encoding="utf-8")
+    return tmp_path
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_documented_simulator_is_short_and_obeys_its_physics(written: Path) -> None:
+    code = [line for line in (written / "my_sim.py").read_text(encoding="utf-8").splitlines() if line.strip()]
+    assert len(code) <= 40
+    env = load(written / "my_sim.py").Docking()
+    start = float(env.reset(seed=5)[0][0])
+    for step in range(1, 11):
+        observation, _, terminated, truncated, _ = env.step(np.array([0.5]))
+        # Velocity grows by 0.1 a step and moves the cart by 0.1 of itself: v = 0.1 n, x = x0 + 0.01 n (n + 1) / 2.
+        np.testing.assert_allclose(observation, [start + 0.01 * step * (step + 1) / 2, 0.1 * step], rtol=1e-5)
+        assert not terminated
+        assert not truncated
+
+
+def test_both_documented_forms_are_the_same_simulator(written: Path) -> None:
+    single, batch = load(written / "my_sim.py").Docking(), load(written / "my_batch_sim.py").DockingBatch(num_envs=3)
+    out = StepBuffers.allocate(batch.spec, 3)
+    batch.reset([0, 1, 2], [7, 8, 9], out)
+    first, _ = single.reset(seed=8)
+    np.testing.assert_array_equal(out.observation["state"][1], first)
+    untouched = out.observation["state"][0].copy()
+    rng, successes = np.random.default_rng(0), 0
+    for _ in range(60):
+        # Towards the mark and braking, with noise, so that success comes up.
+        action = np.clip(-(first[0] + first[1]) + 0.1 * rng.standard_normal(1), -1.0, 1.0).astype(np.float32)
+        first, reward, _, _, info = single.step(action)
+        batch.step([2, 1], np.stack([-action, action]), out)
+        np.testing.assert_array_equal(out.observation["state"][1], first)
+        np.testing.assert_allclose(out.reward[1], reward, rtol=1e-6)
+        assert out.success[1] == info["success"]
+        successes += info["success"]
+    assert 0 < successes < 60
+    np.testing.assert_array_equal(out.observation["state"][0], untouched)
+
+
+def test_the_documented_check(written: Path) -> None:
+    run(["check_my_sim.py"], written)
+
+
+def test_a_configuration_folder_of_ones_own(written: Path) -> None:
+    (arguments,) = [words for name, words in commands(SIMULATOR_GUIDE.read_text(encoding="utf-8")) if "--config-dir" in words]
+    import yaml
+
+    composed = yaml.safe_load(run(["-m", "embodied_rl.train", *arguments, "--cfg", "job"], written))
+    assert composed["sim"]["target"] == "my_sim:Docking"
+    assert composed["sim"]["success_ends_episode"] is True
+    assert composed["sim"]["num_slots"] == load_train_config([]).sim.num_slots, "what the file does not say comes from train.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_the_documented_simulators_are_learned(written: Path) -> None:
+    training = [words for name, words in commands(SIMULATOR_GUIDE.read_text(encoding="utf-8")) if name == "train" and "sim=custom" in words]
+    results: list[dict[str, Any]] = []
+    for index, arguments in enumerate(training):
+        changes = [f"run_dir=run{index}", "video.enabled=no", "logger=quiet", "evaluation.num_episodes=50"]
+        run(["-m", "embodied_rl.train", *arguments, *changes], written)
+        results.append(json.loads((written / f"run{index}" / "results.json").read_text(encoding="utf-8")))
+    single, batch = results
+    assert single["success"] >= 0.9  # random actions: 0.15
+    # The same simulator in two forms: the same training, episode by episode.
+    assert (single["steps"], single["success"]) == (batch["steps"], batch["success"])
+    np.testing.assert_allclose([e["return"] for e in single["episodes"]], [e["return"] for e in batch["episodes"]], rtol=1e-6)
+
+
+def test_a_custom_simulator_needs_its_target_and_takes_any_argument() -> None:
+    with pytest.raises(UserError, match=r"sim\.target must be given .* sim\.target=my_package"):
+        load_train_config(["sim=custom"])
+    config = load_train_config(["sim=custom", "sim.target=a.b:C", "sim.kwargs.gravity=1.6", "sim.kwargs.terrain=moon"])
+    assert (config.sim.target, config.sim.kwargs) == ("a.b:C", {"gravity": 1.6, "terrain": "moon"})
+    # Where a simulator's file has arguments already, new ones join them.
+    known = load_train_config([]).sim.kwargs
+    assert load_train_config(["sim.kwargs.extra_camera=true"]).sim.kwargs == {**known, "extra_camera": True}
