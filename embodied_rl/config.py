@@ -262,12 +262,6 @@ class TrainConfig:
             f"<= sim.num_slots * algorithm.rollout_steps ({self.steps_per_iteration})",
             self.algorithm.minibatch_size,
         )
-        _require(
-            (self.policy.encoder == "cnn") == self.policy.observation_key.startswith("rgb"),
-            "policy.encoder",
-            "'cnn' exactly when policy.observation_key is an image ('rgb…')",
-            f"{self.policy.encoder} with {self.policy.observation_key}",
-        )
 
     @property
     def steps_per_iteration(self) -> int:

@@ -107,11 +107,19 @@ def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[
     return TrainConfig.from_dict(merged)
 
 
+_started_before = False
+
+
 def _process_start() -> float:
-    """When the user's command began: what a wall-clock figure must count from. A Python caller's clock starts now."""
+    """When the user's command began: what a wall-clock figure must count from.
+
+    A Python caller's clock starts now, and so does that of every further job of a sweep.
+    """
     import psutil
 
-    return psutil.Process().create_time() if sys.argv[0].endswith("train.py") else time.time()
+    global _started_before
+    first, _started_before = not _started_before, True
+    return psutil.Process().create_time() if first and sys.argv[0].endswith("train.py") else time.time()
 
 
 def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
