@@ -1,0 +1,50 @@
+# make train                 set everything up in .venv, then train the main job
+# make train ARGS="experiment=fetch_reach seed=3"
+# make test                  the same set-up, then format, lint, types and tests
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PY := .venv/bin/python
+STAMP := .venv/.stamp
+ARGS ?=
+export PYTHON
+
+.PHONY: help setup train test test-all check format docs doctor lock clean
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: $(STAMP) ## make .venv and install everything
+
+$(STAMP): requirements.lock setup.cfg setup.py pyproject.toml scripts/setup.sh scripts/find_python.sh scripts/system_packages.sh scripts/install_libraries.py
+	@scripts/setup.sh
+	@touch $@
+
+train: $(STAMP) ## train the main job; ARGS="…" overrides anything
+	$(PY) -m embodied_rl.train $(ARGS)
+
+check: $(STAMP) ## format, lint and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: check ## the tests that every change must pass
+	$(PY) -m pytest $(ARGS)
+
+test-all: check ## every test, the slow ones too
+	$(PY) -m pytest -m "" $(ARGS)
+
+format: $(STAMP) ## rewrite the files in the house's format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(STAMP) ## build the documentation into site/
+	$(PY) -m mkdocs build --strict
+
+doctor: $(STAMP) ## what this machine can do, and what it lacks
+	$(PY) -m embodied_rl.doctor
+
+lock: $(STAMP) ## write requirements.lock from what .venv holds
+	$(PY) scripts/lock.py > requirements.lock.new && mv requirements.lock.new requirements.lock
+
+clean: ## remove .venv and everything that was built
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,70 @@
+"""Writes the tables of docs/configuration.md from the dataclasses of embodied_rl/config.py, between the markers there.
+
+Use: `.venv/bin/python scripts/config_tables.py`; a test fails when the page and the code disagree.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+from embodied_rl import config
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+START, END = "<!-- tables: written by scripts/config_tables.py -->\n", "<!-- end of tables -->"
+GROUPS = {
+    "": "TrainConfig",
+    "sim": "SimConfig",
+    "policy": "PolicyConfig",
+    "algorithm": "AlgorithmConfig",
+    "generation": "GenerationConfig",
+    "hybrid": "HybridConfig",
+    "evaluation": "EvaluationConfig",
+    "checkpoint": "CheckpointConfig",
+    "video": "VideoConfig",
+    "logger": "LoggerConfig",
+}
+
+
+def tables() -> str:
+    """The tables as Markdown."""
+    classes = {node.name: node for node in ast.parse(inspect.getsource(config)).body if isinstance(node, ast.ClassDef)}
+    parts = []
+    for group, name in GROUPS.items():
+        rows = [_row(group, field, documentation) for field, documentation in _fields(classes[name]) if not _is_group(field)]
+        parts.append(f"### {group or 'The run'}\n\n| Key | Type | Default | |\n|---|---|---|---|\n" + "".join(rows))
+    return "\n".join(parts)
+
+
+def rewritten(page: str) -> str:
+    """The page with the tables as they are now."""
+    before, _, rest = page.partition(START)
+    _, _, after = rest.partition(END)
+    return f"{before}{START}\n{tables()}\n{END}{after}"
+
+
+def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
+    """Fields of a dataclass, each with the string below it."""
+    found = []
+    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            constant = following.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else None
+            found.append((statement, " ".join(str(constant.value).split()) if constant is not None else ""))
+    return found
+
+
+def _is_group(field: ast.AnnAssign) -> bool:
+    return ast.unparse(field.annotation).endswith("Config")
+
+
+def _row(group: str, field: ast.AnnAssign, documentation: str) -> str:
+    key = ".".join(filter(None, [group, ast.unparse(field.target)]))
+    kind = ast.unparse(field.annotation).replace(" | None", " or null").replace("|", "\\|")
+    default = "required" if field.value is None else ast.unparse(field.value).replace("None", "null")
+    default = {"field(default_factory=dict)": "{}", "True": "true", "False": "false"}.get(default, default)
+    return f"| `{key}` | {kind} | {default if field.value is None else f'`{default}`'} | {documentation.replace('``', '`')} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,68 @@
+"""Prints requirements.lock: the exact versions, in this environment, of everything that `make` installs.
+
+Use: install or upgrade what you want in .venv, run the tests, then `.venv/bin/python scripts/lock.py > requirements.lock`.
+Starts from the project's own requirements (setup.cfg) and follows what the installed packages require.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+EXTRAS = ("maniskill", "metaworld", "robotics", "pusht", "wandb", "dev")
+"""What `make` installs; not text, vllm and ray, which are large and chosen by their users."""
+
+LEFT_OUT = {
+    "mplib": "ManiSkill's motion planner; it crashes with numpy >= 2, and only ManiSkill's examples import it",
+    "toppra": "only mplib needs it",
+    "torchvision": "a build that does not match torch breaks others' imports; images are handled with PIL, numpy and torch",
+    "torchaudio": "as torchvision",
+    "torchcodec": "as torchvision",
+    "triton": "comes with torch where torch can use it",
+}
+
+HEADER = """\
+# Exact versions that ran together, printed by scripts/lock.py; `make` installs torch first, with what it needs, and then
+# the rest with --no-deps. Left out on purpose:
+"""
+
+
+def closure(roots: list[Requirement]) -> dict[str, str]:
+    """{canonical name: version} of everything that `roots` need in this environment."""
+    versions: dict[str, str] = {}
+    seen: set[tuple[str, str]] = set()
+    queue = [(requirement, "") for requirement in roots]
+    while queue:
+        requirement, by = queue.pop()
+        name = canonicalize_name(requirement.name)
+        if name in LEFT_OUT or (by == "torch" and name.startswith(("nvidia-", "cuda-"))):  # of a CUDA build; torch brings them
+            continue
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            sys.exit(f"{requirement} (needed by {by or 'the project'}) is not installed here: install it, then lock again.")
+        if name != "embodied-rl":
+            versions[name] = found.version.split("+")[0]  # torch: the CPU and the CUDA builds of one version are the same to us
+        for extra in {"", *requirement.extras}:
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            for text in found.requires or []:
+                needed = Requirement(text)
+                if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                    queue.append((needed, name))
+    return versions
+
+
+def main() -> None:
+    pins = closure([Requirement(f"embodied-rl[{','.join(EXTRAS)}]")])
+    reasons = "".join(f"#   {name}: {reason}\n" for name, reason in LEFT_OUT.items())
+    lines = "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
+    sys.stdout.write(HEADER + reasons + lines)
+
+
+if __name__ == "__main__":
+    main()

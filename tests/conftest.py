@@ -1,0 +1,67 @@
+"""What every test stands on: drawing without a display, and no process or shared memory left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embodied_rl.sim.rendering import configure_rendering
+
+# Before any test imports mujoco, sapien or pygame.
+configure_rendering()
+# Tests must not look at, nor write to, somebody's account.
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+_SHARED_MEMORY = Path("/dev/shm")
+_GRACE_S = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is imported only when such a test was collected."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """A module's tests end their worker processes and leave no named shared memory, whatever happened in them."""
+    shared_before = _shared_memory()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _workers()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"simulator processes were left running: {left}"
+    new = _shared_memory() - shared_before
+    assert not new, f"shared memory was left behind: {sorted(new)}"
+
+
+def _workers() -> list[str]:
+    """Command lines of simulator processes below this one that still run."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            if "embodied_rl" in command and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(command)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """Files of ours in /dev/shm; other programs' come and go."""
+    if not _SHARED_MEMORY.is_dir():
+        return set()
+    return {entry.name for entry in os.scandir(_SHARED_MEMORY) if entry.name.startswith(("embodied", "psm_", "torch_"))}

@@ -1,0 +1,180 @@
+"""The doctor says what is true of this machine, and of machines that lack something."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from embodied_rl import doctor
+from embodied_rl.doctor import Check, Probe, can_train, run_probe
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    command = [sys.executable, "-m", "embodied_rl.doctor", "--json"]
+    start = time.perf_counter()
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    data = json.loads(result.stdout)
+    assert data["can_train"] is True
+    # It promises to be quick (20 s); a test machine may be doing other things.
+    assert time.perf_counter() - start < 60
+    return {check["name"]: check for check in data["checks"]}
+
+
+def test_versions_are_those_that_are_imported(report: dict[str, dict[str, object]]) -> None:
+    import mujoco
+    import numpy as np
+
+    assert report["numpy"]["detail"] == np.__version__
+    assert report["mujoco"]["detail"] == mujoco.__version__
+    assert str(report["python"]["detail"]).startswith(".".join(map(str, sys.version_info[:3])))
+
+
+def test_cores_and_memory_are_the_kernels(report: dict[str, dict[str, object]]) -> None:
+    assert int(str(report["cores"]["detail"]).split()[0]) <= len(os.sched_getaffinity(0))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert float(str(report["memory"]["detail"]).split()[0]) == pytest.approx(total, abs=0.1)
+
+
+def test_gpu_line_agrees_with_torch(report: dict[str, dict[str, object]]) -> None:
+    import torch
+
+    assert (report["GPU"]["status"] == "ok") is torch.cuda.is_available()
+
+
+def test_mujoco_line_agrees_with_the_library(report: dict[str, dict[str, object]]) -> None:
+    for name, library in (("MuJoCo EGL", "libEGL.so.1"), ("MuJoCo OSMesa", "libOSMesa.so.8")):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            assert report[name]["status"] == "missing"
+            assert library in str(report[name]["detail"])
+
+
+def test_encoder_and_core_really_ran(report: dict[str, dict[str, object]]) -> None:
+    assert report["video encoder"]["detail"] == "encoded and decoded two H.264 frames"
+    assert "computes" in str(report["core packages"]["detail"])
+
+
+def test_everything_that_is_amiss_and_has_no_substitute_has_a_fix(report: dict[str, dict[str, object]]) -> None:
+    for check in report.values():
+        if check["status"] != "ok" and not str(check["name"]).startswith("MuJoCo"):
+            assert check["fix"], check
+
+
+def test_simulators_named_exist(report: dict[str, dict[str, object]]) -> None:
+    from embodied_rl.config import group_names
+
+    detail = str(report["ManiSkill"]["detail"])
+    assert detail.startswith("sim=")
+    assert set(detail.removeprefix("sim=").split(", ")) <= set(group_names("sim"))
+
+
+# --- things that go wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("raise RuntimeError('driver\\nbroken')", "failed", "RuntimeError: driver broken"),
+        ("raise doctor.NotHere('no such thing')", "missing", "no such thing"),
+        ("os.kill(os.getpid(), 11)", "failed", "signal 11"),
+        ("time.sleep(60)", "failed", "no answer within 5 s"),
+    ],
+)
+def test_whatever_a_probe_does_is_a_line(body: str, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe that raises, crashes or hangs, in a real child process whose table of probes is another."""
+    driver = tmp_path / "child.py"
+    driver.write_text(
+        "import os, sys, time\n"
+        "from embodied_rl import doctor\n"
+        f"def run():\n    {body}\n"
+        "doctor.PROBES = (doctor.Probe('test', 'bad', run, 'mend it'),)\n"
+        "sys.exit(doctor.main(sys.argv[1:]))\n",
+        encoding="utf-8",
+    )
+    real = subprocess.run
+
+    def through_driver(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:3] == ["-m", "embodied_rl.doctor"]
+        return real([command[0], str(driver), *command[3:]], **options)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(doctor.subprocess, "run", through_driver)
+    check = run_probe(Probe("test", "bad", lambda: "", "mend it"), timeout_s=5.0)
+    assert (check.status, check.fix) == (status, "mend it")
+    assert said in check.detail
+
+
+def test_absent_package_is_missing_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    check = run_probe(Probe("simulators", "x", lambda: "", "pip install x", package="no-such-package-at-all"))
+    assert (check.status, check.fix) == ("missing", "pip install x")
+
+
+def test_folder_that_cannot_be_written_stops_training(tmp_path: Path) -> None:
+    check = doctor._writable(tmp_path / "absent")
+    assert check.status == "failed"
+    assert "run_dir=" in check.fix
+    assert not can_train([check])
+    assert can_train([doctor._writable(tmp_path)])
+
+
+def test_alternatives_need_no_mending_once_one_works() -> None:
+    def pair(first: doctor.Status) -> list[Check]:
+        return [
+            Check("drawing", "a", first, "", "get a"),
+            Check("drawing", "b", "missing", "", "get b"),
+            Check("x", "c", "missing", "", "get c"),
+        ]
+
+    assert [check.fix for check in doctor._one_is_enough(pair("ok"), "a", "b")] == ["", "", "get c"]
+    assert [check.fix for check in doctor._one_is_enough(pair("failed"), "a", "b")] == ["get a", "get b", "get c"]
+
+
+def test_picture_check_rejects_black_and_uniform_pictures() -> None:
+    import numpy as np
+
+    disc = np.zeros((64, 64, 3))
+    disc[24:40, 24:40, 0] = 200
+    assert doctor._describe_picture(disc) == "drew a 64x64 frame"
+    for wrong in (np.zeros((64, 64, 3)), np.full((64, 64, 3), 255.0), np.full((64, 64, 3), (255.0, 0, 0))):
+        with pytest.raises(ArithmeticError):
+            doctor._describe_picture(wrong)
+
+
+def test_numa_and_container_limits_are_read(tmp_path: Path) -> None:
+    for node, cpus in (("node0", "0-3"), ("node1", "4-7"), ("node10", "8")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus + "\n")
+    assert doctor._numa(tmp_path) == "3 (0: cores 0-3; 1: cores 4-7; 10: cores 8)"
+    assert "container" not in doctor._memory(tmp_path)
+    (tmp_path / "memory.max").write_text(str(2**28))
+    assert doctor._memory(tmp_path).endswith("this container may use 0.2")
+    (tmp_path / "memory.max").write_text("max")
+    assert "container" not in doctor._memory(tmp_path)
+
+
+def test_report_ends_with_the_verdict() -> None:
+    def said(*checks: Check) -> str:
+        with redirect_stdout(io.StringIO()) as out:
+            doctor.print_report(checks)
+        return out.getvalue()
+
+    good, bad = (
+        Check("a", "torch", "ok", "2", required=True),
+        Check("a", "numpy", "missing", "not installed", "pip install x", required=True),
+    )
+    assert "Training can run here" in said(good)
+    assert "Training cannot run here: numpy." in said(good, bad)
+    assert "pip install x" in said(good, bad)

@@ -1,0 +1,214 @@
+"""The house's floors: imports run downward only, nothing runs in a circle, and simulators stay free of torch.
+
+The imports are read from the source (module level and inside functions; those for type checkers alone do not run and do
+not count), so that a lazy import is no way around a floor.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import embodied_rl
+
+PACKAGE = Path(embodied_rl.__file__).parent
+
+GROUND = {"", "errors", "types", "registry", "paths", "files", "statistics", "versions"}
+"""Open to everybody; "" is the package itself, which holds the version."""
+
+FLOORS: dict[str, set[str]] = {
+    "": set(),
+    "errors": set(),
+    "versions": {""},
+    "types": {"errors"},
+    "registry": {"errors"},
+    "paths": {"errors"},
+    "files": {"errors"},
+    "statistics": {"errors"},
+    "config": GROUND,
+    "video": GROUND,
+    "cli": GROUND,
+    "compose": GROUND | {"config"},
+    "sim": GROUND | {"config"},
+    "policies": GROUND | {"config"},
+    "algorithms": GROUND | {"config"},
+    "episodes": GROUND,
+    "checkpoint": GROUND | {"config"},
+    "loggers": GROUND | {"config"},
+    "generation": GROUND | {"config", "policies"},
+    "rollout": GROUND | {"config", "generation", "sim"},
+    "hybrid": GROUND | {"config", "generation", "policies", "algorithms"},
+    "report_page": GROUND | {"config", "loggers"},
+    "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},
+    "trainer": GROUND
+    | {"config", "algorithms", "checkpoint", "generation", "hybrid", "loggers", "policies", "reporting", "rollout", "sim"},
+}
+"""{room: rooms it may import}. A room is a package or module directly below embodied_rl."""
+
+COMMAND_LINES = {"train", "evaluate", "render", "record", "replay", "offline_eval", "catalog", "doctor"}
+"""The roof: they may import everything, each other too; nobody below may import them."""
+
+TORCH_FREE = ("sim", "types", "errors", "registry", "paths", "config", "files")
+
+
+def modules() -> dict[str, Path]:
+    """{dotted name: file} of every module of the package."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    return [*module.split("."), ""][1]
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def running_imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import statement that can run, at any depth."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif is_for_type_checkers(node):
+            continue
+        else:
+            yield from running_imports(node)
+
+
+def names_of(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> list[str]:
+    """Dotted names that an import statement may load: the modules, and what is taken from them (which may be modules)."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    base = node.module or ""
+    if node.level:
+        parts = module.split(".")
+        kept = len(parts) - node.level + (1 if is_package else 0)
+        base = ".".join([*parts[:kept], *([base] if base else [])])
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
+
+def own_imports(module: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Modules of this package that `module` imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = {name for node in running_imports(tree) for name in names_of(node, module, path.name == "__init__.py")}
+    found = named & known.keys()
+    # `from embodied_rl.sim import manager` names two modules; the package counts only when something else is taken from it.
+    return {name for name in found if name != module and not any(other.startswith(f"{name}.") for other in found)}
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    assert len(known) > 20, "the walk found too little to mean anything"
+    return {module: own_imports(module, path, known) for module, path in known.items()}
+
+
+def test_every_room_has_a_floor(graph: dict[str, set[str]]) -> None:
+    unknown = {room_of(module) for module in graph} - FLOORS.keys() - COMMAND_LINES
+    assert not unknown, f"give these a floor in FLOORS (see CONTRIBUTING.md): {sorted(unknown)}"
+
+
+def test_imports_run_downward(graph: dict[str, set[str]]) -> None:
+    upward = [
+        f"{module} imports {target}"
+        for module, targets in graph.items()
+        if room_of(module) not in COMMAND_LINES
+        for target in sorted(targets)
+        if room_of(target) != room_of(module) and room_of(target) not in FLOORS.get(room_of(module), set())
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_floors_themselves_are_acyclic() -> None:
+    assert find_cycle(FLOORS) is None
+
+
+def test_sim_and_policies_never_meet() -> None:
+    assert not reachable(FLOORS, "sim") & {"policies", "algorithms", "generation", "hybrid", "rollout"}
+    assert not reachable(FLOORS, "policies") & {"sim", "hybrid", "rollout"}
+    assert "hybrid" not in reachable(FLOORS, "rollout")
+    assert "rollout" not in reachable(FLOORS, "hybrid")
+
+
+def test_no_cycle_between_modules(graph: dict[str, set[str]]) -> None:
+    cycle = find_cycle(graph)
+    assert cycle is None, " -> ".join(cycle or [])
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_simulator_side_names_no_torch_at_module_level(room: str) -> None:
+    offenders = []
+    for module, path in modules().items():
+        if room_of(module) != room:
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = names_of(node, module, path.name == "__init__.py")
+                offenders += [f"{module}: {name}" for name in names if name.split(".")[0] in ("torch", "torchvision", "transformers")]
+    assert not offenders
+
+
+def find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
+    """Some cycle as a path that ends where it begins; None when there is none."""
+    finished: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in finished:
+            return None
+        for target in sorted(edges.get(node, ())):
+            cycle = walk(target, [*path, node])
+            if cycle is not None:
+                return cycle
+        finished.add(node)
+        return None
+
+    return next((cycle for node in sorted(edges) if (cycle := walk(node, [])) is not None), None)
+
+
+def reachable(edges: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    queue = [start]
+    while queue:
+        for target in edges.get(queue.pop(), ()):
+            if target not in seen:
+                seen.add(target)
+                queue.append(target)
+    return seen
+
+
+# --- the walker itself -----------------------------------------------------------------------------------------------
+
+
+def test_walker_sees_lazy_and_relative_imports_and_skips_those_for_type_checkers() -> None:
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import embodied_rl.trainer
+else:
+    pass
+from .sibling import thing
+from .. import cousin
+def lazy():
+    if True:
+        try:
+            from embodied_rl.sim import manager
+        except ImportError:
+            import torch
+"""
+    found = [name for node in running_imports(ast.parse(source)) for name in names_of(node, "embodied_rl.sim.worker", is_package=False)]
+    assert set(found) >= {"embodied_rl.sim.sibling", "embodied_rl.cousin", "embodied_rl.sim.manager", "torch"}
+    assert "embodied_rl.trainer" not in found
+
+
+def test_cycle_finder_finds_one_and_only_one_where_it_is() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None

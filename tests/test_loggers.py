@@ -1,0 +1,307 @@
+"""Loggers are read back by somebody else: json, TensorBoard's and W&B's own readers, PIL, a real terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied_rl.config import LoggerConfig
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.loggers import make_loggers
+from embodied_rl.loggers.base import LoggerGroup
+from embodied_rl.loggers.console import ConsoleLogger, clock_text, time_shares
+from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
+from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
+
+METRICS = {
+    "episode/success": 0.25,
+    "episode/return": 3.5,
+    "speed/steps_per_s": 1234.5,
+    "time/simulate_s": 3.0,
+    "time/act_s": 1.0,
+    "train/policy_loss": -0.0125,
+    "train/value_loss": 0.5,
+}
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_is_on_disk_after_every_line_and_never_holds_nan(tmp_path: Path) -> None:
+    logger = JsonlLogger(tmp_path)
+    logger.log(128, {"episode/success": 0.5, "train/kl": math.nan, "train/ratio": math.inf})
+    # Strict JSON: a bare NaN or Infinity would raise here.
+    (row,) = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row.pop("time_unix_s") > 1e9
+    assert row == {"step": 128, "episode/success": 0.5, "train/kl": None, "train/ratio": None}
+    logger.log(256, {})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [128, 256]
+    logger.close()
+
+
+def test_resuming_drops_what_came_after_the_checkpoint_and_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 100, "a": 1}\n{"step": 200, "a": 2}\n{"step": 300, "a": 3}\n{"step": 40')
+    logger = JsonlLogger(tmp_path, resume_step=200)
+    logger.log(300, {"a": 33.0})
+    logger.close()
+    assert [(row["step"], row["a"]) for row in rows(path)] == [(100, 1), (200, 2), (300, 33.0)]
+
+
+def test_a_new_run_in_an_old_folder_keeps_the_old_numbers(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        logger = JsonlLogger(tmp_path)
+        logger.log(1, {"a": value})
+        logger.close()
+    found = {path.name: [row["a"] for row in rows(path)] for path in tmp_path.iterdir()}
+    assert found == {"metrics_2.jsonl": [1.0], "metrics_3.jsonl": [2.0], "metrics.jsonl": [3.0]}
+
+
+def test_tensorboard_reads_the_scalars_and_forgets_what_a_resumed_run_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = LoggerConfig(names=("tensorboard",))
+    with make_loggers(config, tmp_path, {}, 1000) as group:
+        for step in (100, 200, 300):
+            group.log(step, {"episode/return": step / 8, "train/kl": math.nan})
+    with make_loggers(config, tmp_path, {}, 1000, resume_step=200) as group:
+        group.log(300, {"episode/return": -1.5})
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert [(event.step, event.value) for event in reader.Scalars("episode/return")] == [(100, 12.5), (200, 25.0), (300, -1.5)]
+    assert math.isnan(reader.Scalars("train/kl")[0].value)
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """Records of a W&B file: LevelDB's log format, 32 KiB blocks of (crc32, length, kind) and data, after a header of 7 bytes."""
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+        length, kind = struct.unpack_from("<xxxxHB", data, position)
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def test_wandb_offline_keeps_metrics_and_video(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    video = tmp_path / "push.gif"
+    from PIL import Image
+
+    Image.new("RGB", (32, 32)).save(video)
+    program = (
+        "import sys; from pathlib import Path; from embodied_rl.config import LoggerConfig; from embodied_rl.loggers import make_loggers\n"
+        "run = Path(sys.argv[1])\n"
+        "with make_loggers(LoggerConfig(names=('wandb',), wandb_project='arm'), run, {'seed': 7}, 1000) as group:\n"
+        "    group.log(100, {'episode/success': 0.5}); group.log_video(100, Path(sys.argv[2]))\n"
+        "with make_loggers(LoggerConfig(names=('wandb',), wandb_project='arm'), run, {'seed': 7}, 1000, resume_step=50) as group:\n"
+        "    group.log(60, {'episode/success': 0.75})\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run"), str(video)], check=True, timeout=120, env=environment)
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({file.stem for file in files}) == 1, "a resumed run continues the same W&B run"
+    history: list[dict[str, Any]] = []
+    project = set()
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
+        for data in wandb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                project.add(record.run.project)
+            if record.HasField("history"):
+                history.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
+    assert project == {"arm"}
+    assert [(row["step"], row["episode/success"]) for row in history if "episode/success" in row] == [(100, 0.5), (60, 0.75)]
+    assert [row["step"] for row in history if "video" in row] == [100]
+    assert len(list(files[0].parent.parent.rglob("media/videos/*.gif"))) == 1
+
+
+def test_a_missing_wandb_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in sys.modules is Python's own way to make an import fail as if the package were absent.
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "embodied-rl\[wandb\]"'):
+        make_loggers(LoggerConfig(names=("jsonl", "wandb")), tmp_path, {}, 1000)
+
+
+def test_curves_are_drawn_at_intervals_and_at_the_end(tmp_path: Path) -> None:
+    from PIL import Image
+
+    clock = Clock()
+    logger = PlotLogger(tmp_path, interval_s=60.0, clock=clock)
+    path = tmp_path / "curves.png"
+    logger.log(100, METRICS)
+    clock.now_s += 59
+    logger.log(200, METRICS)
+    assert not path.exists()
+    clock.now_s += 1
+    logger.log(300, METRICS)
+    first = path.read_bytes()
+    with Image.open(io.BytesIO(first)) as image:
+        image.load()
+        assert image.width > 1000
+        colours = {colour for _, colour in image.convert("RGB").getcolors(maxcolors=2**24) or []}
+        # matplotlib's first colour: a curve is really drawn.
+        assert (31, 119, 180) in colours
+    clock.now_s += 10
+    logger.log(400, {**METRICS, "episode/success": 0.9})
+    assert path.read_bytes() == first
+    logger.close()
+    assert path.read_bytes() != first
+
+
+def test_a_resumed_plot_continues_the_curve_of_the_metrics_file(tmp_path: Path) -> None:
+    config = LoggerConfig(names=("plot", "jsonl"))
+    with make_loggers(config, tmp_path, {}, 1000) as group:
+        for step in (100, 200, 300):
+            group.log(step, {"episode/success": step / 1000})
+    group = make_loggers(config, tmp_path, {}, 1000, resume_step=200)
+    group.log(250, {"episode/success": 0.5})
+    (plot,) = [logger for logger in group.loggers if isinstance(logger, PlotLogger)]
+    assert dict(plot._curves) == {"episode/success": ([100, 200, 250], [0.1, 0.2, 0.5])}
+    group.close()
+
+
+def test_panels_put_training_and_held_out_together_and_losses_last() -> None:
+    names = [
+        "train/entropy",
+        "train/value_loss",
+        "train/policy_loss",
+        "eval/success",
+        "episode/success",
+        "time/act_s",
+        "train/learning_rate",
+    ]
+    assert choose_panels(names) == [
+        ("Success rate", ["episode/success", "eval/success"]),
+        ("Policy loss", ["train/policy_loss"]),
+        ("Value loss", ["train/value_loss"]),
+        ("Entropy", ["train/entropy"]),
+    ]
+
+
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"Cannot write .*curves\.png"):
+        draw_curves({"episode/return": ([1], [2.0])}, tmp_path / "file" / "curves.png")
+
+
+def test_without_a_terminal_the_console_writes_a_sober_line_every_ten_seconds() -> None:
+    clock, stream = Clock(), io.StringIO()
+    logger = ConsoleLogger(2000, stream=stream, clock=clock)
+    for step in range(100, 1001, 100):
+        clock.now_s += 3.0
+        logger.log(step, METRICS)
+    logger.message("saved [step 1000]")
+    logger.close()
+    lines = stream.getvalue().splitlines()
+    # At 3 s the first, then 10 s later at the earliest (15 s, 27 s), and what was still pending at the end.
+    assert [line.split(" · ")[0] for line in lines] == [
+        "step 100/2,000 (5%)",
+        "step 500/2,000 (25%)",
+        "step 900/2,000 (45%)",
+        "saved [step 1000]",
+        "step 1,000/2,000 (50%)",
+    ]
+    assert "success 25.0% · return 3.5 · steps/s 1,234" in lines[0]
+    assert "time simulate 75% act 25%" in lines[0]
+    assert "policy_loss -0.0125 · value_loss 0.5" in lines[0]
+    # 500 steps took 15 s, so 1500 more take 45 s.
+    assert lines[1].endswith("elapsed 0:15 · left 0:45")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_time_left_of_a_resumed_run_counts_its_own_steps_only() -> None:
+    clock = Clock()
+    logger = ConsoleLogger(10_000, resume_step=8_000, stream=io.StringIO(), clock=clock)
+    assert logger.seconds_left() is None
+    clock.now_s += 10
+    logger.log(8_500, {})
+    # 500 steps in 10 s; 1500 to go: 30 s. Counting from zero it would say 1.8 s.
+    assert logger.seconds_left() == pytest.approx(30.0)
+
+
+def test_on_a_terminal_there_is_a_bar_and_a_grouped_table() -> None:
+    reading, writing = os.openpty()
+    os.set_blocking(reading, False)
+    with os.fdopen(writing, "w") as stream:
+        assert stream.isatty()
+        logger = ConsoleLogger(1000, title="PushCube-v1", stream=stream)
+        logger.log(500, METRICS)
+        logger.log(750, {"eval/success": 0.5})
+        logger.close()
+        stream.flush()
+        raw = b""
+        while True:
+            try:
+                raw += os.read(reading, 65536)
+            except BlockingIOError:
+                break
+    os.close(reading)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode()).rpartition("PushCube-v1")[2]
+    assert "750/1,000 steps" in last
+    assert "75%" in last
+    for part in ("Episodes", "Time", "Training", "success", "25.0%", "held-out success", "50.0%", "3.00 s (75%)", "policy loss"):
+        assert part in last, part
+    assert "\x1b[?25h" in raw.decode(), "the cursor comes back"
+
+
+def test_shares_of_time_sum_to_one_and_clocks_read_well() -> None:
+    assert time_shares({"time/simulate_s": 1.0, "time/act_s": 3.0, "speed/steps_per_s": 7.0, "time/wall_clock_s": 99.0}) == {
+        "simulate": 0.25,
+        "act": 0.75,
+    }
+    assert time_shares({"time/simulate_s": 0.0}) == {}
+    assert [clock_text(value) for value in (None, 0.4, 59.6, 3723.0)] == ["-:--", "0:00", "1:00", "1:02:03"]
+
+
+def test_a_group_closes_every_logger_though_one_fails(tmp_path: Path) -> None:
+    class Failing(JsonlLogger):
+        def close(self) -> None:
+            super().close()
+            raise OSError("disk full")
+
+    first, second = Failing(tmp_path / "a"), JsonlLogger(tmp_path / "b")
+    group = LoggerGroup([first, second])
+    with pytest.raises(OSError, match="disk full"):
+        group.close()
+    assert second._file.closed
+    group.close()
+
+
+def test_making_the_usual_loggers_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from embodied_rl.config import LoggerConfig; from embodied_rl.loggers import make_loggers\n"
+        "make_loggers(LoggerConfig(), Path(sys.argv[1]), {}, 10).log(1, {'a/b': 1.0})\n"
+        "print(sorted({'torch', 'matplotlib', 'wandb'} & set(sys.modules)))"
+    )
+    output = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60, capture_output=True, text=True).stdout
+    assert output.splitlines()[-1] == "[]"
