@@ -111,13 +111,10 @@ class Worker:
     def _step(self, ids: list[int], rows: Any) -> None:
         out = self.out
         self.sim.step(ids, self.action[rows], out)
-        self.returns[rows] += out.reward[rows]
-        self.lengths[rows] += 1
-        self.success_once[rows] |= out.success[rows]
-        if self.success_ends_episode:
-            out.truncated[rows] |= out.success[rows] & ~out.terminated[rows]
-        if self.max_episode_steps is not None:
-            out.truncated[rows] |= (self.lengths[rows] >= self.max_episode_steps) & ~out.terminated[rows]
+        if ids is self._all:
+            self._count_all()
+        else:
+            self._count(rows)
         self._check_finite(rows)
         done = out.terminated[rows] | out.truncated[rows]
         marks: Any = READY
@@ -128,6 +125,30 @@ class Worker:
         fence()
         self.state[rows] = marks
         self.manager_bell.ring()
+
+    def _count_all(self) -> None:
+        """`_count` of every environment, in place: a microsecond here is a microsecond of every step."""
+        out = self.out
+        np.add(self.returns, out.reward, out=self.returns)
+        np.add(self.lengths, 1, out=self.lengths)
+        if self.sim.spec.reports_success:
+            np.logical_or(self.success_once, out.success, out=self.success_once)
+            if self.success_ends_episode:
+                np.logical_or(out.truncated, out.success & ~out.terminated, out=out.truncated)
+        if self.max_episode_steps is not None:
+            over = self.lengths >= self.max_episode_steps
+            np.logical_or(out.truncated, over & ~out.terminated, out=out.truncated)
+
+    def _count(self, rows: np.ndarray) -> None:
+        """Add the step to the running episodes of `rows`, and cut those that are over by our own rules."""
+        out = self.out
+        self.returns[rows] += out.reward[rows]
+        self.lengths[rows] += 1
+        self.success_once[rows] |= out.success[rows]
+        if self.success_ends_episode:
+            out.truncated[rows] |= out.success[rows] & ~out.terminated[rows]
+        if self.max_episode_steps is not None:
+            out.truncated[rows] |= (self.lengths[rows] >= self.max_episode_steps) & ~out.terminated[rows]
 
     def _check_finite(self, rows: Any) -> None:
         # One dot product carries every NaN and infinity into one number; the exact look is for when it is not finite.

@@ -1,4 +1,4 @@
-"""PixelReach: a two-link arm reaches a disc, seen from above in a small picture; our own MuJoCo scene that draws fast on a CPU.
+"""PixelReach: a gantry moves its tip onto a disc, seen from above in a small picture; our own MuJoCo scene that draws fast on a CPU.
 
 It is also the model for a simulator with its own state: one file, one class, rows written in place. All environments of a
 process share one model and one drawing context.
@@ -20,10 +20,12 @@ MAX_EPISODE_STEPS = 50
 CONTROL_HZ = 20.0
 SUBSTEPS = 5
 """Physics steps of 10 ms per control step."""
-MAX_SPEED = 3.0
-"""Joint velocity at action 1, rad/s."""
+MAX_SPEED = 0.8
+"""Velocity of bridge and carriage at action 1, m/s."""
 SUCCESS_RADIUS_M = 0.03
-REWARD_SCALE_M = 0.1
+WORKSPACE_M = 0.22
+"""Tip and disc start within this of the centre, along both axes."""
+REWARD_SCALE_M = 0.2
 
 
 def tasks() -> list[str]:
@@ -31,14 +33,14 @@ def tasks() -> list[str]:
 
 
 class PixelReach:
-    """Actions are the two joints' velocities in [-1, 1]; the reward is ``1 - tanh(distance / 0.1 m)``, success within 3 cm.
+    """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is ``1 - tanh(distance / 0.2 m)``, success within 3 cm.
 
-    The arm has no momentum to speak of at the end of a control step, so that one picture is the whole state.
+    The gantry has no momentum to speak of at the end of a control step, so that one picture is the whole state.
 
     Args:
         num_envs: environments in this process.
         task: only "PixelReach".
-        pixels: observe "rgb" [image_size, image_size, 3]; False: "state" [8] = cos and sin of both joints, tip and target (x, y).
+        pixels: observe "rgb" [image_size, image_size, 3]; False: "state" [4] = tip (x, y) and disc (x, y) in metres.
         image_size: pixels a side of the observation.
         render_size: pixels a side of `render`'s picture, at most 512.
 
@@ -63,11 +65,11 @@ class PixelReach:
         self._renderers: dict[int, Any] = {}
         self.spec = SimSpec(
             task=task,
-            observation={"rgb": TensorSpec((image_size, image_size, 3), "uint8")} if pixels else {"state": TensorSpec((8,))},
+            observation={"rgb": TensorSpec((image_size, image_size, 3), "uint8")} if pixels else {"state": TensorSpec((4,))},
             action=ActionSpec.continuous([-1.0, -1.0], [1.0, 1.0]),
             max_episode_steps=MAX_EPISODE_STEPS,
             control_hz=CONTROL_HZ,
-            instruction="move the tip of the arm onto the red disc",
+            instruction="move the tip onto the red disc",
             reports_success=True,
             can_render=True,
         )
@@ -76,9 +78,7 @@ class PixelReach:
         for i, seed in zip(env_ids, seeds, strict=True):
             rng, data = np.random.default_rng(int(seed)), self.data[i]
             self._mujoco.mj_resetData(self.model, data)
-            data.qpos[:] = rng.uniform((-np.pi, -2.2), (np.pi, 2.2))
-            radius, angle = rng.uniform(0.08, 0.22), rng.uniform(-np.pi, np.pi)
-            data.mocap_pos[0, :2] = radius * np.cos(angle), radius * np.sin(angle)
+            data.qpos[:], data.mocap_pos[0, :2] = rng.uniform(-WORKSPACE_M, WORKSPACE_M, (2, 2))
             self._mujoco.mj_forward(self.model, data)
             self._elapsed[i] = 0
             self._observe(i, out)
@@ -116,9 +116,7 @@ class PixelReach:
             self._draw(i, out.observation["rgb"][i])
             return
         data = self.data[i]
-        row = out.observation["state"][i]
-        row[:2], row[2:4] = np.cos(data.qpos), np.sin(data.qpos)
-        row[4:6], row[6:8] = data.site_xpos[self._tip, :2], data.mocap_pos[0, :2]
+        out.observation["state"][i] = (*data.site_xpos[self._tip, :2], *data.mocap_pos[0, :2])
 
     def _draw(self, i: int, frame: np.ndarray) -> None:
         size = frame.shape[0]

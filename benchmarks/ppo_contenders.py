@@ -1,0 +1,113 @@
+"""The sides of ppo_cpu.py; each runs its own training loop and stops at the gate between two iterations."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gate import Gate, Stop, gate_of_this_process
+
+from embodied_rl.config import TrainConfig
+
+NEVER = 10**12
+"""Environment steps: the gate ends a contender, not its own limit."""
+OURS, OURS_ONE = "ours", "ours, 1 worker"
+SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE = "SB3 DummyVecEnv", "SB3 SubprocVecEnv", "SB3 DummyVecEnv, 1 thread"
+EAGER = "CleanRL's structure"
+NAMES = (OURS, OURS_ONE, SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE, EAGER)
+
+
+def run_contender(name: str, overrides: list[str]) -> None:
+    """Be one contender: train whenever the gate is open, until the parent closes it for good."""
+    gate = gate_of_this_process(rest="update" if name in (OURS, OURS_ONE) else "policy")
+    if name in (OURS, OURS_ONE):
+        # As `python -m embodied_rl.train` does, and before torch is loaded; the peers keep their own defaults.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from embodied_rl.compose import load_train_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        workers = ["sim.num_workers=1"] if name == OURS_ONE else []
+        config = load_train_config([*overrides, *workers, f"total_steps={NEVER}", f"run_dir={folder}"])
+        sides: dict[str, Callable[[TrainConfig, Gate], None]] = {
+            OURS: _ours,
+            OURS_ONE: _ours,
+            SB3_DUMMY: lambda config, gate: _sb3(config, gate, processes=False),
+            SB3_SUBPROC: lambda config, gate: _sb3(config, gate, processes=True),
+            SB3_DUMMY_ONE: lambda config, gate: _sb3(config, gate, processes=False, threads=1),
+            EAGER: _eager,
+        }
+        try:
+            sides[name](config, gate)
+        except Stop:
+            return
+
+
+def _ours(config: TrainConfig, gate: Gate) -> None:
+    """The unmodified `Trainer.run`; only the beginnings and times of its rollouts are listened to."""
+    from embodied_rl.trainer import Trainer
+
+    with Trainer(config, Path(config.run_dir), command="benchmarks/ppo_cpu.py") as trainer:
+        collector: Any = trainer.collector
+        collect = collector.next_rollout
+
+        def gated(iteration: int) -> Any:
+            gate.begin()
+            rollout = collect(iteration)
+            gate.add("environment", collector.times.simulate_s)
+            gate.add("policy", collector.times.act_s)
+            return rollout
+
+        collector.next_rollout = gated
+        gate.tell(threads=trainer.learner.compute_threads, processes=1 + trainer.manager.num_workers)
+        trainer.run()
+
+
+def _sb3(config: TrainConfig, gate: Gate, processes: bool, threads: int | None = None) -> None:
+    """The unmodified ``PPO.learn``; a callback hears of its iterations, and the calls to time are timed from outside.
+
+    Args:
+        threads: of torch; None: its own default.
+    """
+    import torch
+    from peers import ppo_arguments, vec_env
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    class AtTheGate(BaseCallback):
+        def _on_rollout_start(self) -> None:
+            gate.begin()
+
+        def _on_step(self) -> bool:
+            return True
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    envs = vec_env(config, processes)
+    try:
+        model = PPO(env=envs, **ppo_arguments(config))
+        envs.step = _timed(envs.step, lambda seconds: gate.add("environment", seconds))
+        model.train = _timed(model.train, lambda seconds: gate.add("update", seconds))  # type: ignore[method-assign]
+        gate.tell(threads=torch.get_num_threads(), processes=1 + (config.sim.num_slots if processes else 0))
+        model.learn(total_timesteps=NEVER, callback=AtTheGate())
+    finally:
+        envs.close()
+
+
+def _eager(config: TrainConfig, gate: Gate) -> None:
+    from eager_ppo import train
+
+    train(config, gate)
+
+
+def _timed(function: Callable[..., Any], tell: Callable[[float], None]) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments, **named)
+        tell(time.perf_counter() - started)
+        return result
+
+    return timed

@@ -1,0 +1,120 @@
+"""PPO end to end on a CPU, steps per second: ours, stable-baselines3 (Dummy and Subproc) and CleanRL's published structure.
+
+Same task, same hyper-parameters: HalfCheetah-v5, 8 environments x 256 steps, MLP 64x64, 10 epochs, minibatches of 256; no side
+normalises observations or rewards, all normalise advantages by minibatch. All contenders are alive, one at a time trains, and
+they take turns within each round; medians over rounds. Threads are each side's own default; stable-baselines3 takes part a
+third time with one thread of torch, which small networks like better where the cores are busy.
+
+    python benchmarks/ppo_cpu.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from gate import PHASES, GatedProcess, Segment
+from ppo_contenders import EAGER, NAMES, OURS, SB3_DUMMY, SB3_DUMMY_ONE, SB3_SUBPROC, run_contender
+from tables import provenance, text_table
+
+from embodied_rl.compose import load_train_config
+
+EQUAL = (
+    "experiment=halfcheetah",
+    "policy.normalize_observation=false",
+    "algorithm.normalize_reward=false",
+    "algorithm.normalize_advantage=minibatch",
+    "checkpoint.every_steps=null",
+    "logger=quiet",
+)
+"""What makes the experiment something that all sides can do alike."""
+
+
+def measure(
+    names: list[str], overrides: list[str], *, rounds: int, iterations: int, warmup: int
+) -> tuple[dict[str, list[Segment]], dict[str, dict]]:
+    """{contender: its segments, one per round} and {contender: what it said about itself}."""
+    script = str(Path(__file__).resolve())
+    started = [GatedProcess(name, [sys.executable, script, "--contender", name, *overrides]) for name in names]
+    try:
+        for contender in started:
+            contender.wait_until_ready()
+        for contender in started:
+            contender.run(warmup)
+        segments: dict[str, list[Segment]] = {name: [] for name in names}
+        for _ in range(rounds):
+            for contender in started:
+                segments[contender.name].append(contender.run(iterations))
+        return segments, {contender.name: contender.facts for contender in started}
+    finally:
+        for contender in started:
+            contender.close()
+
+
+def speeds(segments: list[Segment], steps_per_iteration: int) -> list[float]:
+    """Environment steps per second of each segment, everything included."""
+    return [steps_per_iteration * segment.iterations / segment.seconds for segment in segments]
+
+
+def report(segments: dict[str, list[Segment]], facts: dict[str, dict], steps_per_iteration: int) -> str:
+    """The table; phases are medians of seconds per iteration. For ours, environment is the time spent waiting for simulators."""
+    medians = {name: statistics.median(speeds(own, steps_per_iteration)) for name, own in segments.items()}
+    best_peer = best_sb3(medians)
+    rows = []
+    for name in sorted(segments, key=lambda name: -medians[name]):
+        own = speeds(segments[name], steps_per_iteration)
+        phases = [statistics.median(segment.phases[phase] / segment.iterations for segment in segments[name]) for phase in PHASES]
+        said = [str(facts[name].get(key, "?")) for key in ("threads", "processes")]
+        ratio = f"{medians[name] / best_peer:.2f}x" if best_peer else "-"
+        rows.append([name, f"{medians[name]:.0f}", f"{min(own):.0f}", f"{max(own):.0f}", ratio, *(f"{s:.3f}" for s in phases), *said])
+    header = ["end to end", "steps/s", "min", "max", "to best SB3", "environment s", "policy s", "update s", "torch threads", "processes"]
+    return text_table(header, rows)
+
+
+def best_sb3(medians: dict[str, float]) -> float:
+    """The faster of stable-baselines3's two as they come; 0 where neither took part."""
+    return max((medians[name] for name in (SB3_DUMMY, SB3_SUBPROC) if name in medians), default=0.0)
+
+
+def figure(segments: dict[str, list[Segment]], steps_per_iteration: int) -> str:
+    """The figure we quote: the ratio of medians, with the range of the ratios within the rounds."""
+    own = {name: speeds(parts, steps_per_iteration) for name, parts in segments.items()}
+    medians = {name: statistics.median(values) for name, values in own.items()}
+    if OURS not in own or not best_sb3(medians):
+        return "figure: none, for either ours or stable-baselines3 did not take part"
+    by_round = [ours / best_sb3({name: own[name][i] for name in own}) for i, ours in enumerate(own[OURS])]
+    ratio = medians[OURS] / best_sb3(medians)
+    return f"figure: ours / max(SB3 Dummy, SB3 Subproc) = {ratio:.2f}x (rounds {min(by_round):.2f} to {max(by_round):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--iterations", type=int, default=5, help="iterations of each contender in each round")
+    parser.add_argument("--warmup", type=int, default=2, help="iterations before the first round")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=f"contenders: {', '.join(NAMES)}")
+    parser.add_argument("--contender", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help="of the configuration, for all sides: algorithm.num_epochs=4")
+    arguments = parser.parse_intermixed_args()
+    if arguments.contender:
+        run_contender(arguments.contender, arguments.overrides)
+        return
+    overrides = [*EQUAL, *arguments.overrides]
+    config = load_train_config(overrides)
+    segments, facts = measure(arguments.only, overrides, rounds=arguments.rounds, iterations=arguments.iterations, warmup=arguments.warmup)
+    print(provenance("mujoco", "stable-baselines3"))
+    print(f"{config.sim.task}, {config.sim.num_slots} environments x {config.algorithm.rollout_steps} steps\n")
+    print(report(segments, facts, config.steps_per_iteration))
+    print(f"\nmedians of {arguments.rounds} interleaved rounds of {arguments.iterations} iterations; phases are seconds per iteration.")
+    print("Ours steps one half of the environments while the policy acts for the other: its environment phase is waiting.")
+    if SB3_DUMMY_ONE in segments:
+        print(f"'{SB3_DUMMY_ONE}' is not a default and stands beside the figure: its ratio is in the table.")
+    if EAGER in segments:
+        print("CleanRL's structure: our own script; SyncVectorEnv, tensors as storage, eager updates, truncated episodes not bootstrapped.")
+    print(figure(segments, config.steps_per_iteration))
+
+
+if __name__ == "__main__":
+    main()

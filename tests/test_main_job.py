@@ -1,0 +1,30 @@
+"""The main job does what it promises: `python -m embodied_rl.train` with nothing else, from random weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.timeout(900)
+def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "embodied_rl.train", "run_dir=run", "max_minutes=8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "run/results.json").read_text(encoding="utf-8"))
+    assert results["task"] == "PushCube-v1"
+    assert results["num_episodes"] == 100
+    assert results["held_out_seeds"] == {"first": 2**30, "last": 2**30 + 99, "count": 100}
+    assert results["success"] >= 0.9, results
+    low, high = results["success_interval_95"]
+    assert low < results["success"] <= high
+    random = [sys.executable, "-m", "embodied_rl.evaluate", "checkpoint=run", "policy=random", "num_episodes=50", "output=random.json"]
+    subprocess.run(random, cwd=tmp_path, check=True, capture_output=True, timeout=200)
+    # The task is not one that anything solves.
+    assert json.loads((tmp_path / "random.json").read_text(encoding="utf-8"))["success"] <= 0.1
