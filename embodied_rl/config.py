@@ -89,10 +89,17 @@ class PolicyConfig:
     normalize_observation: bool = False
     observation_clip: float = 10.0
     cnn_channels: tuple[int, ...] = (32, 64, 64)
+    """Of each convolution; with `cnn_kernels` and `cnn_strides` those of Mnih et al. (2015)."""
+    cnn_kernels: tuple[int, ...] = (8, 4, 3)
+    cnn_strides: tuple[int, ...] = (4, 2, 1)
 
     def __post_init__(self) -> None:
         _require(all(size >= 1 for size in self.hidden_sizes), "policy.hidden_sizes", "positive", self.hidden_sizes)
         _require(all(size >= 1 for size in self.cnn_channels), "policy.cnn_channels", "positive", self.cnn_channels)
+        for name in ("cnn_kernels", "cnn_strides"):
+            sizes = getattr(self, name)
+            _require(all(size >= 1 for size in sizes), f"policy.{name}", "positive", sizes)
+            _require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)
         _require(self.observation_clip > 0, "policy.observation_clip", "> 0", self.observation_clip)
 
 

@@ -68,19 +68,19 @@ class ActorCritic(nn.Module):
 
 
 class ImageTrunk(nn.Module):
-    """Convolutions of Mnih et al. (2015), then one normalised linear layer: uint8 [B, H, W, 3] → [B, num_features]."""
+    """Convolutions, as Mnih et al. (2015) had them, then one normalised linear layer: uint8 [B, H, W, 3] → [B, num_features]."""
 
     def __init__(self, shape: tuple[int, ...], config: PolicyConfig) -> None:
         super().__init__()
         height, width, channels = shape
         layers: list[nn.Module] = []
-        for index, num_channels in enumerate(config.cnn_channels):
-            kernel, stride = ((8, 4), (4, 2), (3, 1))[min(index, 2)]
+        stack = zip(config.cnn_channels, config.cnn_kernels, config.cnn_strides, strict=True)
+        for index, (num_channels, kernel, stride) in enumerate(stack):
             height, width = (height - kernel) // stride + 1, (width - kernel) // stride + 1
             if height < 1 or width < 1:
                 raise UserError(
                     f"policy.cnn_channels={list(config.cnn_channels)} has too many layers for images of {shape[0]}x{shape[1]} pixels: "
-                    f"nothing is left after layer {index + 1}. Use larger images or at most {index} channel numbers."
+                    f"nothing is left after layer {index + 1}. Use larger images, fewer layers, or smaller policy.cnn_kernels and cnn_strides."
                 )
             layers += [_orthogonal(nn.Conv2d(channels, num_channels, kernel, stride), math.sqrt(2.0)), nn.ReLU()]
             channels = num_channels

@@ -29,9 +29,9 @@ IDLE, PENDING, READY, ENDED = 0, 1, 2, 3
 """State of a slot: owned by the caller; owned by the worker; a step is ready; a step is ready and it ended an episode."""
 
 _ALIGNMENT = 64
-_SPIN_S = 5e-6
+_SPIN_S = 2e-6
 """How long a waiter spins before it yields: about one hand-over between running processes; longer takes the core from others."""
-_YIELDS = 20
+_YIELDS = 200
 _BLOCK_SLICE_S = 0.02
 """Longest single block: bounds what a missed wake-up can cost, and how late a dead peer is noticed."""
 
