@@ -195,7 +195,8 @@ def measure(payload: str, rounds: int, segment_s: float) -> dict[str, list[float
         for name, contender in running.items():
             contender.check(name)
     finally:
-        for contender in running.values():
+        # Newest first: AsyncVectorEnv's processes are forks of this one and hold whatever was open when they were made.
+        for contender in reversed(running.values()):
             contender.stepper.close()
     return {name: contender.us for name, contender in running.items()}
 

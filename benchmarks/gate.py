@@ -30,7 +30,7 @@ class Segment:
 
     iterations: int
     seconds: float
-    """Wall-clock from the beginning of the first iteration to the beginning of the one that has to wait."""
+    """Wall-clock from the beginning of the first iteration to the beginning of the one that has to wait; 0 where there was none."""
     phases: dict[str, float]
     """Seconds of each phase; they add up to `seconds`."""
 
@@ -52,7 +52,7 @@ class Gate:
     def begin(self) -> None:
         """An iteration is about to begin. Raises Stop when there shall be no more."""
         if self._left == 0:
-            self._report(time.perf_counter() - self._started)
+            self._report(time.perf_counter() - self._started if self._iterations else 0.0)
             self._iterations = self._left = self._wait()
             self._phases = dict.fromkeys(PHASES, 0.0)
             self._started = time.perf_counter()

@@ -46,16 +46,19 @@ class Run:
     side: str
     seed: int
     total_steps: int
+    overrides: tuple[str, ...]
     steps: np.ndarray
     """[E] int64 environment steps at the end of each episode."""
     returns: np.ndarray
     """[E] float64"""
 
     def final(self) -> float:
-        """Mean return of the last tenth of the run. Raises ValueError when no episode ended there."""
+        """Mean return of the last tenth of the run. Raises UserError when no episode ended there."""
         last = self.returns[self.steps > (1 - FINAL_SHARE) * self.total_steps]
         if last.size == 0:
-            raise ValueError(f"no episode of {self.side} seed {self.seed} ended in the last {FINAL_SHARE:.0%} of {self.total_steps} steps")
+            raise UserError(
+                f"No episode of {self.side} seed {self.seed} ended in the last {FINAL_SHARE:.0%} of {self.total_steps} steps. Train longer."
+            )
         return float(last.mean())
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
@@ -157,7 +160,8 @@ def read_run(path: Path) -> Run:
     try:
         head, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         steps, returns = [row["steps"] for row in rows], [row["return"] for row in rows]
-        return Run(head["side"], head["seed"], head["total_steps"], np.array(steps, np.int64), np.array(returns, np.float64))
+        told = head["side"], head["seed"], head["total_steps"], tuple(head["overrides"])
+        return Run(*told, np.array(steps, np.int64), np.array(returns, np.float64))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is not a run of this benchmark: {error!r}. Remove it to run it again.") from error
 
@@ -171,8 +175,9 @@ def run_missing(folder: Path, seeds: Sequence[int], total_steps: int, overrides:
             if not path.exists():
                 run_once(folder, side, seed, total_steps, overrides)
             run = read_run(path)
-            if run.total_steps != total_steps:
-                raise UserError(f"'{path}' is a run of {run.total_steps} steps, not {total_steps}. Choose another folder or --steps.")
+            if (run.total_steps, run.overrides) != (total_steps, tuple(overrides)):
+                told = f"{run.total_steps} steps with overrides {list(run.overrides)}, not {total_steps} with {list(overrides)}"
+                raise UserError(f"'{path}' is a run of {told}. Choose another folder.")
             runs.append(run)
     return runs
 
@@ -199,7 +204,8 @@ def report(runs: Sequence[Run]) -> str:
         by_std = "within" if abs(mean - centre) <= std else "outside"
         by_range = "within" if finals[other].min() <= mean <= finals[other].max() else "outside"
         spreads = f"{LABELS[other]}'s mean ± std, {by_range} its seeds' range {finals[other].min():.0f} to {finals[other].max():.0f}"
-        lines.append(f"mean of {LABELS[side]} lies {by_std} {spreads}")
+        if finals[other].size > 1:  # one seed has no spread
+            lines.append(f"mean of {LABELS[side]} lies {by_std} {spreads}")
     (ours, ours_std), (theirs, theirs_std) = spread(finals["ours"]), spread(finals["sb3"])
     # A quotient of returns says something only where both are better than nothing.
     ratio = f"ratio {ours / theirs:.2f}" if min(ours, theirs) > 0 else "no ratio: not both are positive"
@@ -245,9 +251,10 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         runs = run_missing(arguments.folder, arguments.seeds, arguments.steps, arguments.overrides)
+        text = report(runs)
         if arguments.plot:
             print(f"curves: {plot(runs, arguments.media / 'halfcheetah_peers.png')}")
-        print(report(runs))
+        print(text)
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -49,7 +49,12 @@ def train(experiment: str, seed: int, run_dir: Path, overrides: Sequence[str]) -
     command = [f"experiment={experiment}", f"seed={seed}", f"run_dir={run_dir}", "resume=auto", *overrides]
     print(f"{experiment} seed {seed}: python -m embodied_rl.train {' '.join(command)}", file=sys.stderr, flush=True)
     # The checkout's own package, wherever this was started from.
-    status = subprocess.run([sys.executable, "-m", "embodied_rl.train", *command], cwd=ROOT, stdout=sys.stderr, check=False).returncode
+    with subprocess.Popen([sys.executable, "-m", "embodied_rl.train", *command], cwd=ROOT, stdout=sys.stderr) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # Ctrl-C has reached the run too, and it saves itself
+            raise
     finished = status == 0 and results_of(run_dir) is not None
     if not finished:
         print(f"{experiment} seed {seed}: not finished (exit status {status})", file=sys.stderr, flush=True)
@@ -90,8 +95,9 @@ def read_curve(run_dir: Path) -> tuple[str, np.ndarray, np.ndarray]:
 
 
 def mean_curve(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean of (steps, values) curves over the steps that all of them have: steps [NUM_POINTS], values [NUM_POINTS]."""
-    grid = np.linspace(max(steps[0] for steps, _ in curves), min(steps[-1] for steps, _ in curves), NUM_POINTS)
+    """Mean of (steps, values) curves over the steps that all of them have: [NUM_POINTS] each, [0] where there are none."""
+    first, last = max(steps[0] for steps, _ in curves), min(steps[-1] for steps, _ in curves)
+    grid = np.linspace(first, last, NUM_POINTS if first <= last else 0)
     return grid, np.mean([np.interp(grid, steps, values) for steps, values in curves], axis=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
 
 MAKE_ARGUMENTS = {"disable_env_checker": True}
 """Of gymnasium.make on all sides: ours leaves the checker out, so the peers get the same environment."""
@@ -17,9 +18,9 @@ def ppo_arguments(config: TrainConfig) -> dict[str, Any]:
     mean squared error of the values, one Adam for all parameters, truncated episodes bootstrapped from their final value.
 
     Raises:
-        ValueError: `config` asks for something that stable-baselines3 does not have.
+        UserError: `config` asks for something that stable-baselines3 does not have.
     """
-    algorithm, policy = config.algorithm, config.policy
+    algorithm, policy, sim = config.algorithm, config.policy, config.sim
     differences = {
         "algorithm.clip_low != algorithm.clip_high": algorithm.clip_low != algorithm.clip_high,
         "algorithm.dual_clip": algorithm.dual_clip is not None,
@@ -31,9 +32,14 @@ def ppo_arguments(config: TrainConfig) -> dict[str, Any]:
         "algorithm.normalize_advantage != minibatch": algorithm.normalize_advantage != "minibatch",
         "policy.distribution": policy.distribution != "gaussian",
         "policy.encoder": policy.encoder != "mlp",
+        # `vec_env` makes the registered task as it is.
+        "sim.kwargs": bool(sim.kwargs),
+        "sim.max_episode_steps": sim.max_episode_steps is not None,
+        "sim.success_ends_episode": sim.success_ends_episode,
     }
     if any(differences.values()):
-        raise ValueError(f"stable-baselines3 cannot do the same: {', '.join(name for name, differs in differences.items() if differs)}")
+        names = ", ".join(name for name, differs in differences.items() if differs)
+        raise UserError(f"stable-baselines3 cannot do the same: {names}. Leave these at the values of experiment=halfcheetah.")
     return {
         "policy": "MlpPolicy",
         "learning_rate": algorithm.learning_rate,

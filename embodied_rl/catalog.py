@@ -115,8 +115,7 @@ def _entry(group: str, name: str, path: Path) -> Entry:
     data = yaml.safe_load(text) or {}
     extra = _extra(group, name, data)
     installed = extra is None or extra_installed(extra)
-    use = "experiment" if group == "experiment" else group
-    command = f"python -m embodied_rl.train {use}={name}" if installed else f'pip install "embodied-rl[{extra}]"'
+    command = f"python -m embodied_rl.train {group}={name}" if installed else f'pip install "embodied-rl[{extra}]"'
     return Entry(name, data.get("task") if group == "sim" else None, _first_comment(text), extra, installed, command)
 
 

@@ -254,9 +254,10 @@ def _main(argv: Sequence[str]) -> None:
     result = evaluate_checkpoint(checkpoint, values["num_episodes"], seed=values["seed"], sim=sim, policy=values["policy"])
     output = Path(values["output"]) if values["output"] else checkpoint.run_dir / EVALUATION_FILE
     document = result_document(result, checkpoint, command_line("evaluate", argv))
-    write_atomic(output, json.dumps(document, indent=1) + "\n")
     console = Console(highlight=False, soft_wrap=True)
+    # Shown first: a file that cannot be written must not cost the figures.
     console.print(result_table(result))
+    write_atomic(output, json.dumps(document, indent=1) + "\n")
     console.print(f"{result.wall_clock_s:.1f} s. Every episode: {output}", markup=False)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FORMATS = ("mp4", "gif")
 MAX_FRAMES = 250
 """Pictures of one episode; longer episodes are shown faster."""
+HOLD_S = 1.0
+"""How long the end of the last episode stays."""
 _MAX_SLOTS = 4
 
 COMMAND = Command(
@@ -34,7 +36,7 @@ COMMAND = Command(
         Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
         Argument("output", str, "folder to write to; default: videos in the run's folder", None),
         Argument("size", int, "pixels a side of each episode's picture", 256),
-        Argument("fps", int, "pictures a second", 20),
+        Argument("fps", int, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
         Argument("format", str, "mp4, gif or both, separated by a comma", "mp4,gif"),
         Argument(
             "policy", str, "the checkpoint's policy, or random actions for comparison", "checkpoint", choices=("checkpoint", "random")
@@ -79,7 +81,8 @@ def render_videos(
         output: folder for the videos.
         num_episodes: of the seeds 2**30 + seed + 0, 1, …
         size: pixels a side of each episode's picture.
-        fps: pictures a second, one per control step (fewer for episodes of more than `MAX_FRAMES` steps).
+        fps: pictures a second, one per control step (fewer pictures of episodes longer than `MAX_FRAMES` steps; short ones are
+            played slower, so that one can follow them).
         seed: see `num_episodes`.
         formats: "mp4", "gif" or both.
         policy: "checkpoint" or "random".
@@ -98,7 +101,7 @@ def render_videos(
     from embodied_rl.sim.film import filmed
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.seeding import EpisodeSeeds
-    from embodied_rl.video import write_gif, write_mp4
+    from embodied_rl.video import play_rate, write_gif, write_mp4
 
     wanted = checkpoint.config.sim if sim is None else sim
     slots = min(num_episodes, _MAX_SLOTS)
@@ -116,14 +119,15 @@ def render_videos(
             f"Filming failed: {reason[0]} {reason[-1] if len(reason) > 1 else ''} "
             "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
         ) from error
-    frames = side_by_side(episodes, reports_success=manager.spec.reports_success, hold=fps)
+    frames = side_by_side(episodes, reports_success=manager.spec.reports_success)
+    rate = play_rate(len(frames), fps)
     base = output / f"{_file_name(manager.spec.task)}_step{checkpoint.step:09d}{'_random' if policy == 'random' else ''}"
     paths = _free_names(base, formats)
     for path in paths:
         if path.suffix == ".mp4":
-            write_mp4(path, frames, fps)
+            write_mp4(path, frames, rate, HOLD_S)
         else:
-            write_gif(path, frames, fps)
+            write_gif(path, frames, rate, HOLD_S)
     return paths
 
 
@@ -185,13 +189,12 @@ def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_
                     take(slot)
 
 
-def side_by_side(episodes: Sequence[FilmedEpisode], *, reports_success: bool, hold: int) -> list[np.ndarray]:
+def side_by_side(episodes: Sequence[FilmedEpisode], *, reports_success: bool) -> list[np.ndarray]:
     """Pictures with all episodes next to each other; one that has ended keeps its last moment in a green or red frame.
 
     Args:
         episodes: finished ones.
         reports_success: False: the frame is grey, for the task has no notion of success.
-        hold: how many pictures the end stays.
     """
     from embodied_rl.video import GREEN, GREY, RED, add_border, tile
 
@@ -202,10 +205,9 @@ def side_by_side(episodes: Sequence[FilmedEpisode], *, reports_success: bool, ho
         finals.append(add_border(episode.frames[-1], colour))
     longest = max(len(episode.frames) for episode in episodes)
     pairs = list(zip(episodes, finals, strict=True))
-    frames = [
+    return [
         tile([episode.frames[index] if index < len(episode.frames) - 1 else final for episode, final in pairs]) for index in range(longest)
     ]
-    return frames + [frames[-1]] * hold
 
 
 def _annotate(picture: np.ndarray, size: int, task: str, seed: int, step: int, episode_return: float, success: bool) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from embodied_rl.checkpoint import add_result_to_card, resume_command
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import write_atomic
+from embodied_rl.registry import load_target
 from embodied_rl.statistics import bootstrap_mean_interval, wilson_interval
 from embodied_rl.types import EpisodeSummary, SimSpec
 from embodied_rl.versions import machine, versions
@@ -210,9 +212,11 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
         lines.append(f"  {'no video':<11} {no_video_reason}")
     stopped_early = summary.steps < summary.config.total_steps
     changes = {"total_steps": summary.steps + summary.config.total_steps, **({"stop_at_success": "null"} if stopped_early else {})}
+    # Where filming was tried, its outcome tells; where it was not, what the simulator says of itself.
+    filmable = bool(videos) or (not no_video_reason and _can_be_filmed(summary))
     commands = [
         ("more held-out episodes", f"python -m embodied_rl.evaluate checkpoint={run_dir} num_episodes=500"),
-        ("more videos", f"python -m embodied_rl.render checkpoint={run_dir} num_episodes=4"),
+        *([("more videos", f"python -m embodied_rl.render checkpoint={run_dir} num_episodes=4")] if filmable else []),
         ("train on", resume_command(summary.command, run_dir, **changes)),
     ]
     if (run_dir / "tensorboard").is_dir():
@@ -246,6 +250,12 @@ def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[
         return film(checkpoint, folder, num_episodes=config.num_episodes, fps=config.fps, size=config.size, seed=seed), "", None
     except UserError as error:
         return [], str(error), error if config.enabled == "yes" else None
+
+
+def _can_be_filmed(summary: RunSummary) -> bool:
+    """Whether the task can be drawn, as it ran or made anew for drawing (ManiSkill then takes ``render``)."""
+    sim = summary.config.sim
+    return summary.spec.can_render or "render" in inspect.signature(load_target(sim.target, sim.extra)).parameters
 
 
 def _card_rows(results: dict[str, Any]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 GREEN, RED, GREY = (46, 160, 67), (218, 54, 51), (140, 140, 140)
 MAX_GIF_BYTES = 3_000_000
 _TEXT, _STRIP = (255, 255, 255), (0, 0, 0, 150)
+_SHORTEST_S, _SLOWEST_FPS = 2.0, 5
 
 
 def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
@@ -38,34 +39,46 @@ def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
 def overlay(frame: np.ndarray, top: str, bottom: str, badge: str = "", badge_colour: tuple[int, int, int] = GREEN) -> np.ndarray:
     """Write a line into a dark strip above and below a picture [H, W, 3] uint8, and a coloured badge into the upper right corner.
 
-    Text that is too long is cut with an ellipsis, so that it never runs out of the picture.
+    Text that is too long is cut with an ellipsis, so that it never runs out of the picture. The outermost pixels stay free of
+    text, so that `add_border` covers none of it.
     """
     from PIL import Image, ImageDraw
 
     image = Image.fromarray(frame)
     draw: Any = ImageDraw.Draw(image, "RGBA")
     height, width = frame.shape[:2]
-    font_size = max(9, width // 21)
-    font, pad = _font(font_size), max(2, width // 64)
-    strip = font_size + 2 * pad
-    badge_width = math.ceil(draw.textlength(badge, font=font)) + 4 * pad if badge else 0
-    for text, y in ((top, 0), (bottom, height - strip)):
-        room = width - 2 * pad - (badge_width if y == 0 else 0)
+    font, edge, pad = _font(max(9, width // 21)), border_width(width), max(2, width // 64)
+    # What the letters of the font take from top to bottom, those that reach below the line included.
+    ascent, descent = font.getmetrics()
+    strip, left = edge + ascent + descent + pad, edge + pad
+    badge_width = math.ceil(draw.textlength(badge, font=font)) + edge + 4 * pad if badge else 0
+    for text, y, text_y in ((top, 0, edge), (bottom, height - strip, height - strip + pad)):
+        room = width - 2 * left - (badge_width if y == 0 else 0)
         draw.rectangle((0, y, width, y + strip - 1), fill=_STRIP)
-        draw.text((pad, y + pad), _cut(draw, text, font, room), font=font, fill=_TEXT)
+        draw.text((left, text_y), _cut(draw, text, font, room), font=font, fill=_TEXT)
     if badge:
         draw.rectangle((width - badge_width, 0, width, strip - 1), fill=badge_colour)
-        draw.text((width - badge_width + 2 * pad, pad), badge, font=font, fill=_TEXT)
+        draw.text((width - badge_width + 2 * pad, edge), badge, font=font, fill=_TEXT)
     return np.asarray(image).copy()
 
 
-def add_border(frame: np.ndarray, colour: tuple[int, int, int], share: float = 0.02) -> np.ndarray:
-    """A copy of a picture [H, W, 3] uint8 whose edge, `share` of its width, has one colour."""
-    thickness = max(2, round(frame.shape[1] * share))
+def border_width(width: int) -> int:
+    """Pixels of the border around a picture that is `width` pixels wide."""
+    return max(2, round(width * 0.02))
+
+
+def add_border(frame: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
+    """A copy of a picture [H, W, 3] uint8 whose edge, `border_width` pixels, has one colour."""
+    thickness = border_width(frame.shape[1])
     bordered = frame.copy()
     bordered[:thickness] = bordered[-thickness:] = colour
     bordered[:, :thickness] = bordered[:, -thickness:] = colour
     return bordered
+
+
+def play_rate(num_pictures: int, fps: int) -> int:
+    """Pictures a second at which `num_pictures` last about two seconds: at most `fps`, and at least five, which is still a movement."""
+    return min(fps, max(_SLOWEST_FPS, int(num_pictures / _SHORTEST_S)))
 
 
 def tile(frames: Sequence[np.ndarray]) -> np.ndarray:
@@ -80,31 +93,43 @@ def tile(frames: Sequence[np.ndarray]) -> np.ndarray:
     return grid
 
 
-def write_mp4(path: Path, frames: Iterable[np.ndarray], fps: int) -> Path:
+def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0) -> Path:
     """Write pictures [H, W, 3] uint8 as H.264 (yuv420p, which every player takes; odd sides lose one line).
+
+    Args:
+        path: where to.
+        frames: at least one, all of one size.
+        fps: pictures a second.
+        hold_s: how long the last picture stays in addition, to the nearest picture.
 
     Raises:
         UserError: the file cannot be written.
     """
     import av
 
+    height, width = (side // 2 * 2 for side in frames[0].shape[:2])
+
     def write(temporary: Path) -> None:
         with av.open(str(temporary), "w", format="mp4", options={"movflags": "faststart"}) as container:
-            stream: Any = None
-            for frame in frames:
-                even = np.ascontiguousarray(frame[: frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2])
-                if stream is None:
-                    stream = container.add_stream("libx264", rate=fps, options={"crf": "23", "preset": "veryfast"})
-                    stream.width, stream.height, stream.pix_fmt = even.shape[1], even.shape[0], "yuv420p"
+            stream: Any = container.add_stream("libx264", rate=fps, options={"crf": "23", "preset": "veryfast"})
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            for frame in [*frames, *[frames[-1]] * round(hold_s * fps)]:
+                even = np.ascontiguousarray(frame[:height, :width])
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
-            assert stream is not None, "a video needs at least one picture"
             container.mux(stream.encode())
 
     return write_atomic_with(path, write)
 
 
-def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, max_bytes: int = MAX_GIF_BYTES) -> Path:
-    """Write pictures [H, W, 3] uint8 as a looping GIF; smaller, slower and with fewer colours until it fits into `max_bytes`.
+def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0, max_bytes: int = MAX_GIF_BYTES) -> Path:
+    """Write pictures [H, W, 3] uint8 as a GIF that loops for ever; smaller, slower and with fewer colours until it fits `max_bytes`.
+
+    Args:
+        path: where to.
+        frames: at least one, all of one size.
+        fps: pictures a second; above 12 some are left out, so that the pace stays.
+        hold_s: how long the last picture stays in addition.
+        max_bytes: size aimed at.
 
     Raises:
         UserError: the file cannot be written.
@@ -112,7 +137,7 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, max_bytes: int
     largest = max(frames[0].shape[:2])
     width_scale, stride, colours = min(1.0, 1024 / largest), max(1, round(fps / 12)), 96
     for _ in range(8):
-        data = _encode_gif(frames, fps, width_scale, stride, colours)
+        data = _encode_gif(frames, fps, hold_s, width_scale, stride, colours)
         if len(data) <= max_bytes:
             break
         # Bytes go roughly with the number of pixels and of pictures.
@@ -124,7 +149,7 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, max_bytes: int
     return write_atomic(path, data)
 
 
-def _encode_gif(frames: Sequence[np.ndarray], fps: int, scale: float, stride: int, colours: int) -> bytes:
+def _encode_gif(frames: Sequence[np.ndarray], fps: int, hold_s: float, scale: float, stride: int, colours: int) -> bytes:
     from PIL import Image
 
     # The last picture shows the outcome: it is always taken.
@@ -134,18 +159,12 @@ def _encode_gif(frames: Sequence[np.ndarray], fps: int, scale: float, stride: in
     palette = _palette(images, colours)
     # One palette for all and no dithering: what stands still stays equal from picture to picture, and costs nothing.
     indexed = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    # GIF counts in hundredths of a second; browsers show what is faster than 20 ms at 100 ms.
+    each_ms = max(20, round(1000 * stride / fps, -1))
+    durations = [each_ms] * len(indexed)
+    durations[-1] += round(1000 * hold_s, -1)
     buffer = io.BytesIO()
-    # GIF counts in hundredths of a second.
-    indexed[0].save(
-        buffer,
-        "GIF",
-        save_all=True,
-        append_images=indexed[1:],
-        duration=max(20, round(1000 * stride / fps, -1)),
-        loop=0,
-        optimize=False,
-        disposal=1,
-    )
+    indexed[0].save(buffer, "GIF", save_all=True, append_images=indexed[1:], duration=durations, loop=0, optimize=False, disposal=1)
     return buffer.getvalue()
 
 

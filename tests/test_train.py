@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,16 +49,26 @@ def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "task", [PENDULUM, [*PENDULUM, "sim=cartpole", "policy.normalize_observation=true", "algorithm.normalize_reward=true"]]
+    "task",
+    [
+        pytest.param(PENDULUM, id="fused"),
+        pytest.param([*PENDULUM, "sim=cartpole", "algorithm.normalize_reward=true"], id="autograd"),
+        pytest.param(
+            [*PENDULUM, "sim=maniskill_pushcube", "evaluation.every_steps=512"],
+            id="maniskill",
+            marks=[pytest.mark.slow, pytest.mark.ci_sample],
+        ),
+    ],
 )
 def test_resume_continues_to_the_same_curve_bit_for_bit(tmp_path: Path, task: list[str]) -> None:
-    common = [*task, "checkpoint.every_steps=512", "checkpoint.keep_last=9", "total_steps=2048", "algorithm.lr_schedule=linear"]
+    common = [*task, "checkpoint.every_steps=256", "checkpoint.keep_last=9", "total_steps=1024", "algorithm.lr_schedule=linear"]
     whole = train(load_train_config([*common, f"run_dir={tmp_path}/whole"]))
     again = train(load_train_config([*common, f"run_dir={tmp_path}/again"]))
-    middle = whole / "checkpoints" / "step_000001024"
-    copied = tmp_path / "resumed" / "checkpoints" / "step_000001024"
+    middle = whole / "checkpoints" / "step_000000512"
+    copied = tmp_path / "resumed" / "checkpoints" / "step_000000512"
     copied.parent.mkdir(parents=True)
-    os.system(f"cp -r {middle} {copied} && cp {whole}/metrics.jsonl {tmp_path}/resumed/")
+    shutil.copytree(middle, copied)
+    shutil.copy(whole / "metrics.jsonl", tmp_path / "resumed")
     resumed = train(load_train_config([*common, f"run_dir={tmp_path}/resumed", "resume=auto"]))
     assert resumed == tmp_path / "resumed"
     assert without_clocks(curve(whole)) == without_clocks(curve(again))

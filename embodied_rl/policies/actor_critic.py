@@ -80,7 +80,7 @@ class ImageTrunk(nn.Module):
             if height < 1 or width < 1:
                 raise UserError(
                     f"policy.cnn_channels={list(config.cnn_channels)} has too many layers for images of {shape[0]}x{shape[1]} pixels: "
-                    f"nothing is left after layer {index + 1}. Use larger images, fewer layers, or smaller policy.cnn_kernels and cnn_strides."
+                    f"nothing is left after layer {index + 1}. Use larger images, fewer layers, or smaller cnn_kernels and cnn_strides."
                 )
             layers += [_orthogonal(nn.Conv2d(channels, num_channels, kernel, stride), math.sqrt(2.0)), nn.ReLU()]
             channels = num_channels

@@ -33,7 +33,8 @@ def tasks() -> list[str]:
 
 
 class PixelReach:
-    """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is ``1 - tanh(distance / 0.2 m)``, success within 3 cm.
+    """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is
+    ``1 - tanh(distance / 0.2 m)``, success within 3 cm.
 
     The gantry has no momentum to speak of at the end of a control step, so that one picture is the whole state.
 
