@@ -187,6 +187,12 @@ class Worker:
 
     def _control(self) -> None:
         message, _ = self.channel.recv()
+        try:
+            self._answer(message)
+        except UserError as error:  # what was asked cannot be done here (no pictures, say); stepping can go on
+            self.channel.send({"kind": "user_error", "message": str(error)})
+
+    def _answer(self, message: dict[str, Any]) -> None:
         operation = message["operation"]
         if operation == "reset":
             self.seeds, self.seed_round = EpisodeSeeds(**message["seeds"]), message["seed_round"]

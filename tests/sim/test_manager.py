@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
+from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
@@ -156,6 +157,14 @@ def test_images_and_pictures() -> None:
         frames = manager.render([3, 0])
         assert [frame.shape for frame in frames] == [(4, 6, 3)] * 2
         assert int(frames[0].max()) == 2
+
+
+def test_a_picture_that_cannot_be_had_stops_nothing() -> None:
+    with make(misbehave="blind", length=50) as manager:
+        manager.reset()
+        with pytest.raises(UserError, match="cannot be drawn here"):
+            manager.render([0])
+        np.testing.assert_array_equal(manager.step(np.ones((4, 1))).observation["state"][:, 1], 1.0)
 
 
 def test_workers_never_import_torch(tmp_path) -> None:

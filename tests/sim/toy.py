@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 
@@ -48,6 +49,8 @@ class CountingSim:
             self._observe(env_id, out)
 
     def render(self, env_id: int) -> np.ndarray:
+        if self.misbehave == "blind":
+            raise UserError("Task 'count' cannot be drawn here.")
         return np.full((4, 6, 3), int(self.state[env_id, 1]), np.uint8)
 
     def close(self) -> None:
