@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,21 @@ def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path) -> None:
     subprocess.run(random, cwd=tmp_path, check=True, capture_output=True, timeout=200)
     # The task is not one that anything solves.
     assert json.loads((tmp_path / "random.json").read_text(encoding="utf-8"))["success"] <= 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_it_runs_on_a_machine_without_vulkan_and_says_why_there_is_no_video(tmp_path: Path) -> None:
+    environment = {**os.environ, "VK_ICD_FILENAMES": str(tmp_path / "none.json"), "VK_DRIVER_FILES": str(tmp_path / "none.json")}
+    command = [sys.executable, "-m", "embodied_rl.train", "run_dir=run", "total_steps=1024", "evaluation.num_episodes=2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no video" in done.stdout
+    assert "no Vulkan device" in done.stdout
+    assert not list((tmp_path / "run").rglob("*.mp4"))
+    assert (tmp_path / "run/results.json").exists()
+    insisting = subprocess.run(
+        [*command, "video.enabled=yes", "run_dir=other"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert insisting.returncode == 2
+    assert "no Vulkan device" in insisting.stderr
