@@ -103,7 +103,8 @@ def beside(segments: dict[str, list[Segment]], steps_per_iteration: int) -> str:
     text = f"ours to stable-baselines3 at its best ({fastest}): {medians[OURS] / medians[fastest]:.2f}x"
     if SB3_DUMMY in medians and medians[fastest] > BUSY * medians[SB3_DUMMY]:
         # OpenMP's threads wait by spinning: when one of two is kept from its core, the other burns time at every operation.
-        text += f"\ncaution: that is {medians[fastest] / medians[SB3_DUMMY]:.1f} times its default: the cores were busy; repeat this on a quiet machine"
+        text += f"\ncaution: that is {medians[fastest] / medians[SB3_DUMMY]:.1f} times its default, so the cores were busy; "
+        text += "repeat this on a quiet machine"
     return text
 
 

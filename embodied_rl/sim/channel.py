@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 _HEADER = struct.Struct("<II")
@@ -23,6 +24,7 @@ class Channel:
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         """Raises ChannelClosed."""
         text = json.dumps(message).encode()
+        self.socket.settimeout(None)
         try:
             self.socket.sendall(_HEADER.pack(len(text), len(payload)) + text + payload)
         except OSError as error:
@@ -30,10 +32,10 @@ class Channel:
 
     def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
         """Raises ChannelClosed when the other end is gone and TimeoutError when nothing whole came in time."""
-        self.socket.settimeout(timeout_s)
-        text_size, payload_size = _HEADER.unpack(self._exactly(_HEADER.size))
-        text = self._exactly(text_size)
-        return json.loads(text), self._exactly(payload_size)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        text_size, payload_size = _HEADER.unpack(self._exactly(_HEADER.size, deadline))
+        text = self._exactly(text_size, deadline)
+        return json.loads(text), self._exactly(payload_size, deadline)
 
     def send_fd(self, fd: int) -> None:
         socket.send_fds(self.socket, [b"f"], [fd])
@@ -48,9 +50,11 @@ class Channel:
     def close(self) -> None:
         self.socket.close()
 
-    def _exactly(self, size: int) -> bytes:
+    def _exactly(self, size: int, deadline: float | None) -> bytes:
         parts, missing = [], size
         while missing:
+            # 1 ms at least: what has already arrived is taken even when the time is up.
+            self.socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
             try:
                 part = self.socket.recv(min(missing, 1 << 20))
             except TimeoutError:

@@ -104,6 +104,9 @@ class WorkerProcess:
     def release(self) -> None:
         """Tell the process that its manager is done with it: it ends within about a second, whatever it is doing."""
         if self._life_write >= 0:
+            # A byte, not only the end of the pipe: a process that somebody forked since then holds our end open too.
+            with contextlib.suppress(OSError):
+                os.write(self._life_write, b"x")
             os.close(self._life_write)
             self._life_write = -1
 

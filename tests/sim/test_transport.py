@@ -1,0 +1,397 @@
+"""The ground of the environment manager: memory, bells, cores and the socket, each on its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied_rl.sim import affinity, transport
+from embodied_rl.sim.affinity import available_cores
+from embodied_rl.sim.channel import Channel, ChannelClosed
+from embodied_rl.sim.transport import Bell, Layout, Slab, slab_layout
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ---- layout and slab ------------------------------------------------------------------------------------------------
+
+
+def test_fields_begin_at_cache_lines() -> None:
+    layout = Layout.of(
+        {
+            "a": ((3,), "uint8"),  # 3 bytes
+            "b": ((2, 8), "float32"),  # 2 * 8 * 4 = 64 bytes, exactly one line
+            "c": ((5, 13), "uint8"),  # 65 bytes, one too many
+            "d": ((0, 4), "float64"),  # nothing, which has a place all the same
+            "e": ((), "int64"),  # one number
+            "f": ((1,), "bool"),
+        }
+    )
+    assert dict(layout.fields) == {
+        "a": (0, (3,), "uint8"),
+        "b": (64, (2, 8), "float32"),
+        "c": (128, (5, 13), "uint8"),
+        "d": (256, (0, 4), "float64"),
+        "e": (320, (), "int64"),
+        "f": (384, (1,), "bool"),
+    }
+    assert layout.num_bytes == 448
+
+
+def test_slab_has_a_row_per_slot_and_a_line_per_worker() -> None:
+    spec = SimSpec("t", {"state": TensorSpec((3,)), "rgb": TensorSpec((4, 4, 3), "uint8")}, ActionSpec.continuous([-1, -1], [1, 1]))
+    layout = slab_layout(spec, num_slots=5, num_workers=3)
+    assert layout.fields["action"][1:] == ((5, 2), "float32")
+    for name in ("observation", "final_observation"):
+        assert layout.fields[f"{name}/state"][1:] == ((5, 3), "float32")
+        assert layout.fields[f"{name}/rgb"][1:] == ((5, 4, 4, 3), "uint8")
+    for name in ("worker_bell", "worker_waiting", "control_pending", "failed"):
+        _, (workers, words), dtype = layout.fields[name]
+        assert (workers, words * np.dtype(dtype).itemsize) == (3, 64)
+    ends = sorted((offset, offset + math.prod(shape) * np.dtype(dtype).itemsize) for offset, shape, dtype in layout.fields.values())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert ends[-1][1] <= layout.num_bytes
+    discrete = slab_layout(SimSpec("t", {"state": TensorSpec((3,))}, ActionSpec.discrete(4)), 5, 1)
+    assert discrete.fields["action"][1:] == ((5, 1), "int64")
+
+
+def test_slab_is_the_same_memory_through_another_descriptor() -> None:
+    layout = Layout.of({"observation/state": ((4, 2), "float32"), "observation/rgb": ((4, 3), "uint8"), "reward": ((4,), "float64")})
+    ours = Slab.create(layout)
+    theirs = Slab(layout, os.dup(ours.fd))
+    ours.arrays["reward"][:] = [1.0, 2.0, 3.0, 4.0]
+    theirs.arrays["observation/state"][2] = (5.0, 6.0)
+    np.testing.assert_array_equal(theirs.arrays["reward"], [1.0, 2.0, 3.0, 4.0])
+    np.testing.assert_array_equal(ours.arrays["observation/state"], [[0, 0], [0, 0], [5, 6], [0, 0]])
+    assert not ours.arrays["observation/rgb"].any()
+    rows = ours.group("observation", 1, 3)
+    assert set(rows) == {"state", "rgb"}
+    np.testing.assert_array_equal(rows["state"], [[0, 0], [5, 6]])
+    rows["state"][0] = 7.0
+    np.testing.assert_array_equal(theirs.arrays["observation/state"][1], [7.0, 7.0])
+    ours.close()
+    theirs.close()
+
+
+def test_views_outlive_a_closed_slab() -> None:
+    slab = Slab.create(Layout.of({"x": ((1000,), "float64")}))
+    fd, view = slab.fd, slab.arrays["x"][10:20]
+    view[:] = np.arange(10.0)
+    slab.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    np.testing.assert_array_equal(view, np.arange(10.0))
+    view[3] = 42.0
+    assert view[3] == 42.0
+    # A second time does nothing, even though the descriptor's number is somebody else's by now.
+    with open(os.devnull) as other:
+        slab.close()
+        os.fstat(other.fileno())
+
+
+def test_slabs_leave_no_name_and_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    slabs = [Slab.create(Layout.of({"x": ((1 << 18,), "float64")})) for _ in range(8)]
+    if names:
+        assert not {name for name in set(os.listdir("/dev/shm")) - names if "embodied" in name}
+    for slab in slabs:
+        slab.close()
+    del slabs, slab
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) <= before  # fewer where garbage of other tests went meanwhile
+
+
+# ---- bell -----------------------------------------------------------------------------------------------------------
+
+
+def make_bell() -> tuple[Slab, Bell, np.ndarray]:
+    slab = Slab.create(Layout.of({"word": ((1,), "uint32"), "waiting": ((1,), "uint32"), "flag": ((1,), "uint8")}))
+    return slab, Bell(slab.arrays["word"], slab.arrays["waiting"]), slab.arrays["flag"]
+
+
+def test_bell_that_is_ready_does_not_wait() -> None:
+    _, bell, _ = make_bell()
+    assert bell.wait(lambda: True, deadline=0.0)  # long past
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 0.05, 0.3])
+def test_bell_gives_up_at_its_deadline(patience_s: float) -> None:
+    slab, bell, flag = make_bell()
+    started = time.perf_counter()
+    assert not bell.wait(lambda: bool(flag[0]), started + patience_s)
+    waited = time.perf_counter() - started
+    assert patience_s <= waited < patience_s + 1.0
+    assert slab.arrays["waiting"][0] == 0  # nobody need ring any more
+
+
+def test_blocked_waiter_looks_after_its_peer() -> None:
+    _, bell, flag = make_bell()
+    calls = []
+    assert not bell.wait(lambda: bool(flag[0]), time.perf_counter() + 0.25, lambda: calls.append(time.perf_counter()))
+    # Every 20 ms of blocking: 12 times, fewer on a busy machine.
+    assert 2 <= len(calls) <= 14
+
+    def peer_is_dead() -> None:
+        raise ChannelClosed("gone")
+
+    with pytest.raises(ChannelClosed, match="gone"):
+        bell.wait(lambda: bool(flag[0]), time.perf_counter() + 60.0, peer_is_dead)
+
+
+@pytest.mark.skipif(transport._FUTEX_SYSCALL is None, reason="no futex here: waiters nap instead")
+def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ring and nothing else: a block would last 30 s."""
+    monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 30.0)
+    slab, bell, flag = make_bell()
+    outcome: list[tuple[bool, float]] = []
+
+    def wait() -> None:
+        outcome.append((bell.wait(lambda: bool(flag[0]), time.perf_counter() + 60.0), time.perf_counter()))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    limit = time.perf_counter() + 10.0
+    while not slab.arrays["waiting"][0] and time.perf_counter() < limit:
+        time.sleep(0.001)
+    time.sleep(0.05)  # from announcing to sleeping
+    assert waiter.is_alive()
+    # A ring without the thing waited for must not let it through.
+    bell.ring()
+    time.sleep(0.05)
+    assert waiter.is_alive()
+    flag[0] = 1
+    rung = time.perf_counter()
+    bell.ring()
+    waiter.join(20.0)
+    assert outcome
+    assert outcome[0][0] is True
+    assert outcome[0][1] - rung < 5.0
+    assert slab.arrays["waiting"][0] == 0
+
+
+WAITER = """
+import sys, time
+from embodied_rl.sim.transport import Bell, Layout, Slab
+import embodied_rl.sim.transport as transport
+transport._BLOCK_SLICE_S = float(sys.argv[2])
+slab = Slab(Layout({"word": (0, (1,), "uint32"), "waiting": (64, (1,), "uint32"), "flag": (128, (1,), "uint8")}, 192), int(sys.argv[1]))
+flag = slab.arrays["flag"]
+print("here", flush=True)
+found = Bell(slab.arrays["word"], slab.arrays["waiting"]).wait(lambda: flag[0] == 7, time.perf_counter() + 60.0)
+print(found, flush=True)
+"""
+
+
+@pytest.mark.parametrize("slice_s", [30.0, 0.02])
+def test_ring_wakes_another_process(slice_s: float) -> None:
+    """Once by the ring alone, and once as it is, where the slices also bound a wake-up that was missed."""
+    if slice_s > 1 and transport._FUTEX_SYSCALL is None:
+        pytest.skip("no futex here: waiters nap instead")
+    slab, bell, flag = make_bell()
+    command = [sys.executable, "-c", WAITER, str(slab.fd), str(slice_s)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, pass_fds=[slab.fd], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "here\n"
+            limit = time.perf_counter() + 20.0
+            while not slab.arrays["waiting"][0] and time.perf_counter() < limit:
+                time.sleep(0.001)
+            assert slab.arrays["waiting"][0] == 1
+            time.sleep(0.05)
+            flag[0] = 7
+            rung = time.perf_counter()
+            bell.ring()
+            assert process.stdout.readline() == "True\n"
+            assert time.perf_counter() - rung < 5.0
+        finally:
+            process.kill()
+    slab.close()
+
+
+def test_two_sides_hand_over_without_losing_a_turn() -> None:
+    """2000 turns each way: a lost wake-up costs a slice of 20 ms, so that many of them would not fit into the deadline."""
+    slab = Slab.create(Layout.of(dict.fromkeys(("word_a", "wait_a", "word_b", "wait_b", "turn"), ((1,), "uint32"))))
+    arrays = slab.arrays
+    ours, theirs, turn = Bell(arrays["word_a"], arrays["wait_a"]), Bell(arrays["word_b"], arrays["wait_b"]), arrays["turn"]
+    deadline = time.perf_counter() + 20.0
+    late = []
+
+    def other() -> None:
+        for number in range(2000):
+            if not theirs.wait(lambda number=number: turn[0] == 2 * number + 1, deadline):
+                late.append(number)
+                return
+            turn[0] = 2 * number + 2
+            ours.ring()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for number in range(2000):
+        turn[0] = 2 * number + 1
+        theirs.ring()
+        assert ours.wait(lambda number=number: turn[0] == 2 * number + 2, deadline), f"turn {number} did not come back"
+    thread.join(20.0)
+    assert not late
+    assert turn[0] == 4000
+
+
+# ---- cores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose scheduler allows this process cores 0 to 15."""
+    monkeypatch.setattr(affinity.os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ("max 100000", 16),  # no limit
+        ("400000 100000", 4),
+        ("150000 100000", 2),  # one and a half: the half is usable too
+        ("10000 100000", 1),  # a tenth of a core is still one worker
+        ("3200000 100000", 16),  # more than there are
+        ("200000 50000", 4),
+        ("nonsense", 16),
+    ],
+)
+def test_cgroup_v2_quota(tmp_path: Path, quota: str, cores: int) -> None:
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert available_cores(tmp_path) == cores
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+@pytest.mark.parametrize(
+    ("quota_us", "period_us", "cores"), [(-1, 100_000, 16), (300_000, 100_000, 3), (250_000, 100_000, 3), (1, 100_000, 1)]
+)
+def test_cgroup_v1_quota(tmp_path: Path, quota_us: int, period_us: int, cores: int) -> None:
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text(f"{period_us}\n")
+    assert available_cores(tmp_path) == cores
+
+
+@pytest.mark.usefixtures("sixteen_cores")
+def test_v2_goes_before_v1_and_without_either_the_scheduler_decides(tmp_path: Path) -> None:
+    assert available_cores(tmp_path) == 16
+    assert available_cores(tmp_path / "absent") == 16
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
+    assert available_cores(tmp_path) == 16  # a quota without its period says nothing
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert available_cores(tmp_path) == 3
+    (tmp_path / "cpu.max").write_text("500000 100000\n")
+    assert available_cores(tmp_path) == 5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert available_cores(tmp_path) == 16  # "no limit" is an answer, so version 1 is not asked
+
+
+def test_affinity_mask_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity.os, "sched_getaffinity", lambda pid: {3, 9}, raising=False)
+    (tmp_path / "cpu.max").write_text("800000 100000\n")
+    assert available_cores(tmp_path) == 2
+    # macOS has no such call.
+    monkeypatch.delattr(affinity.os, "sched_getaffinity")
+    monkeypatch.setattr(affinity.os, "cpu_count", lambda: 6)
+    assert available_cores(tmp_path) == 6
+    monkeypatch.setattr(affinity.os, "cpu_count", lambda: None)
+    assert available_cores(tmp_path) == 1
+
+
+# ---- channel --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    left, right = (Channel(end) for end in socket.socketpair())
+    yield left, right
+    left.close()
+    right.close()
+
+
+def test_messages_come_in_order_and_whole(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    # 3 MiB and a bit: more than a socket holds and more than one read takes, with every byte value in it.
+    big = np.random.default_rng(0).integers(0, 256, (3 << 20) + 17, dtype=np.uint8).tobytes()
+    assert len(set(big)) == 256
+    sent = [
+        ({"kind": "a", "größe": [1, 2.5, None, True]}, b""),
+        ({"kind": "frame"}, big),
+        ({}, b"\x00"),
+        ({"text": "x" * (2 << 20)}, b"end"),
+    ]
+
+    def send() -> None:
+        for message, payload in sent:
+            left.send(message, payload)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    for message, payload in sent:
+        got = right.recv(20.0)
+        assert got[0] == message
+        assert got[1] == payload
+    sender.join(10.0)
+    right.send({"back": 1})
+    assert left.recv(5.0) == ({"back": 1}, b"")
+
+
+def test_closed_peer_is_told_after_its_last_words(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    left.send({"last": "words"})
+    left.close()
+    assert right.recv(5.0) == ({"last": "words"}, b"")
+    with pytest.raises(ChannelClosed, match="closed the connection"):
+        right.recv(5.0)
+    with pytest.raises(ChannelClosed):
+        right.send({"anybody": "there"}, bytes(1 << 20))
+
+
+def test_peer_that_dies_in_the_middle_of_a_message_is_told(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    left.socket.sendall((20).to_bytes(4, "little") + (5).to_bytes(4, "little") + b'{"kind"')  # 7 of 20 bytes
+    left.close()
+    with pytest.raises(ChannelClosed):
+        right.recv(5.0)
+
+
+@pytest.mark.parametrize("begun", [b"", (20).to_bytes(4, "little") + (5).to_bytes(4, "little") + b'{"kind"'])
+def test_nothing_whole_in_time_is_a_timeout(ends: tuple[Channel, Channel], begun: bytes) -> None:
+    left, right = ends
+    left.socket.sendall(begun)
+    started = time.perf_counter()
+    with pytest.raises(TimeoutError):
+        right.recv(0.2)
+    assert 0.15 < time.perf_counter() - started < 3.0
+
+
+def test_descriptor_travels(ends: tuple[Channel, Channel]) -> None:
+    left, right = ends
+    slab = Slab.create(Layout.of({"x": ((4,), "int64")}))
+    left.send_fd(slab.fd)
+    received = right.recv_fd()
+    assert received != slab.fd
+    theirs = Slab(slab.layout, received)
+    slab.arrays["x"][:] = (1, 2, 3, 4)
+    np.testing.assert_array_equal(theirs.arrays["x"], [1, 2, 3, 4])
+    slab.close()
+    theirs.close()
+    left.close()
+    with pytest.raises(ChannelClosed, match="no descriptor"):
+        right.recv_fd()

@@ -1,0 +1,119 @@
+"""Each benchmark run for real with tiny sizes.
+
+The figures of such tiny runs say nothing about speed. What is held here is that a script measures, that its figure is the one
+that its own table gives, and that it comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.test_benchmarks import BENCHMARKS, ROOT, columns
+
+
+def run_script(name: str, *arguments: str, status: int = 0) -> list[str]:
+    """The lines that a benchmark prints. One thread for everybody: spinning threads on busy cores take minutes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == status, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_env_transport_runs() -> None:
+    pytest.importorskip("stable_baselines3")
+    lines = run_script("env_transport.py", "--rounds", "1", "--segment-s", "0.01", "--payloads", "100 B")
+    us = {name: float(cells[0]) for name, cells in columns(lines, below="100 B").items()}
+    assert {"gymnasium AsyncVectorEnv", "gymnasium AsyncVectorEnv, copy=False", "SB3 SubprocVecEnv"} < us.keys()
+    peer = min(value for name, value in us.items() if name.startswith("gymnasium"))
+    default = re.search(r"by default: (.*)$", "\n".join(lines), re.MULTILINE)
+    figure = re.fullmatch(r"figure: AsyncVectorEnv / ours at 100 B: ([\d.]+)x by default; ([\d.]+)x at best .*", lines[-1])
+    assert default is not None
+    assert figure is not None
+    # Printed to 0.01 µs and 0.1x.
+    assert float(figure[1]) == pytest.approx(peer / us[f"ours, {default[1]}"], rel=0.01, abs=0.06)
+    best = min(value for name, value in us.items() if name.startswith("ours, gymnasium"))
+    assert float(figure[2]) == pytest.approx(peer / best, rel=0.01, abs=0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_ppo_cpu_runs() -> None:
+    pytest.importorskip("stable_baselines3")
+    small = ["sim.num_slots=2", "sim.num_workers=1", "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=32"]
+    names = ["ours", "SB3 DummyVecEnv", "CleanRL's structure"]
+    lines = run_script("ppo_cpu.py", "--rounds", "2", "--iterations", "1", "--warmup", "1", "--only", *names, "--overrides", *small)
+    rows = columns(lines, below="end to end")
+    assert set(rows) == set(names)
+    speeds = {name: float(cells[0]) for name, cells in rows.items()}
+    for name, cells in rows.items():
+        # The phases are all of the time: 128 steps an iteration. Medians of two rounds are means, so they add up to the mean time,
+        # which is not quite 128 over the mean speed.
+        environment, policy, update = (float(cell) for cell in cells[4:7])
+        slowest, fastest = 128 / float(cells[1]), 128 / float(cells[2])
+        assert 0.9 * fastest - 0.002 <= environment + policy + update <= 1.1 * slowest + 0.002, name
+        assert min(environment, policy, update) >= 0, name
+    figure = re.fullmatch(r"figure: ours / max\(SB3 Dummy, SB3 Subproc\) = ([\d.]+)x \(rounds ([\d.]+) to ([\d.]+)\)", lines[-1])
+    assert figure is not None
+    assert float(figure[1]) == pytest.approx(speeds["ours"] / speeds["SB3 DummyVecEnv"], rel=0.01, abs=0.01)
+    assert float(figure[2]) <= float(figure[3])
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_halfcheetah_peers_runs_once_and_then_reads(tmp_path: Path) -> None:
+    pytest.importorskip("stable_baselines3")
+    # One slot, so that an episode of 1000 steps ends in the last tenth of 1024.
+    small = ["sim.num_slots=1", "sim.pipeline_groups=1", "algorithm.rollout_steps=512", "algorithm.num_epochs=1"]
+    arguments = [str(tmp_path / "runs"), "--seeds", "1", "--steps", "1024", "--overrides", *small]
+    lines = run_script("halfcheetah_peers.py", *arguments)
+    figure = re.fullmatch(r"figure: final return ours (-?\d+) ± 0, stable-baselines3 (-?\d+) ± 0 \(.*\)", lines[-1])
+    assert figure is not None
+    for number, side in enumerate(("ours", "sb3"), start=1):
+        head, *episodes = [json.loads(line) for line in (tmp_path / "runs" / f"{side}_seed1.jsonl").read_text().splitlines()]
+        assert head["total_steps"] == 1024
+        assert [episode["steps"] for episode in episodes] == [1000]
+        assert episodes[0]["return"] == pytest.approx(float(figure[number]), abs=0.5)
+        # A policy that has not learned yet: in the task's own units, where normalised rewards would sum to much more or less.
+        assert -1000 < episodes[0]["return"] < 100
+    # Both files are there, so this draws and trains nothing: a second training would not end within these seconds.
+    again = run_script("halfcheetah_peers.py", *arguments, "--plot", "--media", str(tmp_path / "media"))
+    assert again[-1] == lines[-1]
+    assert (tmp_path / "media" / "halfcheetah_peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_learning_curves_train_skip_and_draw(tmp_path: Path) -> None:
+    small = ["total_steps=1024", "sim.num_slots=4", "sim.num_workers=1", "algorithm.rollout_steps=128", "algorithm.num_epochs=1"]
+    small += ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet"]
+    common = ["--experiments", "cartpole", "--seeds", "1", "--runs", str(tmp_path / "runs")]
+    run_dir = tmp_path / "runs" / "cartpole" / "seed1"
+    run_dir.mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text("", encoding="utf-8")  # of a run that was killed before its first checkpoint
+    assert run_script("learning_curves.py", *common, "--overrides", *small)[-1] == "figure: 1 of 1 runs finished"
+    assert [path.name for path in run_dir.with_name("seed1.unfinished").iterdir()] == ["metrics.jsonl"]
+    results = json.loads((run_dir / "results.json").read_text(encoding="utf-8"))
+    assert results["steps"] == 1024
+    # A run with results is not touched again, whatever it is asked for; one more seed is reported as missing.
+    before = (run_dir / "results.json").stat().st_mtime_ns
+    assert run_script("learning_curves.py", *common, "--overrides", "total_steps=9")[-1] == "figure: 1 of 1 runs finished"
+    assert (run_dir / "results.json").stat().st_mtime_ns == before
+    lines = run_script("learning_curves.py", *common[:2], "--seeds", "1", "2", *common[4:], "--plot", "--media", str(tmp_path / "media"))
+    assert lines[-1] == "figure: 1 of 2 runs finished"
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells[:2] == ["cartpole", "1"]
+    mean = np.mean([episode["return"] for episode in results["episodes"]])
+    assert cells[2].startswith(f"return {mean:.4g} (")
+    assert cells[3] == "1,024"
+    assert (tmp_path / "media" / "curve_cartpole.png").read_bytes().startswith(b"\x89PNG")
