@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -138,9 +139,11 @@ def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
     if checkpoint is not None:
         run_dir = checkpoint.run_dir
     elif run_dir.exists() and any(run_dir.iterdir()):
-        if find_last(run_dir) is not None and "seed" not in run_dir.name:
+        # Two runs that start within a second want the same default folder; one that the user named is not to be guessed about.
+        if find_last(run_dir) is not None and not re.fullmatch(r"\d{8}-\d{6}-seed\d+", run_dir.name):
             raise UserError(f"run_dir={run_dir} already holds a run. Continue it with resume=auto, or choose another folder.")
-        run_dir = next_free(run_dir)
+        taken, run_dir = run_dir, next_free(run_dir)
+        _announce(f"{taken} is not empty; this run goes to {run_dir}.")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".write_test"

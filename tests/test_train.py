@@ -167,6 +167,16 @@ def test_a_checkpoint_of_another_simulator_is_refused(tmp_path: Path) -> None:
         train(load_train_config([*PENDULUM, f"resume={run}"]))
 
 
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    overrides = [*PENDULUM, "total_steps=256", f"run_dir={tmp_path}/run"]
+    train(load_train_config(overrides))
+    with pytest.raises(UserError, match="already holds a run. Continue it with resume=auto"):
+        train(load_train_config(overrides))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    assert train(load_train_config([*overrides, f"run_dir={tmp_path}/other"])) == tmp_path / "other_2"
+
+
 def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     done = run_command(
