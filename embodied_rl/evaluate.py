@@ -92,10 +92,16 @@ def evaluate_checkpoint(
     slots = min(wanted.num_slots, num_episodes)
     with EnvManager.from_config(wanted, EpisodeSeeds.held_out(seed), num_slots=slots) as manager:
         spec = manager.spec
-        generator = make_generator(checkpoint, spec, policy=policy, same_task=wanted.name == checkpoint.config.sim.name, seed=seed)
+        generator = make_generator(checkpoint, spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
         episodes = evaluate(manager, generator, num_episodes, first_seed=seed)
     figures = summarise(episodes, spec.reports_success)
     return EvaluationResult(wanted, spec, policy, episodes, figures, time.perf_counter() - started)
+
+
+def is_own_task(checkpoint: Checkpoint, sim: SimConfig) -> bool:
+    """Whether `sim` names what the policy was trained in; otherwise the user asked for a transfer, and equal spaces are enough."""
+    trained = checkpoint.config.sim
+    return (sim.name, sim.task) == (trained.name, trained.task)
 
 
 def make_generator(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     from embodied_rl.types import EpisodeSummary
 
 FORMATS = ("mp4", "gif")
-MAX_FRAMES = 250
-"""Pictures of one episode; longer episodes are shown faster."""
+MAX_STEPS_SHOWN = 250
+"""Steps of an episode that have a picture; when one lasts longer, all are shown faster: every second step, every fourth, …"""
 HOLD_S = 1.0
 """How long the end of the last episode stays."""
 _MAX_SLOTS = 4
@@ -58,8 +57,16 @@ class FilmedEpisode:
     seed: int
     frames: list[np.ndarray] = field(default_factory=list)
     """Each [size, size, 3] uint8, with text; the last one is the episode's last moment."""
+    steps: list[int] = field(default_factory=list)
+    """After how many steps each picture was taken."""
     summary: EpisodeSummary | None = None
     """None while it is running."""
+
+    def thin(self, stride: int) -> None:
+        """Keep the pictures of every `stride`-th step, and the last one of an episode that has ended."""
+        last = len(self.steps) - 1 if self.summary is not None else None
+        kept = [index for index, step in enumerate(self.steps) if step % stride == 0 or index == last]
+        self.frames, self.steps = [self.frames[index] for index in kept], [self.steps[index] for index in kept]
 
 
 def render_videos(
@@ -81,8 +88,8 @@ def render_videos(
         output: folder for the videos.
         num_episodes: of the seeds 2**30 + seed + 0, 1, …
         size: pixels a side of each episode's picture.
-        fps: pictures a second, one per control step (fewer pictures of episodes longer than `MAX_FRAMES` steps; short ones are
-            played slower, so that one can follow them).
+        fps: pictures a second, one per control step (one for several steps where an episode is longer than `MAX_STEPS_SHOWN`;
+            short ones are played slower, so that one can follow them).
         seed: see `num_episodes`.
         formats: "mp4", "gif" or both.
         policy: "checkpoint" or "random".
@@ -96,7 +103,7 @@ def render_videos(
         IncompatibleCheckpointError: the checkpoint does not fit the simulator.
     """
     from embodied_rl.errors import UserError
-    from embodied_rl.evaluate import make_generator
+    from embodied_rl.evaluate import is_own_task, make_generator
     from embodied_rl.sim.faults import SimFault
     from embodied_rl.sim.film import filmed
     from embodied_rl.sim.manager import EnvManager
@@ -109,8 +116,7 @@ def render_videos(
         with EnvManager.from_config(filmed(wanted, size), EpisodeSeeds.held_out(seed), num_slots=slots) as manager:
             if not manager.spec.can_render:
                 raise UserError(f"Task '{manager.spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
-            same_task = wanted.name == checkpoint.config.sim.name
-            generator = make_generator(checkpoint, manager.spec, policy=policy, same_task=same_task, seed=seed)
+            generator = make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
             episodes = film(manager, generator, num_episodes, first_seed=seed, size=size)
     except SimFault as error:
         # Graphics drivers end a process in ways that no exception tells.
@@ -134,6 +140,8 @@ def render_videos(
 def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_seed: int, size: int) -> list[FilmedEpisode]:
     """Play held-out seeds as `rollout.evaluation.evaluate` does, with the policy's mode, and keep a picture of every step.
 
+    Of episodes longer than `MAX_STEPS_SHOWN` every second (fourth, …) step is kept, and of all others too: they run side by side.
+
     Args:
         manager: of a `FilmedSim`, whose slots are then left in the middle of episodes.
         generator: what acts.
@@ -149,7 +157,7 @@ def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_
     num_slots, spec = manager.num_slots, manager.spec
     start = manager.reset(EpisodeSeeds.held_out(first_seed))
     observation = {key: part.copy() for key, part in start.observation.items()}
-    stride = max(1, math.ceil((spec.max_episode_steps or 0) / MAX_FRAMES))
+    stride = 1
     episodes = [FilmedEpisode(HELD_OUT_START + first_seed + index) for index in range(num_episodes)]
     # Slot s plays episodes s, s + num_slots, …
     current = list(range(num_slots))
@@ -159,6 +167,7 @@ def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_
         episode = episodes[current[slot]]
         (picture,) = manager.render([slot])
         episode.frames.append(_annotate(picture, size, spec.task, episode.seed, lengths[slot], returns[slot], bool(success[slot])))
+        episode.steps.append(int(lengths[slot]))
 
     for slot in current:
         take(slot)
@@ -178,8 +187,7 @@ def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_
         success[active] |= outcome.success
         ended = {summary.slot: summary for summary in outcome.episodes}
         for slot in active.tolist():
-            frames = episodes[current[slot]].frames
-            if slot in ended or (lengths[slot] % stride == 0 and len(frames) < MAX_FRAMES):
+            if slot in ended or lengths[slot] % stride == 0:
                 take(slot)
             if slot in ended:
                 episodes[current[slot]].summary = ended[slot]
@@ -187,6 +195,10 @@ def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_
                 returns[slot], lengths[slot], success[slot] = 0.0, 0, False
                 if current[slot] < num_episodes:
                     take(slot)
+        if max(len(episode.frames) for episode in episodes) > MAX_STEPS_SHOWN + 1:
+            stride *= 2
+            for episode in episodes:
+                episode.thin(stride)
 
 
 def side_by_side(episodes: Sequence[FilmedEpisode], *, reports_success: bool) -> list[np.ndarray]:
