@@ -170,7 +170,7 @@ def test_a_checkpoint_of_another_simulator_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     overrides = [*PENDULUM, "total_steps=256", f"run_dir={tmp_path}/run"]
     train(load_train_config(overrides))
-    with pytest.raises(UserError, match="already holds a run. Continue it with resume=auto"):
+    with pytest.raises(UserError, match=r"already holds a run\. Continue it with resume=auto"):
         train(load_train_config(overrides))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
