@@ -22,7 +22,9 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction",
 BETAS = (0.9, 0.999)
 """Adam's."""
 VALUE_ROWS = 4096
-"""Rows of one forward of `AutogradUpdater.values`: bounds the memory that images take."""
+"""Rows of one forward of `AutogradUpdater.values` at most: bounds the memory that images take."""
+VALUE_ROWS_STEP = 256
+"""Forwards are filled up to a multiple of this: a CPU's convolutions keep buffers for every number of rows they ever see."""
 
 
 class NonFiniteLossError(NonFiniteError):
@@ -121,8 +123,10 @@ class AutogradUpdater:
         num_rows = len(next(iter(observation.values())))
         parts = []
         for start in range(0, num_rows, VALUE_ROWS):
-            part = {key: torch.from_numpy(array[start : start + VALUE_ROWS]).to(self.device) for key, array in observation.items()}
-            parts.append(self.policy.value(part).float().cpu().numpy())
+            part = {key: array[start : start + VALUE_ROWS] for key, array in observation.items()}
+            size = len(next(iter(part.values())))
+            padded = {key: torch.from_numpy(_fill_up(array, -size % VALUE_ROWS_STEP)).to(self.device) for key, array in part.items()}
+            parts.append(self.policy.value(padded).float().cpu().numpy()[:size])
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -143,6 +147,11 @@ class AutogradUpdater:
                 "step": state["step"].to(parameter.device, torch.float32).clone(),
                 **{key: state[f"{key}.{name}"].to(parameter.device, copy=True) for key in ("exp_avg", "exp_avg_sq")},
             }
+
+
+def _fill_up(array: np.ndarray, num_rows: int) -> np.ndarray:
+    """`array` with `num_rows` further rows, copies of its first."""
+    return np.concatenate([array, np.repeat(array[:1], num_rows, axis=0)]) if num_rows else array
 
 
 def ppo_objective(policy: ActorCritic, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:

@@ -203,7 +203,7 @@ def test_values_are_those_of_the_policy(allow_fused: bool, normalize: bool) -> N
         (SimSpec("Toy-v0", SPEC.observation, ActionSpec.discrete(4)), {}),
         (
             SimSpec("Toy-v0", {"rgb": TensorSpec((36, 36, 3), "uint8")}, SPEC.action),
-            {"encoder": "cnn", "observation_key": "rgb", "cnn_channels": (4, 4)},
+            {"encoder": "cnn", "observation_key": "rgb", "cnn_channels": (4, 4), "cnn_kernels": (8, 4), "cnn_strides": (4, 2)},
         ),
     ],
 )
