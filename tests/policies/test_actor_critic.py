@@ -113,7 +113,7 @@ def test_same_seed_same_weights() -> None:
         ({"observation_key": "rgb"}, spec(IMAGE), "or a vector: state"),
         ({"observation_key": "rgb", "encoder": "cnn", "normalize_observation": True}, spec(IMAGE), "normalize_observation=false"),
         ({"distribution": "squashed"}, spec(action=ActionSpec.discrete(3)), "3 discrete ones"),
-        ({"observation_key": "rgb", "encoder": "cnn"}, spec({"rgb": TensorSpec((20, 20, 3), "uint8")}), "at most 2 channel"),
+        ({"observation_key": "rgb", "encoder": "cnn"}, spec({"rgb": TensorSpec((20, 20, 3), "uint8")}), "fewer layers"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], sim: SimSpec, message: str) -> None:
