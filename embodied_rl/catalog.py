@@ -14,6 +14,8 @@ from embodied_rl.cli import run_command
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
 """What a user asks for → folder below configs/."""
 
+_WITH = "With: "
+
 _USAGE = f"""usage: python -m embodied_rl.catalog {{{"|".join(KINDS)}}} [--json]
 
 List what there is: names, tasks, a line about each, which packages it needs and whether they are installed.
@@ -115,8 +117,13 @@ def _entry(group: str, name: str, path: Path) -> Entry:
     data = yaml.safe_load(text) or {}
     extra = _extra(group, name, data)
     installed = extra is None or extra_installed(extra)
-    command = f"python -m embodied_rl.train {group}={name}" if installed else f'pip install "embodied-rl[{extra}]"'
-    return Entry(name, data.get("task") if group == "sim" else None, _first_comment(text), extra, installed, command)
+    comments = _comments(text)
+    # "# With: policy=cnn" says what a choice cannot do without: pixels, for one, are nothing for the default policy.
+    further = [line.removeprefix(_WITH).strip() for line in comments if line.startswith(_WITH)]
+    command = " ".join([f"python -m embodied_rl.train {group}={name}", *further])
+    if not installed:
+        command = f'pip install "embodied-rl[{extra}]"'
+    return Entry(name, data.get("task") if group == "sim" else None, comments[0] if comments else "", extra, installed, command)
 
 
 def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
@@ -136,13 +143,10 @@ def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
     return None
 
 
-def _first_comment(text: str) -> str:
-    for line in text.splitlines():
-        words = line.lstrip("#").strip()
-        # Hydra's own directives are comments as well.
-        if line.startswith("#") and words and not words.startswith("@package"):
-            return words
-    return ""
+def _comments(text: str) -> list[str]:
+    """The words of the comment lines; Hydra's own directives are comments as well, and left out."""
+    lines = (line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#"))
+    return [words for words in lines if words and not words.startswith("@package")]
 
 
 def print_entries(kind: str) -> None:

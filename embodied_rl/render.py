@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
     from embodied_rl.generation.base import Generator
+    from embodied_rl.sim.faults import SimFault
     from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.types import EpisodeSummary
+    from embodied_rl.types import EpisodeSummary, SimSpec
 
 FORMATS = ("mp4", "gif")
 MAX_STEPS_SHOWN = 250
@@ -102,32 +103,13 @@ def render_videos(
         UserError: the task or this machine cannot render, or the files cannot be written.
         IncompatibleCheckpointError: the checkpoint does not fit the simulator.
     """
-    from embodied_rl.errors import UserError
-    from embodied_rl.evaluate import is_own_task, make_generator
-    from embodied_rl.sim.faults import SimFault
-    from embodied_rl.sim.film import filmed
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.sim.seeding import EpisodeSeeds
     from embodied_rl.video import play_rate, write_gif, write_mp4
 
     wanted = checkpoint.config.sim if sim is None else sim
-    slots = min(num_episodes, _MAX_SLOTS)
-    try:
-        with EnvManager.from_config(filmed(wanted, size), EpisodeSeeds.held_out(seed), num_slots=slots) as manager:
-            if not manager.spec.can_render:
-                raise UserError(f"Task '{manager.spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
-            generator = make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
-            episodes = film(manager, generator, num_episodes, first_seed=seed, size=size)
-    except SimFault as error:
-        # Graphics drivers end a process in ways that no exception tells.
-        reason = str(error).strip().splitlines()
-        raise UserError(
-            f"Filming failed: {reason[0]} {reason[-1] if len(reason) > 1 else ''} "
-            "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
-        ) from error
-    frames = side_by_side(episodes, reports_success=manager.spec.reports_success)
+    spec, episodes = _play(checkpoint, wanted, num_episodes=num_episodes, size=size, seed=seed, policy=policy)
+    frames = side_by_side(episodes, reports_success=spec.reports_success)
     rate = play_rate(len(frames), fps)
-    base = output / f"{_file_name(manager.spec.task)}_step{checkpoint.step:09d}{'_random' if policy == 'random' else ''}"
+    base = output / f"{_file_name(spec.task)}_step{checkpoint.step:09d}{'_random' if policy == 'random' else ''}"
     paths = _free_names(base, formats)
     for path in paths:
         if path.suffix == ".mp4":
@@ -135,6 +117,32 @@ def render_videos(
         else:
             write_gif(path, frames, rate, HOLD_S)
     return paths
+
+
+def _play(
+    checkpoint: Checkpoint, sim: SimConfig, *, num_episodes: int, size: int, seed: int, policy: str
+) -> tuple[SimSpec, list[FilmedEpisode]]:
+    from embodied_rl.errors import UserError
+    from embodied_rl.evaluate import is_own_task, make_generator
+    from embodied_rl.sim.faults import SimFault
+    from embodied_rl.sim.film import filmed
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.seeding import EpisodeSeeds
+
+    slots = min(num_episodes, _MAX_SLOTS)
+    try:
+        with EnvManager.from_config(filmed(sim, size), EpisodeSeeds.held_out(seed), num_slots=slots) as manager:
+            spec = manager.spec
+            if not spec.can_render:
+                raise UserError(f"Task '{spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
+            generator = make_generator(checkpoint, spec, policy=policy, same_task=is_own_task(checkpoint, sim), seed=seed)
+            return spec, film(manager, generator, num_episodes, first_seed=seed, size=size)
+    except SimFault as error:
+        # Graphics drivers end a process in ways that no exception tells.
+        raise UserError(
+            f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). "
+            "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
+        ) from error
 
 
 def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_seed: int, size: int) -> list[FilmedEpisode]:
@@ -220,6 +228,12 @@ def side_by_side(episodes: Sequence[FilmedEpisode], *, reports_success: bool) ->
     return [
         tile([episode.frames[index] if index < len(episode.frames) - 1 else final for episode, final in pairs]) for index in range(longest)
     ]
+
+
+def _cause(fault: SimFault) -> str:
+    """The line that tells most: of a traceback the last one, else the first (the signal or the time that passed)."""
+    lines = fault.detail.strip().splitlines() or ["nothing more is known"]
+    return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
 
 
 def _annotate(picture: np.ndarray, size: int, task: str, seed: int, step: int, episode_return: float, success: bool) -> np.ndarray:

@@ -135,7 +135,7 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
         UserError: the file cannot be written.
     """
     largest = max(frames[0].shape[:2])
-    width_scale, stride, colours = min(1.0, 1024 / largest), max(1, round(fps / 12)), 96
+    width_scale, stride, colours = min(1.0, 1024 / largest), max(1, round(fps / 12)), 128
     for _ in range(8):
         data = _encode_gif(frames, fps, hold_s, width_scale, stride, colours)
         if len(data) <= max_bytes:
@@ -175,7 +175,8 @@ def _palette(images: Sequence[Image.Image], colours: int) -> Image.Image:
     together = Image.new("RGB", (picks[0].width, picks[0].height * len(picks)))
     for index, image in enumerate(picks):
         together.paste(image, (0, index * image.height))
-    return together.quantize(colours, method=Image.Quantize.MEDIANCUT)
+    # By octree: a median cut gives its colours to the large surfaces, and paints a small blue cube as grey as the robot.
+    return together.quantize(colours, method=Image.Quantize.FASTOCTREE)
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,181 @@
+"""The catalogue against the configuration files, the installed packages and setup.cfg."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied_rl import catalog
+from embodied_rl.catalog import KINDS, entries, extra_installed, main, missing_distributions
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import load_sim_config
+from embodied_rl.errors import UserError
+from embodied_rl.paths import configs_dir
+from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.rendering import mujoco_backend
+from tests.short_run import one_line_error
+
+ROOT = Path(__file__).parents[1]
+MODULE_OF_EXTRA = {
+    "maniskill": "mani_skill",
+    "metaworld": "metaworld",
+    "robotics": "gymnasium_robotics",
+    "pusht": "gym_pusht",
+    "wandb": "wandb",
+}
+
+
+def files(kind: str) -> list[Path]:
+    return sorted((configs_dir() / KINDS[kind]).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_file_is_listed_with_its_first_comment(kind: str) -> None:
+    found = entries(kind)
+    assert [entry.name for entry in found] == [path.stem for path in files(kind)]
+    for entry, path in zip(found, files(kind), strict=True):
+        comments = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ") and "@package" not in line]
+        assert entry.description == comments[0]
+        assert len(entry.description) > 10
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_command_is_a_configuration(kind: str) -> None:
+    for entry in entries(kind):
+        if not entry.installed:
+            assert entry.command == f'pip install "embodied-rl[{entry.extra}]"'
+            continue
+        words = shlex.split(entry.command)
+        assert words[:3] == ["python", "-m", "embodied_rl.train"]
+        config = load_train_config(words[3:])
+        if kind == "simulators":
+            assert config.sim.name == entry.name
+            assert config.sim.task == entry.task
+            assert config.sim.extra == entry.extra
+        elif kind == "experiments":
+            assert config.sim.extra == entry.extra
+
+
+@pytest.mark.parametrize("name", ["cartpole", "pixel_reach", "pusht_pixels"])
+def test_a_command_chooses_a_policy_that_reads_what_the_simulator_shows(name: str) -> None:
+    (entry,) = [entry for entry in entries("simulators") if entry.name == name]
+    if not entry.installed or (name == "pixel_reach" and mujoco_backend() is None):
+        pytest.skip(f"{name} cannot be made here")
+    config = load_train_config(shlex.split(entry.command)[3:])
+    sim = SimFactory(config.sim.target, config.sim.task, config.sim.kwargs, config.sim.extra).make(1)
+    try:
+        assert config.policy.observation_key in sim.spec.observation
+        build_policy(config.policy, sim.spec)
+        if name != "cartpole":
+            with pytest.raises(UserError, match="observation_key"):
+                build_policy(load_train_config([f"sim={name}"]).policy, sim.spec)
+    finally:
+        sim.close()
+
+
+def test_what_is_installed_is_what_python_finds() -> None:
+    seen = {entry.extra: entry.installed for kind in KINDS for entry in entries(kind) if entry.extra is not None}
+    assert seen.keys() == MODULE_OF_EXTRA.keys()
+    for extra, installed in seen.items():
+        assert installed == (importlib.util.find_spec(MODULE_OF_EXTRA[extra]) is not None), extra
+
+
+def test_what_is_missing_or_too_old_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "mani-skill":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2.0" if name == "metaworld" else real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert missing_distributions("maniskill") == ["mani-skill<3.1,>=3.0.1"]
+    assert missing_distributions("metaworld") == ["metaworld<3.2,>=3.1.1"]
+    assert not extra_installed("maniskill")
+    assert missing_distributions("no-such-extra") == ["embodied-rl-no-such-extra"]
+    # "all" names other extras, and lacks what they lack.
+    assert {"mani-skill<3.1,>=3.0.1", "metaworld<3.2,>=3.1.1"} <= set(missing_distributions("all"))
+    by_name = {entry.name: entry for entry in entries("simulators")}
+    assert not by_name["maniskill_pushcube"].installed
+    assert by_name["maniskill_pushcube"].command == 'pip install "embodied-rl[maniskill]"'
+    assert by_name["cartpole"].installed
+    assert not {e.name: e for e in entries("experiments")}["maniskill_pushcube"].installed
+    main(["simulators"])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" maniskill_pickcube")]
+    assert "maniskill ✗ not installed" in row
+    assert 'pip install "embodied-rl[maniskill]"' in row
+
+
+def test_the_extras_are_those_of_setup_cfg() -> None:
+    def normal(extras: dict[str, list[str]]) -> dict[str, set[str]]:
+        from packaging.requirements import Requirement
+
+        return {name: {str(Requirement(text)) for text in texts} for name, texts in extras.items()}
+
+    if not (ROOT / "setup.cfg").is_file():
+        pytest.skip("needs a checkout")
+    try:
+        importlib.metadata.metadata("embodied-rl")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is not installed, so setup.cfg is all there is")
+    assert normal(catalog._extras_of_checkout()) == normal(catalog._extras())
+    assert normal(catalog._extras_of_checkout())["maniskill"] == {"mani-skill<3.1,>=3.0.1"}
+
+
+def test_the_command_line_prints_json_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys; from embodied_rl.catalog import main; main(['--json']); "
+        "print([name for name in ('torch', 'hydra', 'mani_skill', 'mujoco', 'gymnasium') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    document = json.loads(done.stdout)
+    assert list(document) == list(KINDS)
+    for kind, rows in document.items():
+        assert [row["name"] for row in rows] == [path.stem for path in files(kind)]
+    pushcube = next(row for row in document["simulators"] if row["name"] == "maniskill_pushcube")
+    assert pushcube["task"] == load_sim_config("maniskill_pushcube").task
+    only = subprocess.run(
+        [sys.executable, "-m", "embodied_rl.catalog", "loggers", "--json"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert list(json.loads(only.stdout)) == ["loggers"]
+
+
+def test_tables_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    for kind in KINDS:
+        assert f"{kind} ({len(files(kind))})" in printed
+        for entry in entries(kind):
+            assert f" {entry.name} " in printed
+            assert entry.command in printed
+    main(["policies", "loggers"])
+    some = capsys.readouterr().out
+    assert "policies (" in some
+    assert "experiments (" not in some
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulator"], "'simulator' is not a kind of the catalogue. Did you mean 'simulators'? Known: algorithms, experiments"),
+        (["policies", "robots", "--json"], "'robots' is not a kind of the catalogue."),
+        (["--jsn"], "'--jsn' is not a kind"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in one_line_error(main, arguments, capsys)
+
+
+def test_help_names_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    assert "|".join(KINDS) in capsys.readouterr().out

@@ -1,0 +1,252 @@
+"""Evaluation of real, short runs, held against episodes played by hand with plain gymnasium."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.evaluate import NoisyGenerator, choose_sim, evaluate_checkpoint, main
+from embodied_rl.generation.random_backend import RandomGenerator
+from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.types import ActionSpec
+from tests.sample_run import SPEC
+from tests.short_run import one_line_error, score_interval, train_shortly
+
+HELD_OUT = 2**30
+
+
+@pytest.fixture(scope="module")
+def cartpole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_shortly(tmp_path_factory.mktemp("cartpole") / "run", "sim=cartpole", "total_steps=2048", "algorithm.num_epochs=8")
+
+
+@pytest.fixture(scope="module")
+def reach(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Success exists here; 3,072 steps are enough to reach the goal in some episodes and not in others."""
+    pytest.importorskip("gymnasium_robotics")
+    return train_shortly(
+        tmp_path_factory.mktemp("reach") / "run",
+        "sim=fetch_reach",
+        "total_steps=3072",
+        "algorithm.num_epochs=10",
+        "policy.hidden_sizes=[64,64]",
+        "policy.normalize_observation=true",
+    )
+
+
+def play_by_hand(run_dir: Path, seeds: range) -> list[float]:
+    """Returns of the policy's mode in CartPole, one environment, one observation at a time."""
+    checkpoint = load_checkpoint(run_dir)
+    policy = build_policy(checkpoint.config.policy, checkpoint.spec)
+    policy.load_state_dict(checkpoint.policy)
+    policy.train(False)
+    returns = []
+    with gymnasium.make("CartPole-v1") as env:
+        for seed in seeds:
+            observation, _ = env.reset(seed=seed)
+            total, done = 0.0, False
+            while not done:
+                with torch.no_grad():
+                    action = policy.act({"state": torch.as_tensor(observation)[None]}, None).action
+                observation, reward, terminated, truncated, _ = env.step(int(action[0, 0]))
+                total, done = total + float(reward), terminated or truncated
+            returns.append(total)
+    return returns
+
+
+def test_the_command_line_writes_every_episode_and_their_figures(reach: Path, tmp_path: Path) -> None:
+    shutil.copytree(reach, tmp_path / "run", symlinks=True)
+    arguments = ["checkpoint=run", "num_episodes=12", "seed=40", "sim.num_slots=3"]
+    done = subprocess.run([sys.executable, "-m", "embodied_rl.evaluate", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "run/evaluation.json").read_text(encoding="utf-8"))
+    rows = document["episodes"]
+    assert [row["seed"] for row in rows] == list(range(HELD_OUT + 40, HELD_OUT + 52))
+    assert document["held_out_seeds"] == {"first": HELD_OUT + 40, "last": HELD_OUT + 51, "count": 12}
+    successes, at_end = sum(row["success_once"] for row in rows), sum(row["success_at_end"] for row in rows)
+    # success_ends_episode: an episode that reaches its goal ends there.
+    assert successes == at_end == sum(row["length"] < 50 for row in rows)
+    assert 0 < successes < 12, "the run should be neither hopeless nor perfect, or this test tells nothing"
+    assert document["success"] == document["success_at_end"] == successes / 12
+    assert document["success_interval_95"] == pytest.approx(score_interval(successes, 12), abs=1e-9)
+    returns = [row["return"] for row in rows]
+    assert document["return_mean"] == pytest.approx(statistics.fmean(returns), rel=1e-12)
+    assert document["return_std"] == pytest.approx(statistics.stdev(returns), rel=1e-12)
+    low, high = document["return_mean_interval_95"]
+    assert min(returns) < low < document["return_mean"] < high < max(returns)
+    assert document["length_mean"] == pytest.approx(statistics.fmean(row["length"] for row in rows), rel=1e-12)
+    assert (document["task"], document["policy"], document["step"]) == ("FetchReachDense-v4", "checkpoint", 3072)
+    assert document["command"] == "python -m embodied_rl.evaluate " + " ".join(arguments)
+    assert document["sim"]["num_slots"] == 3
+    assert document["checkpoint"] == str((tmp_path / "run/checkpoints/step_000003072").resolve())
+    assert document["versions"]["numpy"] == np.__version__
+    for shown in (f"{successes / 12:.1%}", "12 held-out seeds", f"{100 * document['success_interval_95'][0]:.1f}", "evaluation.json"):
+        assert shown in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_episodes_are_those_played_by_hand_whatever_the_slots(cartpole: Path) -> None:
+    checkpoint = load_checkpoint(cartpole, with_learner=False)
+    expected = play_by_hand(cartpole, range(HELD_OUT + 5, HELD_OUT + 12))
+    assert len(set(expected)) > 2
+    for slots in (1, 3, 16):
+        result = evaluate_checkpoint(checkpoint, 7, seed=5, sim=choose_sim(checkpoint, None, {"sim.num_slots": slots}))
+        assert [episode.seed for episode in result.episodes] == list(range(HELD_OUT + 5, HELD_OUT + 12))
+        assert [episode.episode_return for episode in result.episodes] == expected
+        assert [episode.length for episode in result.episodes] == expected  # CartPole pays 1 for each step
+        assert result.figures.success is None
+
+
+def test_random_actions_balance_for_as_long_as_chance_does(cartpole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def returns(*arguments: str) -> list[float]:
+        main([f"checkpoint={cartpole}", "policy=random", f"output={tmp_path / 'random.json'}", *arguments])
+        document = json.loads((tmp_path / "random.json").read_text(encoding="utf-8"))
+        assert document["policy"] == "random"
+        return [row["return"] for row in document["episodes"]]
+
+    evaluation = cartpole / "evaluation.json"
+    assert not evaluation.exists()
+    played = returns("num_episodes=200")
+    assert not evaluation.exists(), "output= was given"
+    assert "random policy" in capsys.readouterr().out
+    rng, by_chance = np.random.default_rng(0), []
+    with gymnasium.make("CartPole-v1") as env:
+        for seed in range(200):
+            env.reset(seed=seed)
+            length = 1
+            while not env.step(int(rng.integers(2)))[2]:
+                length += 1
+            by_chance.append(float(length))
+    # Two samples of the same distribution: their means differ by less than four standard errors.
+    error = np.sqrt((np.var(played) + np.var(by_chance)) / 200)
+    assert abs(np.mean(played) - np.mean(by_chance)) < 4 * error
+    assert returns("num_episodes=20") == returns("num_episodes=20")
+    assert returns("num_episodes=20") != returns("num_episodes=20", "seed=100")
+
+
+def test_random_actions_fill_the_whole_range() -> None:
+    generator = NoisyGenerator(RandomGenerator(SPEC), SPEC, seed=3)
+    generator.publish(7)
+    slots = np.arange(5000)
+    generator.send(slots, {}, None)
+    acted = generator.recv()
+    assert acted.version == generator.version == 7
+    # Uniform on [-1, 1]: mean 0, variance 1/3, and the deciles hold a tenth each.
+    assert acted.action.shape == (5000, 4)
+    assert acted.action.mean() == pytest.approx(0, abs=4 / np.sqrt(3 * 20_000))
+    counts, _ = np.histogram(acted.action, bins=10, range=(-1, 1))
+    assert counts.sum() == 20_000
+    assert abs(counts - 2000).max() < 5 * np.sqrt(2000 * 0.9)
+    given = np.zeros((2, 4), np.float32)
+    generator.send(slots[:2], {}, given)
+    np.testing.assert_array_equal(generator.recv().action, given)  # the caller's noise is left alone: erf(0) = 0
+
+
+def test_random_choices_are_all_taken() -> None:
+    import dataclasses
+
+    spec = dataclasses.replace(SPEC, action=ActionSpec.discrete(3))
+    generator = NoisyGenerator(RandomGenerator(spec), spec, seed=0)
+    generator.send(np.arange(3000), {}, None)
+    counts = np.bincount(generator.recv().action.ravel(), minlength=3)
+    assert abs(counts - 1000).max() < 5 * np.sqrt(1000 * 2 / 3)
+
+
+def test_values_of_the_simulator_can_be_changed(cartpole: Path) -> None:
+    checkpoint = load_checkpoint(cartpole, with_learner=False)
+    assert choose_sim(checkpoint, None, {}) == checkpoint.config.sim
+    one = choose_sim(checkpoint, None, {"sim.num_slots": 1})
+    assert (one.num_slots, one.num_workers, one.pipeline_groups) == (1, 1, 1)
+    with pytest.raises(UserError, match=r"sim.num_workers must be <= sim.num_slots \(1\), got 2"):
+        choose_sim(checkpoint, None, {"sim.num_slots": 1, "sim.num_workers": 2})
+    assert choose_sim(checkpoint, None, {"sim.kwargs.sutton_barto_reward": True}).kwargs == {"sutton_barto_reward": True}
+    assert choose_sim(checkpoint, "pendulum", {}).task == "Pendulum-v1"
+    short = evaluate_checkpoint(checkpoint, 3, sim=choose_sim(checkpoint, None, {"sim.max_episode_steps": 4, "sim.num_slots": 2}))
+    assert [episode.length for episode in short.episodes] == [4, 4, 4]
+    # Sutton and Barto's reward is 0 but for -1 at the fall: the argument reached the simulator.
+    other = evaluate_checkpoint(checkpoint, 2, sim=choose_sim(checkpoint, None, {"sim.kwargs.sutton_barto_reward": True}))
+    assert [episode.episode_return for episode in other.episodes] == [-1.0, -1.0]
+
+
+def test_a_task_asked_for_by_name_needs_equal_spaces_only(reach: Path) -> None:
+    checkpoint = load_checkpoint(reach, with_learner=False)
+    sparse = choose_sim(checkpoint, None, {"sim.task": "FetchReach-v4"})
+    result = evaluate_checkpoint(checkpoint, 6, seed=40, sim=sparse)
+    assert result.spec.task == "FetchReach-v4"
+    # The sparse reward is 0 at the goal and -1 elsewhere, and an episode ends at its goal.
+    assert [e.episode_return for e in result.episodes] == [float(e.success_once - e.length) for e in result.episodes]
+    with pytest.raises(IncompatibleCheckpointError, match="made for another simulator: observation 'state'"):
+        evaluate_checkpoint(checkpoint, 1, sim=choose_sim(checkpoint, None, {"sim.task": "FetchPushDense-v4"}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Argument checkpoint=… is missing"),
+        (["checkpoint=RUN", "num_episode=3"], "Argument 'num_episode' is not known. Did you mean 'num_episodes'?"),
+        (["checkpoint=RUN", "sim.num_slot=3"], "'sim.num_slot' is not known. Did you mean 'num_slots'?"),
+        (["checkpoint=RUN", "sim.kwargs.a.b=1"], "only sim.KEY and sim.kwargs.KEY can be changed"),
+        (["checkpoint=RUN", "sim.num_slots=0"], "sim.num_slots must be >= 1, got 0"),
+        (["checkpoint=RUN", "num_episodes=0"], "num_episodes must be >= 1, got 0"),
+        (["checkpoint=RUN", "num_episodes=ten"], "num_episodes must be an integer, got 'ten'"),
+        (["checkpoint=RUN", "seed=-1"], "seed must be between 0 and 2**29, got -1"),
+        (["checkpoint=RUN", "policy=randm"], "policy=randm is not a choice. Did you mean 'random'?"),
+        (["checkpoint=RUN", "fast"], "Argument 'fast' is not of the form key=value"),
+        (["checkpoint=RUN", "sim=cartpol"], "Simulator 'cartpol' is not known. Did you mean 'cartpole'?"),
+        (["checkpoint=RUN", "sim=pendulum"], "was made for another simulator: observation 'state' [4] float32 ≠ [3] float32; action"),
+        (["checkpoint=RUN", "sim.task=CartPole-v9"], "CartPole-v9"),
+        (["checkpoint=RUN/checkpoints/step_000000512"], "does not exist. Beside it lie: step_000002048"),
+        (["checkpoint=nowhere"], "Checkpoint 'nowhere' does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line(cartpole: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = one_line_error(main, [word.replace("RUN", str(cartpole)) for word in arguments], capsys)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("policy.safetensors", lambda data: data[: len(data) // 2], "policy.safetensors' is truncated or damaged"),
+        ("policy.safetensors", lambda data: b"", "policy.safetensors' is truncated or damaged"),
+        ("policy.safetensors", None, "policy.safetensors is missing"),
+        ("state.json", lambda data: data[: len(data) // 2], "state.json' is not valid JSON"),
+        ("state.json", lambda data: data.replace(b'"format_version": 1', b'"format_version": 99'), "has format version 99"),
+        ("config.yaml", lambda data: data.replace(b"rollout_steps", b"rollout_stepz"), "Did you mean 'rollout_steps'?"),
+        ("config.yaml", lambda data: data.replace(b"- 16", b"- 32"), "does not fit the policy"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(
+    cartpole: Path, tmp_path: Path, name: str, damage: Callable[[bytes], bytes] | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "step_000000256"
+    shutil.copytree(cartpole / "checkpoints/step_000002048", folder)
+    file = folder / name
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    assert message in one_line_error(main, [f"checkpoint={folder}", "num_episodes=1"], capsys)
+
+
+def test_figures_are_shown_even_if_the_file_cannot_be_written(cartpole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit) as stopped:
+        main([f"checkpoint={cartpole}/checkpoints/last", "num_episodes=2", f"output={tmp_path / 'file' / 'out.json'}"])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert "2 held-out seeds 1073741824 … 1073741825" in out
+    assert "Cannot write" in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,231 @@
+"""Pictures to the pixel, and videos decoded again: mp4 by PyAV, GIF by PIL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from embodied_rl.errors import UserError
+from embodied_rl.video import GREEN, GREY, RED, add_border, border_width, fit_square, overlay, play_rate, tile, write_gif, write_mp4
+
+GRADIENT = np.broadcast_to(np.arange(40, 168, 2, dtype=np.uint8)[None, :, None], (64, 64, 3))
+
+
+def moving_square(num_frames: int, height: int = 48, width: int = 64) -> list[np.ndarray]:
+    """A yellow square that moves three pixels a picture over blue."""
+    frames = []
+    for index in range(num_frames):
+        frame = np.full((height, width, 3), (20, 40, 120), np.uint8)
+        x = 3 * index % (width - 16)
+        frame[16:32, x : x + 16] = (230, 210, 40)
+        frames.append(frame)
+    return frames
+
+
+def decoded_mp4(path: Path) -> tuple[list[np.ndarray], av.VideoStream]:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)], stream
+
+
+def decoded_gif(path: Path) -> tuple[list[np.ndarray], list[int], int | None]:
+    """(pictures, how long each stays in ms, loop count: 0 for ever)."""
+    frames, durations = [], []
+    with Image.open(path) as image:
+        loop = image.info.get("loop")
+        for index in range(getattr(image, "n_frames", 1)):
+            image.seek(index)
+            durations.append(image.info["duration"])
+            frames.append(np.asarray(image.convert("RGB")))
+    return frames, durations, loop
+
+
+def error(first: np.ndarray, second: np.ndarray) -> float:
+    return float(np.abs(first.astype(int) - second.astype(int)).mean())
+
+
+def test_a_wide_picture_gets_black_bars_and_keeps_its_shape() -> None:
+    frame = np.full((30, 60, 3), 200, np.uint8)
+    square = fit_square(frame, 40)
+    assert square.shape == (40, 40, 3)
+    # 60 x 30 scaled by 40 / 60 is 40 x 20, with 10 black rows above and below.
+    assert (square[:10] == 0).all()
+    assert (square[10:30] == 200).all()
+    assert (square[30:] == 0).all()
+    tall = fit_square(frame.transpose(1, 0, 2).copy(), 40)
+    np.testing.assert_array_equal(tall, square.transpose(1, 0, 2))
+    same = np.array(GRADIENT)
+    copied = fit_square(same, 64)
+    np.testing.assert_array_equal(copied, same)
+    assert copied is not same
+    assert copied.flags.writeable
+
+
+@pytest.mark.parametrize("size", [48, 64, 128, 256, 500])
+def test_text_lies_in_its_strips_and_the_border_covers_none_of_it(size: int) -> None:
+    frame = np.full((size, size, 3), 100, np.uint8)
+    written, empty = overlay(frame, "Ågjpqy|", "Ågjpqy|", "y"), overlay(frame, "", "")
+    assert (frame == 100).all(), "the picture given was changed"
+    changed = (written != empty).any(axis=-1)
+    strip_rows = np.flatnonzero((empty != 100).any(axis=(1, 2)))
+    height = strip_rows.size // 2
+    # Strips at the very top and bottom, darker by their opacity of 150 / 255: 100 (1 - 150 / 255) = 41.
+    assert strip_rows.tolist() == [*range(height), *range(size - height, size)]
+    assert abs(empty[strip_rows].astype(int) - 41).max() <= 1
+    assert height < max(size // 6, 20)
+    text = changed.copy()
+    text[:, size // 2 :] = False  # without the badge
+    assert text[:height].any()
+    assert text[size - height :].any()
+    assert written[text].max() > 200, "letters should be bright"
+    edge = border_width(size)
+    inner = np.zeros_like(text)
+    inner[edge : size - edge, edge : size - edge] = True
+    assert not (text & ~inner).any(), "a letter reaches into the border"
+    assert not text[height : size - height].any()
+    bordered = add_border(written, RED)
+    np.testing.assert_array_equal(bordered[text], written[text])
+
+
+def test_long_text_is_cut_and_never_runs_into_the_badge() -> None:
+    frame = np.full((256, 256, 3), 100, np.uint8)
+    long = overlay(frame, "WIDE" * 50, "WIDE" * 50, "success", GREEN)
+    short = overlay(frame, "", "", "success", GREEN)
+    badge = np.flatnonzero((short[0] == GREEN).all(axis=-1))
+    assert badge[-1] == 255
+    assert 40 < badge.size < 100
+    np.testing.assert_array_equal(long[:30, badge[0] :], short[:30, badge[0] :])
+    changed = np.flatnonzero((long != short).any(axis=(0, 2)))
+    assert changed[-1] < 256 - border_width(256)
+    # "success" is written in white on the badge, and is not under the border.
+    letters = (short[: 256 // 8] > 240).all(axis=-1)
+    rows, columns = np.nonzero(letters)
+    assert rows.min() >= border_width(256)
+    assert columns.min() > badge[0]
+    assert columns.max() < 256 - border_width(256)
+
+
+def test_other_text_gives_another_picture() -> None:
+    frame = np.zeros((128, 128, 3), np.uint8)
+    pictures = {overlay(frame, top, bottom).tobytes() for top, bottom in (("a", "b"), ("b", "b"), ("a", "a"), ("a", "b"))}
+    assert len(pictures) == 3
+
+
+def test_a_border_is_of_its_colour_and_leaves_the_rest() -> None:
+    frame = np.array(GRADIENT)
+    bordered = add_border(frame, GREEN)
+    width = border_width(64)
+    assert width == 2  # 2% of 64 is 1.3, and two is the least
+    assert border_width(256) == 5
+    inside = bordered[width:-width, width:-width]
+    np.testing.assert_array_equal(inside, GRADIENT[width:-width, width:-width])
+    outside = np.ones((64, 64), bool)
+    outside[width:-width, width:-width] = False
+    assert (bordered[outside] == GREEN).all()
+    np.testing.assert_array_equal(frame, GRADIENT)
+
+
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (2, 1, 2), (4, 1, 4), (5, 2, 3), (9, 3, 3), (10, 3, 4)])
+def test_tiles_lie_row_by_row_and_gaps_are_black(count: int, rows: int, columns: int) -> None:
+    grid = tile([np.full((4, 6, 3), 10 * (index + 1), np.uint8) for index in range(count)])
+    assert grid.shape == (rows * 4, columns * 6, 3)
+    for place in range(rows * columns):
+        y, x = place // columns * 4, place % columns * 6
+        assert (grid[y : y + 4, x : x + 6] == (10 * (place + 1) if place < count else 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("num_pictures", "fps", "rate"),
+    # Two seconds long where five pictures a second allow it, and never faster than asked for.
+    [(5, 20, 5), (10, 20, 5), (16, 20, 8), (39, 20, 19), (40, 20, 20), (250, 20, 20), (3, 4, 4), (100, 120, 50), (1, 1, 1)],
+)
+def test_short_episodes_play_slowly_enough_to_follow(num_pictures: int, fps: int, rate: int) -> None:
+    assert play_rate(num_pictures, fps) == rate
+
+
+def test_an_mp4_decodes_to_the_same_pictures(tmp_path: Path) -> None:
+    frames = moving_square(12, height=49, width=65)
+    path = write_mp4(tmp_path / "new" / "folder" / "film.mp4", frames, fps=8, hold_s=1.5)
+    decoded, stream = decoded_mp4(path)
+    assert len(decoded) == 12 + 12  # 1.5 s at 8 pictures a second
+    assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
+    assert stream.average_rate == 8
+    for index, picture in enumerate(decoded):
+        assert picture.shape == (48, 64, 3)  # odd sides lose one line
+        assert error(picture, frames[min(index, 11)][:48, :64]) < 6
+        # Nearer to its own moment than to any other: nothing is out of order.
+        errors = [error(picture, frame[:48, :64]) for frame in frames]
+        assert int(np.argmin(errors)) == min(index, 11)
+    assert [entry.name for entry in path.parent.iterdir()] == ["film.mp4"]
+
+
+def test_a_gif_decodes_to_the_same_pictures_loops_and_holds_its_end(tmp_path: Path) -> None:
+    frames = moving_square(14)
+    path = write_gif(tmp_path / "film.gif", frames, fps=8, hold_s=1.0)
+    decoded, durations, loop = decoded_gif(path)
+    assert loop == 0
+    # 1000 / 8 = 125 ms, in hundredths of a second; the last one stays a second longer.
+    assert durations == [120] * 13 + [1120]
+    assert len(decoded) == 14
+    for picture, frame in zip(decoded, frames, strict=True):
+        assert error(picture, frame) < 6
+
+
+def test_a_fast_gif_leaves_pictures_out_and_keeps_its_pace_and_its_end(tmp_path: Path) -> None:
+    frames = moving_square(30)
+    decoded, durations, _ = decoded_gif(write_gif(tmp_path / "film.gif", frames, fps=20))
+    # Every second picture, 0, 2, … 28, and the last.
+    assert len(decoded) == 16
+    for picture, index in zip(decoded, [*range(0, 30, 2), 29], strict=True):
+        assert error(picture, frames[index]) < 6
+    assert sum(durations) == pytest.approx(1000 * 30 / 20, abs=100)
+
+
+def test_a_small_object_keeps_its_colour_in_a_gif(tmp_path: Path) -> None:
+    # Half table, half robot, both with a grain, and a blue cube of 0.2% of the pixels: what a manipulation task looks like.
+    rng = np.random.default_rng(0)
+    frame = np.empty((128, 128, 3), np.uint8)
+    frame[:64] = rng.integers(90, 250, (64, 128, 1))
+    frame[64:] = np.array([150, 80, 40]) + rng.integers(-40, 60, (64, 128, 1)) * np.array([1.5, 0.8, 0.5])
+    frame[100:106, 60:66] = (30, 60, 170)
+    frames = [np.roll(frame, index, axis=1) for index in range(3)]
+    decoded, _, _ = decoded_gif(write_gif(tmp_path / "film.gif", frames, fps=5))
+    cube = decoded[0][100:106, 60:66].astype(int)
+    assert abs(cube - (30, 60, 170)).max() < 30
+
+
+def test_a_gif_that_is_too_large_gets_smaller_until_it_fits(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    frames = [rng.integers(0, 256, (128, 128, 3), np.uint8) for _ in range(60)]
+    whole = write_gif(tmp_path / "whole.gif", frames, fps=20)
+    limit = whole.stat().st_size // 3
+    small = write_gif(tmp_path / "small.gif", frames, fps=20, max_bytes=limit)
+    assert small.stat().st_size <= limit
+    decoded, durations, _ = decoded_gif(small)
+    assert len(decoded) > 10
+    assert sum(durations) == pytest.approx(3000, rel=0.1)
+    assert decoded[0].std() > 10
+    large = write_gif(tmp_path / "large.gif", [np.zeros((64, 2048, 3), np.uint8), np.full((64, 2048, 3), 9, np.uint8)], fps=5)
+    assert decoded_gif(large)[0][0].shape == (32, 1024, 3)  # nobody needs a GIF wider than 1024 pixels
+
+
+@pytest.mark.parametrize("write", [write_mp4, write_gif])
+def test_one_picture_is_a_video_and_a_bad_place_is_one_line(tmp_path: Path, write: Callable[..., Path]) -> None:
+    suffix = "mp4" if write is write_mp4 else "gif"
+    path = write(tmp_path / f"one.{suffix}", [add_border(np.array(GRADIENT), GREY)], 5)
+    (picture, *_) = decoded_mp4(path)[0] if suffix == "mp4" else decoded_gif_of_one(path)
+    assert error(picture, add_border(np.array(GRADIENT), GREY)) < 8
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"Cannot write '.*two\.") as caught:
+        write(tmp_path / "file" / f"two.{suffix}", moving_square(2), 5)
+    assert "\n" not in str(caught.value)
+
+
+def decoded_gif_of_one(path: Path) -> list[np.ndarray]:
+    with Image.open(path) as image:
+        return [np.asarray(image.convert("RGB"))]
