@@ -203,10 +203,16 @@ def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_
                 returns[slot], lengths[slot], success[slot] = 0.0, 0, False
                 if current[slot] < num_episodes:
                     take(slot)
-        if max(len(episode.frames) for episode in episodes) > MAX_STEPS_SHOWN + 1:
-            stride *= 2
-            for episode in episodes:
-                episode.thin(stride)
+        stride = _thinned(episodes, stride)
+
+
+def _thinned(episodes: Sequence[FilmedEpisode], stride: int) -> int:
+    """Once an episode has too many pictures, drop every second one of all; returns the steps from one picture to the next."""
+    if max(len(episode.frames) for episode in episodes) > MAX_STEPS_SHOWN + 1:
+        stride *= 2
+        for episode in episodes:
+            episode.thin(stride)
+    return stride
 
 
 def side_by_side(episodes: Sequence[FilmedEpisode], *, reports_success: bool) -> list[np.ndarray]:

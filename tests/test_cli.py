@@ -1,0 +1,127 @@
+"""Command lines read key=value words, and every kind of error has its one message and exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+
+from embodied_rl.cli import Argument, Command, command_line, run_command
+from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError
+from embodied_rl.sim.faults import FaultKind, SimFault
+
+COMMAND = Command(
+    name="paint",
+    summary="Paint a wall.",
+    arguments=(
+        Argument("wall", str, "which one"),
+        Argument("num_coats", int, "how often", 2),
+        Argument("width_m", float, "how wide", 1.5),
+        Argument("dry", bool, "wait in between", True),
+        Argument("colour", str, "of the paint", "red", choices=("red", "green")),
+    ),
+    prefixes={"brush.": "a property of the brush"},
+    examples=("wall=north",),
+)
+
+
+def test_words_become_typed_values_and_the_rest_keeps_its_default() -> None:
+    values, further = COMMAND.parse(["wall=a=b", "num_coats=1_000", "width_m=2", "dry=no", "brush.size=3", "brush.tip=[1, soft]"])
+    assert values == {"wall": "a=b", "num_coats": 1000, "width_m": 2.0, "dry": False, "colour": "red"}
+    assert isinstance(values["width_m"], float)
+    assert further == {"brush.size": 3, "brush.tip": [1, "soft"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"wall=… is missing\. Known: wall, num_coats"),
+        (["wall=a", "num_coat=1"], "Argument 'num_coat' is not known. Did you mean 'num_coats'?"),
+        (["wall=a", "num_coats=1.5"], "num_coats must be an integer, got '1.5'"),
+        (["wall=a", "width_m=wide"], "width_m must be a number, got 'wide'"),
+        (["wall=a", "dry=perhaps"], "dry must be true or false, got 'perhaps'"),
+        (["wall=a", "colour=gren"], "colour=gren is not a choice. Did you mean 'green'?"),
+        (["wall="], "wall must have a value"),
+        (["north"], "'north' is not of the form key=value"),
+        (["wall=a", "brush.tip=[1"], r"brush\.tip has a value that cannot be read as YAML"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        COMMAND.parse(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_names_every_argument_default_and_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        COMMAND.parse(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for part in (
+        "wall=STR",
+        "(required)",
+        "num_coats=INT",
+        "(default: 2)",
+        "colour=red|green",
+        "brush.KEY=VALUE",
+        "embodied_rl.paint wall=north",
+    ):
+        assert part in text, part
+
+
+def raising(error: BaseException) -> Callable[[], NoReturn]:
+    def body() -> NoReturn:
+        raise error
+
+    return body
+
+
+def noted(error: NonFiniteError) -> NonFiniteError:
+    error.add_note("The offending batch lies in failures.")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (UserError("no such wall"), 2, "error: no such wall\n"),
+        (
+            MissingExtraError("Paint", "paint"),
+            2,
+            'error: Paint needs packages that are not installed. Install them: pip install "embodied-rl[paint]"\n',
+        ),
+        (noted(NonFiniteError("the loss is NaN")), 1, "error: the loss is NaN\nThe offending batch lies in failures.\n"),
+        (SimFault(FaultKind.DIED, 3, "signal 11"), 1, "error: Simulator worker 3 died.\n--- simulator worker 3 ---\nsignal 11\n"),
+        (KeyboardInterrupt(), 130, "error: Interrupted.\n"),
+    ],
+)
+def test_each_kind_of_error_has_its_message_and_status(
+    error: BaseException, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run_command(raising(error))
+    assert stopped.value.code == status
+    assert capsys.readouterr().err == message
+
+
+def test_our_own_mistakes_keep_their_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command(raising(ZeroDivisionError()))
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    program = "from embodied_rl.cli import run_command\nrun_command(lambda: [print('x' * 1000) for _ in range(10_000)])"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 0
+
+
+def test_the_command_can_be_typed_again() -> None:
+    assert command_line("train", ["sim=ant", "run_dir=my runs"]) == "python -m embodied_rl.train sim=ant 'run_dir=my runs'"
