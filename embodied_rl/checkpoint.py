@@ -29,7 +29,7 @@ from embodied_rl import __version__
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.files import cannot_write, fsync, write_atomic
-from embodied_rl.types import SimSpec
+from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -405,14 +405,18 @@ def _first(names: list[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _show(part: Any) -> str:
-    return "absent" if part is None else f"{list(part.shape)} {part.dtype}"
+def _show(part: TensorSpec | VariableSpec | None) -> str:
+    if part is None:
+        return "absent"
+    return f"{list(part.shape)} {part.dtype}" if isinstance(part, TensorSpec) else part.kind
 
 
 def _show_action(spec: SimSpec) -> str:
     action = spec.action
     if action.kind == "discrete":
         return f"discrete({action.num_actions})"
+    if action.kind == "text":
+        return "text"
     low, high = np.asarray(action.low), np.asarray(action.high)
     bounds = f"[{low.min():g}, {high.max():g}]" if low.size else "[]"
     return f"continuous({action.dim}) within {bounds}"

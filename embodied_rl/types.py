@@ -32,19 +32,43 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class VariableSpec:
+    """One named part of an observation whose size varies: rows hold Python values and travel beside the tensors.
+
+    Handed out as an object array [n] of `str` ("text"), of what JSON holds ("json": numbers, strings, lists, dictionaries), or
+    of numpy arrays of any shape and numeric dtype ("array": images of varying size, say).
+    """
+
+    kind: Literal["text", "json", "array"]
+    max_bytes: int = 2**16
+    """Room of one slot. A value that needs more is an error that names the key and both sizes; it is never cut. Room that is not
+    used costs no memory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "max_bytes": self.max_bytes}
+
+
+def part_spec_from_dict(data: Mapping[str, Any]) -> TensorSpec | VariableSpec:
+    """The inverse of `TensorSpec.to_dict` and `VariableSpec.to_dict`."""
+    return VariableSpec(data["kind"], int(data["max_bytes"])) if "kind" in data else TensorSpec.from_dict(data)
+
+
+@dataclass(frozen=True)
 class ActionSpec:
-    """What a simulator takes: a bounded vector, or one of ``num_actions`` choices.
+    """What a simulator takes: a bounded vector, one of ``num_actions`` choices, or text.
 
     Policies speak in normalised actions, [-1, 1] per dimension; `denormalise` maps these onto [low, high].
     """
 
-    kind: Literal["continuous", "discrete"]
+    kind: Literal["continuous", "discrete", "text"]
     dim: int
-    """A: vector length; 1 for a discrete action."""
+    """A: vector length; 1 for a discrete action; 0 for text."""
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     num_actions: int = 0
-    """Number of choices of a discrete action; 0 for a continuous one."""
+    """Number of choices of a discrete action; 0 for others."""
+    max_bytes: int = 0
+    """Room for one text action; 0 for others."""
 
     @staticmethod
     def continuous(low: Sequence[float] | np.ndarray, high: Sequence[float] | np.ndarray) -> ActionSpec:
@@ -55,13 +79,18 @@ class ActionSpec:
     def discrete(num_actions: int) -> ActionSpec:
         return ActionSpec("discrete", 1, num_actions=int(num_actions))
 
+    @staticmethod
+    def text(max_bytes: int = 2**16) -> ActionSpec:
+        """Actions are strings: `EnvManager.send` takes a sequence of `str`, `SimEnv.step` gets a list of them."""
+        return ActionSpec("text", 0, max_bytes=max_bytes)
+
     @property
     def dtype(self) -> str:
         return "float32" if self.kind == "continuous" else "int64"
 
     def denormalise(self, action: np.ndarray) -> np.ndarray:
         """Clip normalised actions [..., A] to [-1, 1] and map them onto the simulator's bounds; discrete ones pass through."""
-        if self.kind == "discrete":
+        if self.kind != "continuous":
             return action
         clipped = np.clip(action, -1.0, 1.0)
         low, high = np.asarray(self.low, np.float32), np.asarray(self.high, np.float32)
@@ -70,11 +99,31 @@ class ActionSpec:
         return low + (clipped + 1.0) * (0.5 * (high - low))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "dim": self.dim, "low": list(self.low), "high": list(self.high), "num_actions": self.num_actions}
+        return {
+            "kind": self.kind,
+            "dim": self.dim,
+            "low": list(self.low),
+            "high": list(self.high),
+            "num_actions": self.num_actions,
+            "max_bytes": self.max_bytes,
+        }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ActionSpec:
-        return ActionSpec(data["kind"], int(data["dim"]), tuple(data["low"]), tuple(data["high"]), int(data["num_actions"]))
+        return ActionSpec(
+            data["kind"],
+            int(data["dim"]),
+            tuple(data["low"]),
+            tuple(data["high"]),
+            int(data["num_actions"]),
+            int(data.get("max_bytes", 0)),
+        )
+
+
+SnapshotKind = Literal["exact", "approximate", "replay", "none"]
+"""exact: `snapshot` and `restore` of the simulator continue bit by bit. approximate: they exist, and what follows drifts (check_sim
+measures by how much). replay: no state of its own is saved; the episode is played again from its seed, which is exact where the
+simulator is deterministic. none: an episode cannot be taken up again."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +131,7 @@ class SimSpec:
     """What a simulator offers; slabs are laid out from it, policies are built from it, checkpoints keep it."""
 
     task: str
-    observation: Mapping[str, TensorSpec]
+    observation: Mapping[str, TensorSpec | VariableSpec]
     action: ActionSpec
     max_episode_steps: int | None = None
     control_hz: float | None = None
@@ -91,6 +140,20 @@ class SimSpec:
     reports_success: bool = False
     """Whether `success` means anything for this task."""
     can_render: bool = False
+    snapshots: SnapshotKind = "replay"
+    """How an episode can be taken up again elsewhere: see `SnapshotKind`."""
+    steps_together: bool = False
+    """All environments of a process advance in one call, whichever were asked for (a GPU simulation, a VectorEnv)."""
+
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """The parts of fixed size."""
+        return {key: part for key, part in self.observation.items() if isinstance(part, TensorSpec)}
+
+    @property
+    def variables(self) -> dict[str, VariableSpec]:
+        """The parts of varying size."""
+        return {key: part for key, part in self.observation.items() if isinstance(part, VariableSpec)}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -102,6 +165,8 @@ class SimSpec:
             "instruction": self.instruction,
             "reports_success": self.reports_success,
             "can_render": self.can_render,
+            "snapshots": self.snapshots,
+            "steps_together": self.steps_together,
         }
 
     @staticmethod
@@ -109,7 +174,7 @@ class SimSpec:
         return SimSpec(
             **{
                 **data,
-                "observation": {key: TensorSpec.from_dict(spec) for key, spec in data["observation"].items()},
+                "observation": {key: part_spec_from_dict(spec) for key, spec in data["observation"].items()},
                 "action": ActionSpec.from_dict(data["action"]),
             }
         )
@@ -120,7 +185,7 @@ class StepBuffers:
     """Rows that a simulator fills in place, one per environment of its process (often shared memory; never keep them)."""
 
     observation: Observation
-    """{key: [n, *shape]}"""
+    """{key: [n, *shape]}; parts of varying size are object arrays [n]."""
     reward: np.ndarray
     """[n] float32"""
     terminated: np.ndarray
@@ -136,7 +201,10 @@ class StepBuffers:
     def allocate(spec: SimSpec, num_envs: int) -> StepBuffers:
         """Plain memory of the right shapes: for tests, checks and simulators used without a manager."""
         return StepBuffers(
-            observation={key: np.zeros((num_envs, *part.shape), part.dtype) for key, part in spec.observation.items()},
+            observation={
+                **{key: np.zeros((num_envs, *part.shape), part.dtype) for key, part in spec.tensors.items()},
+                **{key: np.full(num_envs, None, dtype=object) for key in spec.variables},
+            },
             reward=np.zeros(num_envs, np.float32),
             terminated=np.zeros(num_envs, bool),
             truncated=np.zeros(num_envs, bool),
@@ -184,6 +252,15 @@ class StepBatch:
     """{key: [n, ...]}; the episode's last observation where terminated or truncated, stale elsewhere."""
     episodes: tuple[EpisodeSummary, ...]
     """Episodes that ended with this step, ascending by slot."""
+    aborted: np.ndarray | None = None
+    """[n] bool: the episode was given up because its simulator failed; its step counts as truncated with reward 0, and it is in no
+    `episodes` but in the manager's fault records. None where no slot of the batch was."""
+    chunk_reward: np.ndarray | None = None
+    """[n, K] float32, 0 where not executed; None unless the manager was made with chunk_size. `reward` is then their sum."""
+    chunk_success: np.ndarray | None = None
+    """[n, K] bool, False where not executed. `success` is then whether any step of the chunk succeeded."""
+    executed: np.ndarray | None = None
+    """[n, K] bool: a chunk is cut at its episode's end."""
 
     @property
     def done(self) -> np.ndarray:

@@ -25,7 +25,7 @@ class ActorCritic(nn.Module):
         self.config = config
         self.spec = spec
         self.head: Head = _make_head(config, spec.action)
-        shape = spec.observation[config.observation_key].shape
+        shape = spec.tensors[config.observation_key].shape
         self.normalizer: RunningNorm | None = None
         self.trunk: nn.Module | None = None
         if config.encoder == "cnn":
@@ -109,9 +109,9 @@ def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
         UserError: the simulator has no such observation, or the encoder cannot read it.
     """
     key = config.observation_key
-    if key not in spec.observation:
-        raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.observation)}")
-    part = spec.observation[key]
+    if key not in spec.tensors:
+        raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
+    part = spec.tensors[key]
     is_image = len(part.shape) == 3 and part.shape[-1] == 3 and part.dtype == "uint8"
     if config.encoder == "cnn" and not is_image:
         raise UserError(
@@ -160,4 +160,4 @@ def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
 
 
 def _keys(spec: SimSpec, num_axes: int) -> str:
-    return ", ".join(key for key, part in spec.observation.items() if len(part.shape) == num_axes) or "(none here)"
+    return ", ".join(key for key, part in spec.tensors.items() if len(part.shape) == num_axes) or "(none here)"

@@ -19,6 +19,9 @@ from embodied_rl.types import SimSpec, StepBuffers
 class SimEnv(Protocol):
     """A batch of environments of one simulator in one process.
 
+    Parts of varying size (`VariableSpec`) are object arrays: assign a `str`, an array or what JSON holds to a row. Text actions
+    arrive as an object array [n] of `str`.
+
     Row ``i`` of `StepBuffers` belongs to environment ``i``. A simulator fills the rows of the environments it was asked
     about and touches no other; it never resets by itself (the worker does, and keeps the final observation).
     """
@@ -42,6 +45,26 @@ class SimEnv(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SnapshotEnv(SimEnv, Protocol):
+    """A simulator whose episodes can be saved and taken up again; its spec says ``snapshots="exact"`` or ``"approximate"``.
+
+    The worker keeps what is its own beside the simulator's bytes (the last observation, return, length, seeds), so `restore`
+    writes no observation. Whatever the episode still depends on is in the bytes: physics state and warm start, controllers,
+    random generators, elapsed steps, wrappers.
+    """
+
+    def snapshot(self, env_id: int) -> bytes:
+        """The episode of one environment (`embodied_rl.sim.snapshots.encode_state`); may set the live environment's own state again,
+        so that both continue alike."""
+        ...
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """Take up an episode saved by a simulator made with the same arguments, in this process or another, by this environment or
+        another. Raises SnapshotError for bytes of another task or version."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from embodied_rl.errors import UserError
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import ActionSpec, Observation, TensorSpec
+from embodied_rl.types import ActionSpec, Observation, TensorSpec, VariableSpec
 
 
 class ManagerVectorEnv(VectorEnv):
@@ -77,7 +78,11 @@ class ManagerVectorEnv(VectorEnv):
         return observation["state"].copy() if self._plain else {key: part.copy() for key, part in observation.items()}
 
 
-def _space(part: TensorSpec) -> gymnasium.spaces.Box:
+def _space(part: TensorSpec | VariableSpec) -> gymnasium.spaces.Box:
+    if isinstance(part, VariableSpec):
+        raise UserError(
+            f"Observations of kind '{part.kind}' have no fixed space, so that this simulator cannot be a gymnasium.vector.VectorEnv."
+        )
     kind = np.dtype(part.dtype)
     if kind.kind == "f":
         return gymnasium.spaces.Box(-np.inf, np.inf, part.shape, kind.type)
