@@ -89,6 +89,10 @@ class GatedProcess:
         self.facts: dict[str, Any] = {}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_until_ready(self) -> None:
         """Until the contender is about to begin its first iteration. Raises RuntimeError when it failed."""
         self._receive()

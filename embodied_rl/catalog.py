@@ -7,9 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.cli import run_command
+
+if TYPE_CHECKING:
+    from embodied_rl.config import SimConfig
 
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
 """What a user asks for → folder below configs/."""
@@ -17,9 +20,24 @@ KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "
 _WITH = "With: "
 
 _USAGE = f"""usage: python -m embodied_rl.catalog {{{"|".join(KINDS)}}} [--json]
+       python -m embodied_rl.catalog tasks SIM [--json]
+       python -m embodied_rl.catalog check SIM [KEY=VALUE ...] [--json]
 
 List what there is: names, tasks, a line about each, which packages it needs and whether they are installed.
-Without a kind: everything."""
+Without a kind: everything.
+
+tasks: every task of a simulator, not only the configured ones (sim.task=NAME takes any of them). SIM is a name of the list.
+
+check: play a simulator and prove what training relies on (determinism, seeds, snapshots, rows, ...); exit status 1 where
+something does not hold. SIM is a name of the list or package.module:Class.
+
+  task=NAME kwargs.KEY=VALUE target=MODULE:CLASS   as sim.KEY=VALUE of the training command
+  num_envs=3 steps=100 seed=0                      environments in the process, length of the compared episodes, seed
+
+examples:
+  python -m embodied_rl.catalog check maniskill_pushcube
+  python -m embodied_rl.catalog check halfcheetah task=Ant-v5 steps=200
+  python -m embodied_rl.catalog check custom target=my_package.my_module:MyEnv kwargs.gravity=1.6"""
 
 
 @dataclass(frozen=True)
@@ -41,14 +59,13 @@ class Entry:
 
 def entries(kind: str) -> list[Entry]:
     """What there is of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
-    from embodied_rl.config import group_names
+    from embodied_rl.config import config_file, group_names
     from embodied_rl.errors import UserError, did_you_mean
-    from embodied_rl.paths import configs_dir
 
     if kind not in KINDS:
         raise UserError(f"'{kind}' is not a kind of the catalogue.{did_you_mean(kind, KINDS)}")
     group = KINDS[kind]
-    return [_entry(group, name, configs_dir() / group / f"{name}.yaml") for name in group_names(group)]
+    return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
 
 
 def extra_installed(extra: str) -> bool:
@@ -110,9 +127,15 @@ def _extras_of_checkout() -> dict[str, list[str]]:
     }
 
 
-def _entry(group: str, name: str, path: Path) -> Entry:
+def _entry(group: str, name: str, path: Path | None) -> Entry:
+    """`path` is None for a simulator that an installed package registered as a target alone."""
     import yaml
 
+    if path is None:
+        from embodied_rl.config import load_sim_config
+
+        target = load_sim_config(name).target
+        return Entry(name, None, f"Registered by an installed package: {target}.", None, True, f"python -m embodied_rl.train sim={name}")
     text = path.read_text(encoding="utf-8")
     data = yaml.safe_load(text) or {}
     extra = _extra(group, name, data)
@@ -164,7 +187,10 @@ def print_entries(kind: str) -> None:
         needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"
         table.add_row(entry.name, *((entry.task or "",) if with_tasks else ()), entry.description, needs, entry.command.replace("[", "\\["))
     # A pipe has no width: whole lines are better than lines cut at 80 letters.
-    Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    console.print(table)
+    if kind == "simulators":
+        console.print("Each has more tasks (sim.task=NAME): python -m embodied_rl.catalog tasks SIM lists them.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -177,12 +203,88 @@ def _main(argv: Sequence[str]) -> None:
     if "--help" in argv or "-h" in argv:
         print(_USAGE)
         return
+    if argv and argv[0] == "tasks":
+        _tasks([word for word in argv[1:] if word != "--json"], as_json="--json" in argv)
+        return
+    if argv and argv[0] == "check":
+        _check([word for word in argv[1:] if word != "--json"], as_json="--json" in argv)
+        return
     kinds = [word for word in argv if word != "--json"] or list(KINDS)
     if "--json" in argv:
         print(json.dumps({kind: [asdict(entry) for entry in entries(kind)] for kind in kinds}, indent=1))
         return
     for kind in kinds:
         print_entries(kind)
+
+
+def _tasks(arguments: Sequence[str], as_json: bool) -> None:
+    from embodied_rl.config import load_sim_config
+    from embodied_rl.errors import UserError
+    from embodied_rl.sim.task_lists import task_list
+
+    if len(arguments) != 1:
+        raise UserError("Which simulator? python -m embodied_rl.catalog tasks SIM; `python -m embodied_rl.catalog simulators` lists them.")
+    config = load_sim_config(arguments[0])
+    found = task_list(config.target)
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    for name in found.sets:
+        print(f"{name}  (several tasks)")
+    print(*found.tasks, sep="\n")
+    counted = f"{len(found.tasks)} tasks" if len(found.tasks) != 1 else "1 task"
+    print(f"{counted}; python -m embodied_rl.train sim={config.name} sim.task=NAME", file=sys.stderr)
+
+
+def _check(arguments: Sequence[str], as_json: bool) -> None:
+    from embodied_rl.cli import fail
+    from embodied_rl.sim.check import check_sim
+
+    config, numbers = what_to_check(arguments)
+    from embodied_rl.sim.env import SimFactory
+
+    report = check_sim(SimFactory(config.target, config.task, config.kwargs, config.extra), **numbers)
+    print(json.dumps(report.to_dict(), indent=1) if as_json else report, flush=True)
+    if not report.ok:
+        fail(f"'{config.name}' does not hold: {', '.join(report.failed)}.", 1)
+
+
+def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
+    """The simulator's configuration and `check_sim`'s numbers, from the words after ``check``. Raises UserError."""
+    from dataclasses import asdict
+
+    import yaml
+
+    from embodied_rl.config import SimConfig, load_sim_config
+    from embodied_rl.errors import UserError, did_you_mean
+
+    if not arguments or "=" in arguments[0]:
+        raise UserError("Which simulator? python -m embodied_rl.catalog check SIM; `python -m embodied_rl.catalog simulators` lists them.")
+    name, *words = arguments
+    config = SimConfig(name=name, target=name) if ":" in name else load_sim_config(name)
+    data = asdict(config)
+    numbers: dict[str, Any] = {"num_envs": 3, "steps": 100, "seed": 0}
+    keys = ["task", "target", "kwargs.…", *numbers]
+    for word in words:
+        key, equals, text = word.removeprefix("sim.").partition("=")
+        if not equals:
+            raise UserError(f"Argument '{word}' is not of the form key=value. Known: {', '.join(keys)}.")
+        if key in numbers:
+            if not text.isdecimal() or int(text) < (key != "seed"):
+                raise UserError(f"{key} must be a whole number{'' if key == 'seed' else ' >= 1'}, got '{text}'.")
+            numbers[key] = int(text)
+        elif key.startswith("kwargs.") and key.count(".") == 1:
+            try:
+                data["kwargs"] = {**data["kwargs"], key.removeprefix("kwargs."): yaml.safe_load(text)}
+            except yaml.YAMLError as error:
+                raise UserError(f"{key} has a value that cannot be read as YAML: '{text}'.") from error
+        elif key in ("task", "target"):
+            data[key] = text
+        else:
+            raise UserError(f"Argument '{key}' is not known.{did_you_mean(key, keys)}")
+    if data["target"] == "???":
+        raise UserError(f"'{name}' needs a target, such as target=my_package.my_module:MyEnv.")
+    return SimConfig.from_dict(data), numbers
 
 
 if __name__ == "__main__":

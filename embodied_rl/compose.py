@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from embodied_rl.config import TrainConfig, group_names
+from embodied_rl.config import TrainConfig, config_file, group_names
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.paths import configs_dir
+from embodied_rl.registry import installed_config_folders, installed_targets
+
+if TYPE_CHECKING:
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 _PASSED_TO_HYDRA = (
     "--help",
@@ -40,6 +46,7 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    add_installed_configs()
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(configs_dir()), version_base="1.3"):
@@ -49,6 +56,32 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise UserError(_explain(error, name)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def add_installed_configs() -> None:
+    """Let Hydra find what installed packages bring: folders of configuration files, after ours, and simulators that are a target
+    and nothing more. Does something once in a process, and nothing where no such package is installed."""
+    from hydra.core.config_store import ConfigStore
+
+    targets = {name: target for name, target in installed_targets("sim").items() if config_file("sim", name) is None}
+    for name, target in targets.items():
+        ConfigStore.instance().store(group="sim", name=name, node={"name": name, "target": target})
+    if installed_config_folders():
+        from hydra.core.plugins import Plugins
+
+        Plugins.instance().register(_search_path_plugin())
+
+
+@cache
+def _search_path_plugin() -> type[SearchPathPlugin]:
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class InstalledConfigs(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for package, folder in installed_config_folders().items():
+                search_path.append(provider=package, path=f"file://{folder}")
+
+    return InstalledConfigs
 
 
 def open_kwargs(overrides: Sequence[str]) -> list[str]:

@@ -37,6 +37,9 @@ class SimConfig:
     num_slots: int = 16
     num_workers: int | None = None
     """Processes; null: as many as there are cores, at most one per slot."""
+    placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
+    """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is ours alone,
+    none elsewhere."""
     pipeline_groups: int = 2
     """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another."""
     max_episode_steps: int | None = None
@@ -44,7 +47,19 @@ class SimConfig:
     success_ends_episode: bool = False
     """End an episode (as truncated) at its first success."""
     step_timeout_s: float = 60.0
+    """A worker that does nothing for so long while it should step is replaced."""
     start_timeout_s: float = 180.0
+    """The same for building, resetting and restoring."""
+    on_fault: Literal["restore", "restart", "stop"] = "restore"
+    """When a worker fails: take its episodes up where they were (restore), begin new ones (restart), or end the run (stop)."""
+    non_finite: Literal["stop", "recover"] = "stop"
+    """NaN or infinity from a simulator: end the run and dump what led to it, or treat it as any other fault."""
+    max_restarts: int = 5
+    """End the run when a worker fails more often than this in a row."""
+    memory_limit_mb: float | None = None
+    """Resident size of one worker beyond which it is replaced; null: no limit."""
+    spare_workers: int = 0
+    """Workers built ahead, which take a failed one's place at once."""
 
     def __post_init__(self) -> None:
         _require(self.num_slots >= 1, "sim.num_slots", ">= 1", self.num_slots)
@@ -66,6 +81,9 @@ class SimConfig:
         )
         _require(self.step_timeout_s > 0, "sim.step_timeout_s", "> 0", self.step_timeout_s)
         _require(self.start_timeout_s > 0, "sim.start_timeout_s", "> 0", self.start_timeout_s)
+        _require(self.max_restarts >= 0, "sim.max_restarts", ">= 0", self.max_restarts)
+        _require(self.memory_limit_mb is None or self.memory_limit_mb > 0, "sim.memory_limit_mb", "> 0 or null", self.memory_limit_mb)
+        _require(self.spare_workers >= 0, "sim.spare_workers", ">= 0", self.spare_workers)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SimConfig:
@@ -290,23 +308,42 @@ class TrainConfig:
 
 
 def load_sim_config(name: str) -> SimConfig:
-    """Read ``configs/sim/<name>.yaml``. Raises UserError with the nearest name."""
+    """Read ``configs/sim/<name>.yaml``, ours or an installed package's, or take the target that a package registered under this
+    name. Raises UserError with the nearest name."""
     import yaml
 
-    from embodied_rl.paths import configs_dir
+    from embodied_rl.registry import installed_targets
 
-    folder = configs_dir() / "sim"
-    path = folder / f"{name}.yaml"
-    if not path.is_file():
+    path = config_file("sim", name)
+    if path is not None:
+        return _build(SimConfig, yaml.safe_load(path.read_text(encoding="utf-8")), "sim")
+    target = installed_targets("sim").get(name)
+    if target is None:
         raise UserError(f"Simulator '{name}' is not known.{did_you_mean(name, group_names('sim'))}")
-    return _build(SimConfig, yaml.safe_load(path.read_text(encoding="utf-8")), "sim")
+    return SimConfig(name=name, target=target)
+
+
+def config_folders() -> list[Path]:
+    """Where configuration files are looked for: ours, then those of installed packages (entry points ``embodied_rl.configs``)."""
+    from embodied_rl.paths import configs_dir
+    from embodied_rl.registry import installed_config_folders
+
+    return [configs_dir(), *installed_config_folders().values()]
+
+
+def config_file(group: str, name: str) -> Path | None:
+    """The file of one choice of a group; the first folder of `config_folders` that has it wins."""
+    paths = (folder / group / f"{name}.yaml" for folder in config_folders())
+    return next((path for path in paths if path.is_file()), None)
 
 
 def group_names(group: str) -> list[str]:
-    """Names of the configuration files of one group (sim, policy, algorithm, experiment, …)."""
-    from embodied_rl.paths import configs_dir
+    """Names of the choices of one group (sim, policy, algorithm, experiment, …): the configuration files', and for ``sim`` those
+    that installed packages registered."""
+    from embodied_rl.registry import installed_targets
 
-    return sorted(path.stem for path in Path(configs_dir() / group).glob("*.yaml"))
+    names = {path.stem for folder in config_folders() for path in Path(folder / group).glob("*.yaml")}
+    return sorted(names.union(installed_targets("sim") if group == "sim" else ()))
 
 
 def _build(cls: Any, data: Any, where: str) -> Any:

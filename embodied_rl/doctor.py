@@ -220,6 +220,9 @@ PROBES = (
     _simulator("Meta-World", "metaworld", "metaworld", "metaworld"),
     _simulator("gymnasium-robotics", "gymnasium_robotics", "gymnasium-robotics", "robotics"),
     _simulator("gym-pusht", "gym_pusht", "gym-pusht", "pusht"),
+    _simulator("gym-aloha", "gym_aloha", "gym-aloha", "aloha"),
+    _simulator("robosuite", "robosuite", "robosuite", "robosuite"),
+    _simulator("GEM", "gem", "gem-llm", "text"),
     Probe(
         "drawing",
         "MuJoCo EGL",
@@ -257,7 +260,7 @@ def examine(probes: Sequence[Probe] = PROBES, timeout_s: float = PROBE_TIMEOUT_S
 
     with ThreadPoolExecutor(max_workers=max(2, min(available_cores(), len(probes)))) as pool:
         tried = list(pool.map(lambda probe: run_probe(probe, timeout_s), probes))
-    return [*_system_checks(), *_package_checks(), *_one_is_enough(tried, "MuJoCo EGL", "MuJoCo OSMesa")]
+    return [*_system_checks(), *_placement_checks(), *_package_checks(), *_one_is_enough(tried, "MuJoCo EGL", "MuJoCo OSMesa")]
 
 
 def _one_is_enough(checks: list[Check], *names: str) -> list[Check]:
@@ -333,7 +336,6 @@ def _system_checks(folder: Path | None = None) -> list[Check]:
         Check("machine", "python", "ok", f"{platform.python_version()} ({sys.prefix})"),
         Check("machine", "system", "ok", f"{_distribution()}, Linux {platform.release()}, {platform.machine()}"),
         Check("machine", "cores", "ok", f"{cores} usable of {os.cpu_count()} (affinity and container limits)"),
-        Check("machine", "NUMA nodes", "ok", _numa()),
         Check("machine", "memory", "ok", _memory()),
         _shared_memory(),
         _writable(folder or Path.cwd()),
@@ -347,10 +349,24 @@ def _distribution() -> str:
         return "unknown distribution"
 
 
-def _numa(root: Path = Path("/sys/devices/system/node")) -> str:
-    nodes = sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    cpus = [f"{node.name[4:]}: cores {(node / 'cpulist').read_text().strip()}" for node in nodes if (node / "cpulist").is_file()]
-    return f"{len(cpus)} ({'; '.join(cpus)})" if cpus else "1 (not reported)"
+def _placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> list[Check]:
+    """NUMA nodes and GPUs, and where `num_workers` (None: as many as there are cores) would run."""
+    from embodied_rl.errors import UserError
+    from embodied_rl.sim import affinity
+
+    cgroup = root / "sys/fs/cgroup"
+    try:
+        topology = affinity.Topology.read(root)
+    except UserError as error:
+        return [Check("placement", "topology", "failed", str(error), "sim.placement=none")]
+    chosen = affinity.choose_policy(topology, cgroup_root=cgroup)
+    # What the default does here, and what else could be asked for: near the GPU where there is one.
+    other: affinity.PlacementPolicy = "near_gpu" if topology.gpus else "spread"
+    rows = [*affinity.describe_topology(topology), ("sim.placement=auto", f"means {chosen} here")]
+    for policy in dict.fromkeys((chosen, other)):
+        plan = affinity.plan_placement(topology, num_workers or affinity.available_cores(cgroup), policy)
+        rows += [(f"{policy}: {where}", text) for where, text in affinity.describe_placements(plan)]
+    return [Check("placement", name, "ok", text) for name, text in rows]
 
 
 def _memory(cgroup: Path = Path("/sys/fs/cgroup")) -> str:

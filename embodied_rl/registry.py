@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import warnings
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
@@ -31,6 +35,39 @@ def load_target(target: str, extra: str | None = None) -> Any:
     except AttributeError:
         public = [name for name in vars(module) if not name.startswith("_")]
         raise UserError(f"Module '{module_name}' has no '{attribute}'.{did_you_mean(attribute, public)}") from None
+
+
+@cache
+def installed_targets(kind: str) -> dict[str, str]:
+    """{name: ``package.module:Attribute``} that installed packages give in the entry-point group ``embodied_rl.<kind>``."""
+    return {point.name: point.value for point in _points(kind)}
+
+
+@cache
+def installed_config_folders() -> dict[str, Path]:
+    """{package: its folder ``configs/``} of installed packages, from the entry-point group ``embodied_rl.configs``.
+
+    The value of such an entry point is a package, which is found without being imported. One that has no such folder is left out
+    with a warning: somebody else's mistake must not stop a run that does not use it.
+    """
+    folders: dict[str, Path] = {}
+    for point in _points("configs"):
+        package, *inner = point.value.split(".")
+        spec = importlib.util.find_spec(package)
+        places = [Path(place, *inner, "configs") for place in (spec.submodule_search_locations or ())] if spec is not None else []
+        found = [place for place in places if place.is_dir()]
+        if found:
+            folders[point.value] = found[0]
+        else:
+            warnings.warn(
+                f"Entry point '{point.name} = {point.value}' of group 'embodied_rl.configs' names no package with a folder 'configs'.",
+                stacklevel=2,
+            )
+    return folders
+
+
+def _points(kind: str) -> list[EntryPoint]:
+    return sorted(entry_points(group=f"embodied_rl.{kind}"), key=lambda point: (point.name, point.value))
 
 
 class Registry:
@@ -64,5 +101,5 @@ class Registry:
         if self._discovered:
             return
         self._discovered = True
-        for point in entry_points(group=f"embodied_rl.{self.kind}"):
-            self._targets.setdefault(point.name, point.value)
+        for name, target in installed_targets(self.kind).items():
+            self._targets.setdefault(name, target)

@@ -65,6 +65,7 @@ class Trainer:
         self.recent: deque[tuple[bool, float, int]] = deque(maxlen=_WINDOW)
         self.interrupted = False
         self._interim_success: float | None = None
+        self._faults_told = 0
         self.metrics: dict[str, float] = {}
         # The simulators start while this process builds its networks.
         self.manager = EnvManager.from_config(config.sim, EpisodeSeeds.training(config.seed))
@@ -150,7 +151,22 @@ class Trainer:
             "speed/wall_clock_s": self.wall_clock_s(),
             **{f"train/{name}": value for name, value in stats.items()},
         }
+        self._report_faults()
         self.loggers.log(self.steps, self.metrics)
+
+    def _report_faults(self) -> None:
+        """Simulators that failed and were replaced: in the metrics, in ``faults.jsonl`` and, in a line each, on the console."""
+        records = self.manager.fault_records
+        if not records:
+            return
+        self.metrics["sim/faults"] = len(records)
+        self.metrics["sim/episodes_given_up"] = sum(slot.outcome == "aborted" for record in records for slot in record.slots)
+        for record in records[self._faults_told :]:
+            with (self.run_dir / "faults.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.steps, **record.to_dict()}) + "\n")
+            cause = (record.detail.strip().splitlines() or [""])[-1]
+            self.loggers.message(f"Simulator worker {record.worker} {record.kind.value} and was replaced ({cause}); see faults.jsonl.")
+        self._faults_told = len(records)
 
     def _evaluate_and_save_when_due(self) -> None:
         """Checkpoints are where a run can be taken up again bit for bit: all slots begin new episodes there, resumed or not."""

@@ -295,3 +295,151 @@ class Rollout:
     @property
     def num_steps(self) -> int:
         return int(self.reward.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """One finished episode as its T messages: what was seen, what was answered, what came of it.
+
+    A message is one decision: a step of a robot, a chunk of K steps, or a turn of a language agent. Raises ValueError when the
+    shapes do not agree or an action unit that counts carries no number.
+    """
+
+    observation: Observation
+    """{key: [T, ...]} what the policy saw before each message; parts of varying size are object arrays [T]."""
+    action: np.ndarray
+    """[T, ...] as sampled: normalised and unclipped vectors, choices, token ids, or texts (object array)."""
+    log_prob: np.ndarray
+    """[T, L] under the policy that acted; 0.0 where mask is False."""
+    reward: np.ndarray
+    """[T] of a whole message: a chunk's rewards summed."""
+    terminated: bool
+    """The task's own end: nothing comes after."""
+    truncated: bool
+    """Cut by a limit: the value of the final observation still counts."""
+    success: bool
+    """At any step; False where the simulator has no notion of it."""
+    seed: int
+    """Of the reset; equal within a group."""
+    domain: str
+    """Task or data set that the episode belongs to."""
+    policy_version: np.ndarray
+    """[T] int64 version of the weights that sampled each message, or [T, L] of each action unit where weights change within one."""
+    final_observation: Observation
+    """{key: [...]} after the last message, without the axis T."""
+    mask: np.ndarray | None = None
+    """[T, L] bool: action units that the policy chose itself; None: all."""
+    executed: np.ndarray | None = None
+    """[T, K] bool: steps of a chunk that were taken before the episode's end; None: messages are single steps."""
+    chunk_reward: np.ndarray | None = None
+    """[T, K] reward of each step of a chunk, 0 where not executed; None: messages are single steps."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Nested mappings of what else is known (task, difficulty, a judge's score, …); filters and reward keys reach into it by dotted
+    paths such as ``metadata.task.difficulty``."""
+
+    def __post_init__(self) -> None:
+        length = self.num_messages
+        shapes: dict[str, tuple[int, ...]] = {f"observation.{key}": part.shape[:1] for key, part in self.observation.items()}
+        shapes |= {"action": self.action.shape[:1], "reward": self.reward.shape, "log_prob": self.log_prob.shape[:1]}
+        shapes |= {"policy_version": self.policy_version.shape[:1]}
+        shapes |= {name: part.shape[:1] for name in ("mask", "executed", "chunk_reward") if (part := getattr(self, name)) is not None}
+        wrong = {name: shape for name, shape in shapes.items() if shape != (length,)}
+        if length < 1 or wrong:
+            raise ValueError(f"An episode of {length} messages needs at least one, and this first axis everywhere; got {wrong}.")
+        units = self.log_prob.shape
+        if len(units) != 2 or self.policy_version.shape not in (units, units[:1]) or (self.mask is not None and self.mask.shape != units):
+            given = [units, self.policy_version.shape, None if self.mask is None else self.mask.shape]
+            raise ValueError(f"log_prob and mask must be [T, L], policy_version [T] or [T, L]; got {given}.")
+        for name in ("executed", "chunk_reward"):
+            part = getattr(self, name)
+            if part is not None and part.ndim != 2:
+                raise ValueError(f"{name} must be [T, K], got {part.shape}.")
+
+    @property
+    def num_messages(self) -> int:
+        """T"""
+        return int(self.reward.shape[0])
+
+    @property
+    def num_steps(self) -> int:
+        """Environment steps: those executed of every chunk, else one per message."""
+        return self.num_messages if self.executed is None else int(np.count_nonzero(self.executed))
+
+    @property
+    def episode_return(self) -> float:
+        """Undiscounted sum of rewards, in float64."""
+        return float(self.reward.sum(dtype=np.float64))
+
+    @property
+    def oldest_version(self) -> int:
+        """Smallest version among the action units that count (all of them, should none count)."""
+        return int(self._counted_versions().min())
+
+    @property
+    def newest_version(self) -> int:
+        """Largest version among the action units that count (all of them, should none count)."""
+        return int(self._counted_versions().max())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every reward, and every log-probability that counts, is a finite number."""
+        counted = self.log_prob if self.mask is None else self.log_prob[self.mask]
+        return bool(np.isfinite(self.reward).all() and np.isfinite(counted).all())
+
+    def _counted_versions(self) -> np.ndarray:
+        if self.mask is None or not self.mask.any():
+            return self.policy_version
+        return self.policy_version[self.mask if self.policy_version.ndim == 2 else self.mask.any(axis=1)]
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeGroup:
+    """G episodes from the same initial state: what advantages are compared within, and what a training batch consists of.
+
+    Raises ValueError when there is none, or when seeds or domains differ: episodes of several groups were mixed.
+    """
+
+    number: int
+    """Counts the groups of a run; the seed and the domain follow from it."""
+    domain: str
+    seed: int
+    created_version: int
+    """Version of the weights when the group was admitted."""
+    episodes: tuple[Episode, ...]
+
+    def __post_init__(self) -> None:
+        origins = {(episode.domain, episode.seed) for episode in self.episodes}
+        if origins != {(self.domain, self.seed)}:
+            raise ValueError(
+                f"Group {self.number} must hold episodes of domain '{self.domain}' and seed {self.seed} alone, got {sorted(origins)}."
+            )
+
+    @property
+    def num_episodes(self) -> int:
+        """G"""
+        return len(self.episodes)
+
+    @property
+    def num_messages(self) -> int:
+        return sum(episode.num_messages for episode in self.episodes)
+
+    @property
+    def scores(self) -> np.ndarray:
+        """[G] float64 returns, undiscounted."""
+        return np.array([episode.episode_return for episode in self.episodes], np.float64)
+
+    @property
+    def mean_score(self) -> float:
+        return float(self.scores.mean())
+
+    @property
+    def success_rate(self) -> float:
+        return float(np.mean([episode.success for episode in self.episodes]))
+
+    @property
+    def oldest_version(self) -> int:
+        return min(episode.oldest_version for episode in self.episodes)
+
+    def age(self, version: int) -> int:
+        """Versions between the oldest action unit and the weights `version` that it would train now."""
+        return version - self.oldest_version

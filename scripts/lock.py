@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("maniskill", "metaworld", "robotics", "pusht", "wandb", "dev")
-"""What `make` installs; not text, vllm and ray, which are large and chosen by their users."""
+EXTRAS = ("maniskill", "metaworld", "robotics", "pusht", "aloha", "robosuite", "libero", "text", "wandb", "dev")
+"""What `make` installs; not language, vllm and ray, which are large and chosen by their users."""
 
 LEFT_OUT = {
     "mplib": "ManiSkill's motion planner; it crashes with numpy >= 2, and only ManiSkill's examples import it",
@@ -21,8 +21,18 @@ LEFT_OUT = {
     "torchvision": "a build that does not match torch breaks others' imports; images are handled with PIL, numpy and torch",
     "torchaudio": "as torchvision",
     "torchcodec": "as torchvision",
+    "pycosat": "needs a C compiler; of what GEM brings, rg:zebra_puzzles alone solves with it",
     "triton": "comes with torch where torch can use it",
 }
+
+MARKERS = {"gem-llm": 'python_version < "3.12"'}
+"""Packages that refuse some of our versions of Python."""
+
+LEFT_OUT_OF = {
+    "hf-libero": {"robomimic", "transformers", "einops", "thop", "hf-egl-probe"},  # its authors' training code
+    "bddl": {"jupytext"},  # its documentation
+}
+"""{distribution: requirements of it that nothing of what we import needs}; said in the lock as well."""
 
 HEADER = """\
 # Exact versions that ran together, printed by scripts/lock.py; `make` installs torch first, with what it needs, and then
@@ -38,7 +48,9 @@ def closure(roots: list[Requirement]) -> dict[str, str]:
     while queue:
         requirement, by = queue.pop()
         name = canonicalize_name(requirement.name)
-        if name in LEFT_OUT or (by == "torch" and name.startswith(("nvidia-", "cuda-"))):  # of a CUDA build; torch brings them
+        if (
+            name in LEFT_OUT or name in LEFT_OUT_OF.get(by, ()) or (by == "torch" and name.startswith(("nvidia-", "cuda-")))
+        ):  # of a CUDA build; torch brings them
             continue
         try:
             found = distribution(name)
@@ -60,7 +72,11 @@ def closure(roots: list[Requirement]) -> dict[str, str]:
 def main() -> None:
     pins = closure([Requirement(f"embodied-rl[{','.join(EXTRAS)}]")])
     reasons = "".join(f"#   {name}: {reason}\n" for name, reason in LEFT_OUT.items())
-    lines = "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
+    reasons += "".join(
+        f"#   {', '.join(sorted(names))}: {by} asks for them, and what we import of it does not\n" for by, names in LEFT_OUT_OF.items()
+    )
+    marked = {name: f"{version}; {MARKERS[name]}" if name in MARKERS else version for name, version in pins.items()}
+    lines = "".join(f"{name}=={version}\n" for name, version in sorted(marked.items()))
     sys.stdout.write(HEADER + reasons + lines)
 
 

@@ -29,6 +29,10 @@ MODULE_OF_EXTRA = {
     "metaworld": "metaworld",
     "robotics": "gymnasium_robotics",
     "pusht": "gym_pusht",
+    "aloha": "gym_aloha",
+    "robosuite": "robosuite",
+    "libero": "libero",
+    "text": "gem",
     "wandb": "wandb",
 }
 
@@ -109,7 +113,7 @@ def test_what_is_missing_or_too_old_is_said(monkeypatch: pytest.MonkeyPatch, cap
     assert by_name["cartpole"].installed
     assert not {e.name: e for e in entries("experiments")}["maniskill_pushcube"].installed
     main(["simulators"])
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" maniskill_pickcube")]
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" maniskill_pickcube ")]
     assert "maniskill ✗ not installed" in row
     assert 'pip install "embodied-rl[maniskill]"' in row
 

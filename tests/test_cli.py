@@ -125,3 +125,13 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
 
 def test_the_command_can_be_typed_again() -> None:
     assert command_line("train", ["sim=ant", "run_dir=my runs"]) == "python -m embodied_rl.train sim=ant 'run_dir=my runs'"
+
+
+def test_every_field_of_a_simulators_configuration_can_be_overridden() -> None:
+    """Hydra refuses keys that are in no file, so each field of `SimConfig` needs a line in train.yaml or in every sim's own file."""
+    import dataclasses
+
+    from embodied_rl.compose import compose_config
+    from embodied_rl.config import SimConfig
+
+    assert {field.name for field in dataclasses.fields(SimConfig)} == set(compose_config("train", [])["sim"])

@@ -16,6 +16,7 @@ import pytest
 
 from embodied_rl import doctor
 from embodied_rl.doctor import Check, Probe, can_train, run_probe
+from tests.sim.fake_sysfs import FakeNode, build, single_threads, two_nodes
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,17 @@ def test_everything_that_is_amiss_and_has_no_substitute_has_a_fix(report: dict[s
     for check in report.values():
         if check["status"] != "ok" and not str(check["name"]).startswith("MuJoCo"):
             assert check["fix"], check
+
+
+def test_topology_is_this_machines(report: dict[str, dict[str, object]]) -> None:
+    from embodied_rl.sim.affinity import Topology, choose_policy
+
+    topology = Topology.read()
+    names = [name for name, check in report.items() if check["group"] == "placement"]
+    if topology.numa_known:
+        assert [name for name in names if name.startswith("node ")] == [f"node {node.index}" for node in topology.nodes]
+    assert [name for name in names if name.startswith("GPU ")] == [f"GPU {gpu.index}" for gpu in topology.gpus]
+    assert report["sim.placement=auto"]["detail"] == f"means {choose_policy(topology)} here"
 
 
 def test_simulators_named_exist(report: dict[str, dict[str, object]]) -> None:
@@ -153,11 +165,39 @@ def test_picture_check_rejects_black_and_uniform_pictures() -> None:
             doctor._describe_picture(wrong)
 
 
-def test_numa_and_container_limits_are_read(tmp_path: Path) -> None:
-    for node, cpus in (("node0", "0-3"), ("node1", "4-7"), ("node10", "8")):
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "cpulist").write_text(cpus + "\n")
-    assert doctor._numa(tmp_path) == "3 (0: cores 0-3; 1: cores 4-7; 10: cores 8)"
+def placement_rows(root: Path, num_workers: int) -> dict[str, str]:
+    return {check.name: check.detail for check in doctor._placement_checks(root, num_workers)}
+
+
+def test_placement_says_where_each_worker_would_go(tmp_path: Path) -> None:
+    """Two sockets of four cores with two threads, the GPU on the second."""
+    rows = placement_rows(two_nodes(tmp_path, gpus={"0000:c1:00.0": 1}), 3)
+    assert list(rows) == ["node 0", "node 1", "GPU 0", "sim.placement=auto", "near_gpu: node 1"]
+    assert rows["GPU 0"].startswith("0000:c1:00.0, node 1")
+    assert rows["sim.placement=auto"] == "means near_gpu here"
+    assert rows["near_gpu: node 1"] == "worker 0 on 4,12, 1 on 5,13, 2 on 6,14; memory of node 1"
+
+
+def test_placement_of_a_gpu_whose_node_is_not_known(tmp_path: Path) -> None:
+    rows = placement_rows(two_nodes(tmp_path, gpus={"0000:c1:00.0": -1}), 2)
+    assert rows["GPU 0"].startswith("0000:c1:00.0, node unknown")
+    assert rows["note 1"] == "GPU 0 (0000:c1:00.0): its NUMA node is not reported"
+    assert rows["sim.placement=auto"] == "means spread here"
+    assert rows["spread: node 1"] == "worker 1 on 4-7,12-15; memory of node 1"
+    assert rows["near_gpu: instead"] == "the NUMA node of GPU 0 is not reported, so workers are spread"
+
+
+def test_placement_of_a_laptop_and_of_what_tells_nothing(tmp_path: Path) -> None:
+    rows = placement_rows(build(tmp_path / "laptop", single_threads(2), {0: FakeNode("0-1", distances="10")}), 3)
+    assert rows["none: workers"] == "3, not pinned: the kernel places them"
+    assert rows["spread: node 0"] == "worker 0 on 0, 1 on 1, 2 on 0; memory of node 0"
+    assert rows["spread: shared"].startswith("2 of 3 workers share")
+    (check,) = doctor._placement_checks(tmp_path / "absent")
+    assert (check.status, check.fix) == ("failed", "sim.placement=none")
+    assert can_train([check])
+
+
+def test_container_limits_are_read(tmp_path: Path) -> None:
     assert "container" not in doctor._memory(tmp_path)
     (tmp_path / "memory.max").write_text(str(2**28))
     assert doctor._memory(tmp_path).endswith("this container may use 0.2")

@@ -61,6 +61,9 @@ def sweep(arguments: list[str]) -> list[list[str]]:
 def check(name: str, arguments: list[str]) -> None:
     """Raises UserError, or fails, where a command could not be run as it is written."""
     if name == "train":
+        if "sim=my_robot" in arguments:  # the name that examples/custom_simulator brings once it is installed: test_custom_simulator.py
+            arguments = ["sim=custom", "sim.target=my_robot_sim.sim:MyRobot", *(word for word in arguments if word != "sim=my_robot")]
+            arguments.append("sim.name=my_robot")
         if any(flag in arguments for flag in HYDRA_FLAGS):
             return
         jobs = sweep([word for word in arguments if word != "-m"]) if "-m" in arguments else [arguments]
@@ -72,9 +75,12 @@ def check(name: str, arguments: list[str]) -> None:
     elif name in ("evaluate", "render"):
         importlib.import_module(f"embodied_rl.{name}").COMMAND.parse(arguments)
     elif name == "catalog":
-        from embodied_rl.catalog import KINDS
+        from embodied_rl.catalog import KINDS, what_to_check
 
-        assert set(arguments) <= {*KINDS, "--json"}
+        if arguments[:1] == ["check"]:
+            what_to_check(arguments[1:])
+        else:
+            assert set(arguments) <= {*KINDS, "--json"}
     else:
         assert importlib.util.find_spec(f"embodied_rl.{name}") is not None
         assert not arguments
@@ -180,9 +186,14 @@ def test_the_env_manager_script(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_env_manager_guide(tmp_path: Path) -> None:
-    (body,) = blocks((ROOT / "docs" / "environment_manager.md").read_text(encoding="utf-8"), "python")
-    (tmp_path / "example.py").write_text(body, encoding="utf-8")
-    rows = [line.split() for line in run(["example.py"], tmp_path).splitlines()]
+    use, chunks, snapshots = blocks((ROOT / "docs" / "environment_manager.md").read_text(encoding="utf-8"), "python")
+    printed = []
+    for body in (use, chunks, snapshots):
+        (tmp_path / "example.py").write_text(body, encoding="utf-8")
+        printed.append(run(["example.py"], tmp_path))
+    assert printed[1].startswith("(4, 8) True [0. 0. 0. 0.]")
+    assert printed[2] == ""
+    rows = [line.split() for line in printed[0].splitlines()]
     assert [int(length) for _, _, length in rows] == [200] * 8, "Pendulum's episodes take 200 steps; 250 steps end one in each slot"
     assert len({seed for seed, _, _ in rows}) == 8
 

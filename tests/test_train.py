@@ -192,3 +192,37 @@ def test_hydra_help_sweeps_and_configuration_still_work(tmp_path: Path) -> None:
     assert "seed: 9" in printed.stdout
     run_command("-m", *PENDULUM, "total_steps=256", "seed=1,2", "run_dir=runs/seed${seed}", cwd=tmp_path)
     assert [(tmp_path / f"runs/seed{seed}/results.json").exists() for seed in (1, 2)] == [True, True]
+
+
+def test_a_killed_simulator_leaves_the_curve_as_it_was(tmp_path: Path) -> None:
+    """A worker dies in the middle of the run: the run goes on, the numbers are the same, and the fault is on record."""
+    import threading
+
+    import psutil
+
+    def train_it(name: str) -> list[dict]:
+        config = load_train_config([*PENDULUM, "total_steps=2048", f"run_dir={tmp_path / name}"])
+        train(config, command="python -m embodied_rl.train")
+        return curve(tmp_path / name)
+
+    clean = train_it("clean")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+
+    def kill_a_worker() -> None:
+        deadline = time.time() + 60
+        while time.time() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            time.sleep(0.001)
+        workers = [child for child in psutil.Process().children() if "embodied_rl.sim.worker" in " ".join(child.cmdline())]
+        workers[0].kill()
+
+    killer = threading.Thread(target=kill_a_worker)
+    killer.start()
+    killed = train_it("killed")
+    killer.join()
+    faults = [json.loads(line) for line in (tmp_path / "killed" / "faults.jsonl").read_text().splitlines()]
+    assert [fault["kind"] for fault in faults] == ["DIED"]
+    assert {slot["outcome"] for slot in faults[0]["slots"]} == {"restored"}
+    assert killed[-1]["sim/faults"] == 1
+    assert [{key: value for key, value in row.items() if not key.startswith("sim/")} for row in without_clocks(killed)] == without_clocks(
+        clean
+    )

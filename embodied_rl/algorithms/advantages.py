@@ -1,23 +1,46 @@
-"""Credit assignment: from rewards and values to advantages. Pure functions over numpy arrays."""
+"""Credit assignment over time: generalised advantage estimation, discounted returns, whitening. Pure functions.
+
+Everything takes numpy arrays or torch tensors, and gives back what it was given. On the CPU the recursions are compiled (`kernels`), on
+a GPU they are scans of logarithmic depth (`scans`); both give the same numbers up to rounding. Sums are float64 inside.
+Advantages are constants to the learner: nothing here is differentiated.
+
+What is credited by comparing episodes with one another is in `grouped`, by comparing equal states in `anchors`, and by chunks of
+tokens in `segments`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms.arrays import Array, alike, as_numpy, check_final_value, check_types
+
+WHITEN_EPS = 1e-8
+
+_NO_MASK = np.zeros((0, 0), bool)
+_NO_DISCOUNT = np.zeros((0, 0), np.float64)
 
 
 def gae(
     *,
-    reward: np.ndarray,
-    value: np.ndarray,
-    last_value: np.ndarray,
-    terminated: np.ndarray,
-    truncated: np.ndarray,
-    final_value: np.ndarray,
+    reward: Array,
+    value: Array,
+    last_value: Array,
+    terminated: Array,
+    truncated: Array,
+    final_value: Array,
     gamma: float,
     gae_lambda: float,
-    mask: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Generalised advantage estimation (Schulman et al. 2016), time-major.
+    mask: Array | None = None,
+    discount: Array | None = None,
+) -> tuple[Array, Array]:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16), time-major.
 
     delta_t = r_t + gamma V_(t+1) (1 - terminated_t) - V_t and A_t = delta_t + gamma lambda (1 - done_t) A_(t+1). A step
     that is truncated but not terminated bootstraps from the value of its episode's final observation, since the slot's
@@ -28,37 +51,351 @@ def gae(
         last_value: [N] value after the last step.
         terminated, truncated: [T, N] bool.
         final_value: [K] values of the final observations, in the order of ``np.argwhere(truncated & ~terminated)``.
-        mask: [T, N] bool; steps that count (None: all). The others carry value and advantage through, and get 0.
+        mask: [T, N] bool; steps that count (None: all). The others, be they NaN, carry value and advantage through, and get 0;
+            their flags count for nothing either, so an episode's end must be told at a step that counts.
+        discount: [T, N] gamma of each step, instead of the one for all; `chunk_gae` needs it.
 
     Returns:
         Advantages and returns (advantage + value, 0 where masked), both [T, N] of the type of `value`.
 
     Raises:
-        ValueError: shapes do not agree, or there is not one final value for each truncated step.
+        ValueError: shapes or types do not agree, or there is not one final value for each truncated step.
     """
+    _check_gae(reward, value, last_value, terminated, truncated, mask, discount)
+    arrays: dict[str, Any] = {
+        "reward": reward,
+        "value": value,
+        "last_value": last_value,
+        "terminated": terminated,
+        "truncated": truncated,
+        "final_value": final_value,
+        "mask": mask,
+        "discount": discount,
+    }
+    if isinstance(reward, Tensor) and reward.device.type != "cpu":
+        from embodied_rl.algorithms.scans import gae_scan
+
+        return gae_scan(**arrays, gamma=gamma, gae_lambda=gae_lambda)
+    found = _gae_compiled({name: None if array is None else as_numpy(array) for name, array in arrays.items()}, gamma, gae_lambda)
+    return alike(found[0], value), alike(found[1], value)
+
+
+def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tuple[np.ndarray, np.ndarray]:
     from embodied_rl.algorithms.kernels import gae_kernel
 
-    shape = reward.shape
-    if len(shape) != 2 or any(array.shape != shape for array in (value, terminated, truncated)) or last_value.shape != shape[1:]:
-        shapes = [array.shape for array in (reward, value, terminated, truncated, last_value)]
-        raise ValueError(f"reward, value, terminated, truncated must be [T, N] and last_value [N], got {shapes}.")
-    num_cut = int(np.count_nonzero(truncated & ~terminated))
-    if final_value.shape != (num_cut,):
-        raise ValueError(f"final_value must hold one value for each of the {num_cut} truncated steps, got shape {final_value.shape}.")
-    if mask is None:
-        mask = np.ones(shape, bool)
-    advantage = np.empty(shape, value.dtype)
-    gae_kernel(reward, value, last_value, terminated, truncated, final_value, mask, gamma, gae_lambda, advantage)
-    return advantage, np.where(mask, advantage + value, 0).astype(value.dtype, copy=False)
+    value, terminated, truncated = arrays["value"], arrays["terminated"], arrays["truncated"]
+    mask, discount, final_value = arrays["mask"], arrays["discount"], arrays["final_value"]
+    # np.nonzero of two dimensions takes four times as long as the whole recursion.
+    cut_step, cut_slot = np.divmod(np.flatnonzero(truncated > terminated), max(value.shape[1], 1))
+    check_final_value(final_value.shape, cut_step.size)
+    advantage, returns = np.empty(value.shape, value.dtype), np.empty(value.shape, value.dtype)
+    gae_kernel(
+        arrays["reward"],
+        value,
+        arrays["last_value"].astype(np.float64),
+        terminated,
+        truncated,
+        cut_step,
+        cut_slot,
+        final_value.astype(np.float64),
+        _NO_MASK if mask is None else mask,
+        _NO_DISCOUNT if discount is None else discount.astype(np.float64, copy=False),
+        gamma,
+        gae_lambda,
+        advantage,
+        returns,
+    )
+    return advantage, returns
 
 
-def whiten(x: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+def chunk_gae(
+    *,
+    reward: Array,
+    executed: Array,
+    value: Array,
+    last_value: Array,
+    terminated: Array,
+    truncated: Array,
+    final_value: Array,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Array, Array]:
+    """GAE where one decision is a chunk of up to K steps; values are at the chunks' boundaries.
+
+    With K' executed steps: R_t = sum_(k < K') gamma^k r_(t,k), delta_t = R_t + gamma^K' V_(t+1) - V_t and
+    A_t = delta_t + gamma^K' lambda A_(t+1), the semi-Markov form of GAE (options: Sutton, Precup and Singh 1999). Terminated and
+    truncated chunks are treated as `gae` treats steps. A reward or success anywhere inside a chunk counts; steps that were not
+    executed, after an episode's end, do not, and a chunk of which nothing was executed is masked.
+
+    Args:
+        reward: [T, N, K] of each step; anything where not executed.
+        executed: [T, N, K] bool.
+        value: [T, N] before each chunk.
+        last_value: [N] after the last chunk.
+        terminated, truncated: [T, N] bool: the episode ended within the chunk.
+        final_value: [C], in the order of ``np.argwhere(truncated & ~terminated)``.
+
+    Returns:
+        Advantages and returns of the chunks, both [T, N].
+
+    Raises:
+        ValueError: as `gae`.
+    """
+    _check_chunks(reward, executed, terminated)
+    counted: Any = executed.any(-1)
+    chunk_reward, discount = sum_chunks(reward=reward, executed=executed, gamma=gamma)
+    return gae(
+        reward=chunk_reward,
+        value=value,
+        last_value=last_value,
+        terminated=terminated,
+        truncated=truncated,
+        final_value=final_value,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        mask=counted,
+        discount=discount,
+    )
+
+
+def sum_chunks(*, reward: Array, executed: Array, gamma: float) -> tuple[Array, Array]:
+    """Discounted sums over the executed steps of chunks.
+
+    Args:
+        reward: [..., K]
+        executed: [..., K] bool; k counts executed steps alone.
+
+    Returns:
+        sum_k gamma^k r_k and gamma^(number of executed steps), both [...] of the type of `reward`.
+    """
+    if isinstance(reward, Tensor):
+        order = executed.long().cumsum(-1)
+        weight = torch.pow(float(gamma), (order - 1).clamp(min=0).double())
+        total = torch.where(executed, reward.double() * weight, 0.0).sum(-1)
+        return total.to(reward.dtype), torch.pow(float(gamma), order[..., -1].double()).to(reward.dtype)
+    ranks = executed.astype(np.int64).cumsum(-1)
+    weights = np.power(float(gamma), np.maximum(ranks - 1, 0))
+    # where before the product: what was not executed may be NaN or infinite.
+    summed = (np.where(executed, reward, 0).astype(np.float64) * weights).sum(-1)
+    return summed.astype(reward.dtype), np.power(float(gamma), ranks[..., -1]).astype(reward.dtype)
+
+
+def action_gae(
+    *,
+    reward: Array,
+    executed: Array,
+    value: Array,
+    last_value: Array,
+    terminated: Array,
+    truncated: Array,
+    final_value: Array,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Array, Array]:
+    """GAE step by step through chunks of K actions, for a critic with one value per action (RLinf-VLA's action-level value).
+
+    The executed steps of a slot's chunks follow one another as steps do in `gae`; an episode ends at the last executed step of a
+    chunk that is terminated or truncated.
+
+    Args:
+        reward, value: [T, N, K]; anything where not executed.
+        executed: [T, N, K] bool.
+        last_value: [N] value of the first action after the last chunk.
+        terminated, truncated: [T, N] bool, of the chunks.
+        final_value: [C], in the order of ``np.argwhere(truncated & ~terminated)`` over the chunks.
+
+    Returns:
+        Advantages and returns, both [T, N, K], 0 where not executed.
+
+    Raises:
+        ValueError: as `gae`.
+    """
+    _check_chunks(reward, executed, terminated)
+    if tuple(value.shape) != tuple(reward.shape):
+        raise ValueError(
+            f"value must be [T, N, K] as reward is, {tuple(reward.shape)}, got {tuple(value.shape)}. Use chunk_gae for [T, N]."
+        )
+    steps, slots, length = reward.shape
+    last = _last_executed(executed)
+    flat_terminated, flat_truncated = _flat_steps(terminated[..., None] & last), _flat_steps(truncated[..., None] & last)
+    ordered = _reorder_final(truncated, terminated, last, final_value)
+    advantage, returns = gae(
+        reward=_flat_steps(reward),
+        value=_flat_steps(value),
+        last_value=last_value,
+        terminated=flat_terminated,
+        truncated=flat_truncated,
+        final_value=ordered,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        mask=_flat_steps(executed),
+    )
+    shape = (steps, length, slots)
+    return advantage.reshape(shape).swapaxes(1, 2), returns.reshape(shape).swapaxes(1, 2)
+
+
+def returns_to_go(
+    *,
+    reward: Array,
+    terminated: Array,
+    truncated: Array,
+    gamma: float,
+    last_value: Array | None = None,
+    final_value: Array | None = None,
+    mask: Array | None = None,
+) -> Array:
+    """REINFORCE's credit (Williams 1992), time-major: R_t = r_t + gamma (1 - done_t) R_(t+1).
+
+    Without a critic nothing is known about what comes after the last step or after a truncation: it counts as 0, unless
+    `last_value` [N] and `final_value` [K] say otherwise (see `gae`, which this is with lambda = 1 and no values in between).
+
+    Returns:
+        [T, N] of the type of `reward`, 0 where masked.
+    """
+    zeros: Any = torch.zeros_like if isinstance(reward, Tensor) else np.zeros_like
+    cut: Any = truncated & ~terminated
+    return gae(
+        reward=reward,
+        value=zeros(reward),
+        last_value=zeros(reward[0]) if last_value is None else last_value,
+        terminated=terminated,
+        truncated=truncated,
+        final_value=zeros(reward[cut]) if final_value is None else final_value,
+        gamma=gamma,
+        gae_lambda=1.0,
+        mask=mask,
+    )[1]
+
+
+def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> Array:
+    """Discounted returns-to-go along rows: G_l = r_l + gamma G_(l+1) over the entries in `mask`.
+
+    REINFORCE (Williams 1992) where a row is an episode of tokens or turns. Holes in the mask (a tool's output between two turns)
+    carry the return through undiscounted; implementations that multiply the running return with the mask lose it there.
+
+    Args:
+        reward: [B, L] float32 or float64.
+        mask: [B, L] bool; None: all.
+
+    Returns:
+        [B, L], 0 where masked.
+    """
+    if reward.ndim != 2 or (mask is not None and mask.shape != reward.shape):
+        raise ValueError(f"reward and mask must be [B, L], got {tuple(reward.shape)} and {None if mask is None else tuple(mask.shape)}.")
+    check_types((reward,), () if mask is None else (mask,))
+    if isinstance(reward, Tensor) and reward.device.type != "cpu":
+        from embodied_rl.algorithms.scans import token_returns_scan
+
+        return token_returns_scan(reward=reward, gamma=gamma, mask=mask)
+    from embodied_rl.algorithms.kernels import token_returns_kernel
+
+    rewards = as_numpy(reward)
+    returns = np.empty(rewards.shape, rewards.dtype)
+    token_returns_kernel(rewards, _NO_MASK if mask is None else as_numpy(mask), gamma, returns)
+    return alike(returns, reward)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and spread of some numbers; those of parts can be merged into those of the whole."""
+
+    count: int
+    mean: float
+    squares: float
+    """Sum of squared deviations from the mean."""
+    low: float
+    high: float
+
+    @staticmethod
+    def of(x: np.ndarray | Tensor, mask: np.ndarray | Tensor | None = None) -> Moments:
+        """Of all entries, or of those in `mask`."""
+        chosen: Any = x if mask is None else x[mask]
+        chosen = chosen.detach().double() if isinstance(chosen, Tensor) else chosen.astype(np.float64)
+        count = math.prod(chosen.shape)
+        if count == 0:
+            return Moments(0, 0.0, 0.0, math.inf, -math.inf)
+        mean = chosen.mean()
+        return Moments(count, float(mean), float(((chosen - mean) ** 2).sum()), float(chosen.min()), float(chosen.max()))
+
+    @staticmethod
+    def merge(parts: Iterable[Moments]) -> Moments:
+        """Moments of all parts together, be they micro-batches or ranks (Chan, Golub and LeVeque 1979)."""
+        whole = Moments(0, 0.0, 0.0, math.inf, -math.inf)
+        for part in parts:
+            count = whole.count + part.count
+            if count == 0:
+                continue
+            delta = part.mean - whole.mean
+            mean = whole.mean + delta * part.count / count
+            squares = whole.squares + part.squares + delta**2 * whole.count * part.count / count
+            whole = Moments(count, mean, squares, min(whole.low, part.low), max(whole.high, part.high))
+        return whole
+
+    @property
+    def variance(self) -> float:
+        """Unbiased; 0 for fewer than two numbers and for numbers that are all equal."""
+        return 0.0 if self.count < 2 or self.low == self.high else self.squares / (self.count - 1)
+
+
+def whiten(x: Array, mask: Array | None = None, *, moments: Moments | None = None) -> Array:
     """(x - mean) / sqrt(variance + 1e-8) with the unbiased variance over all entries, or over those in `mask` (0 elsewhere).
 
-    A single entry has no variance: it becomes 0.
+    A single entry has no variance: it becomes 0, and so do entries that are all equal. Where the batch lies on several ranks,
+    `moments` are the merged ones of all (`Moments.merge`): those of one rank's share are not those of the batch.
     """
-    chosen = x.astype(np.float64) if mask is None else x[mask].astype(np.float64)
-    if chosen.size < 2:
-        return np.zeros_like(x)
-    whitened = ((x - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)).astype(x.dtype)
+    if moments is None:
+        moments = Moments.of(x, mask)
+    if moments.count < 2 or moments.low == moments.high:
+        return torch.zeros_like(x) if isinstance(x, Tensor) else np.zeros_like(x)
+    scale = math.sqrt(moments.variance + WHITEN_EPS)
+    if isinstance(x, Tensor):
+        result = ((x.detach().double() - moments.mean) / scale).to(x.dtype)
+        return result if mask is None else torch.where(mask, result, torch.zeros_like(result))
+    whitened = ((x.astype(np.float64) - moments.mean) / scale).astype(x.dtype)
     return whitened if mask is None else np.where(mask, whitened, 0).astype(x.dtype)
+
+
+def _check_gae(reward: Any, value: Any, last_value: Any, terminated: Any, truncated: Any, mask: Any, discount: Any) -> None:
+    shape = tuple(reward.shape)
+    like = [value, terminated, truncated, *(array for array in (mask, discount) if array is not None)]
+    if len(shape) != 2 or any(tuple(array.shape) != shape for array in like) or tuple(last_value.shape) != shape[1:]:
+        shapes = [tuple(array.shape) for array in (reward, *like, last_value)]
+        raise ValueError(f"reward, value, terminated, truncated, mask and discount must be [T, N] and last_value [N], got {shapes}.")
+    check_types((reward, value, last_value), (terminated, truncated, *(() if mask is None else (mask,))))
+
+
+def _check_chunks(reward: Any, executed: Any, terminated: Any) -> None:
+    if reward.ndim != 3 or executed.shape != reward.shape or tuple(terminated.shape) != tuple(reward.shape[:2]):
+        shapes = [tuple(array.shape) for array in (reward, executed, terminated)]
+        raise ValueError(f"reward and executed must be [T, N, K], terminated and truncated [T, N], got {shapes}.")
+    check_types((reward,), (executed,))
+
+
+def _last_executed(executed: Any) -> Any:
+    """[T, N, K]: the last executed step of each chunk."""
+    if isinstance(executed, Tensor):
+        count = executed.long().cumsum(-1)
+        return executed & (count == count[..., -1:])
+    counts = executed.astype(np.int64).cumsum(-1)
+    return executed & (counts == counts[..., -1:])
+
+
+def _flat_steps(array: Any) -> Any:
+    """[T, N, K] → [T·K, N], the steps of a slot one below the other."""
+    steps, slots, length = array.shape
+    return array.swapaxes(1, 2).reshape(steps * length, slots)
+
+
+def _reorder_final(truncated: Any, terminated: Any, last: Any, final_value: Any) -> Any:
+    """Final values in the order of the chunks → in that of the flattened steps, where a shorter chunk of a later slot comes first."""
+    cut = truncated & ~terminated
+    check_final_value(tuple(final_value.shape), int(cut.sum()))
+    if isinstance(cut, Tensor):
+        dense = final_value.new_zeros(cut.shape)
+        dense[cut] = final_value
+        spread: Any = dense[..., None].expand(last.shape)
+    else:
+        dense = np.zeros(cut.shape, final_value.dtype)
+        dense[cut] = final_value
+        spread = np.broadcast_to(dense[..., None], last.shape)
+    return _flat_steps(spread)[_flat_steps(cut[..., None] & last)]

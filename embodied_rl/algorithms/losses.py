@@ -1,28 +1,43 @@
-"""Losses and diagnostics of policy gradients: pure functions with an explicit mask and denominator.
+"""Losses and diagnostics of policy gradients: pure functions with an explicit mask, aggregation and denominator.
 
-Every tensor of one call has the same shape, [B] or [B, L]. A masked entry counts for nothing, be it NaN. The denominator is the
-number that sums are divided by (by default the number of entries in the mask), so that parts of a batch add up to the whole.
-Each loss returns ``(loss, metrics)``; metrics are detached.
+Every tensor of one call has the same shape, [B, L] (B rows, L action units) or [B]; beside log-probabilities [B, L], an advantage or
+weight [B] holds for the whole row. A masked entry counts for nothing, be it NaN, and gets exactly no gradient. The denominator is
+the number that sums are divided by (by default the count in this mask; over micro-batches or ranks take
+`aggregation.global_denominator`), so that parts of a batch add up to the whole.
+Each loss returns ``(loss, metrics)``; metrics are detached and add up over parts in the same way.
+
+Here is what most algorithms share. Off-policy corrections are in `off_policy`, ratios of sequences and chunks in `sequence_losses`,
+divergences in `kl`; `loss_table` lists them all.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, masked_mean, visible_entries
+from embodied_rl.algorithms.kl import kl_estimate
+from embodied_rl.algorithms.ratios import MAX_LOG_RATIO, clamp_log_ratio
+
+__all__ = [
+    "MAX_LOG_RATIO",
+    "Metrics",
+    "behaviour_cloning_loss",
+    "check_clip",
+    "clipped_surrogate",
+    "entropy_bonus",
+    "explained_variance",
+    "kl_estimate",
+    "masked_mean",
+    "policy_gradient_loss",
+    "ppo_clip_loss",
+    "value_loss",
+    "weighted",
+]
+
 Metrics = dict[str, Tensor]
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this magnitude, so that a stray action cannot overflow exp."""
-
-
-def masked_mean(x: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> Tensor:
-    """Sum of the entries in `mask` (None: all) over `denominator` (None: their number, at least 1)."""
-    if mask is None:
-        return x.sum() / (x.numel() if denominator is None else denominator)
-    # where, not multiplication: NaN * 0 is NaN.
-    total = torch.where(mask, x, torch.zeros_like(x)).sum()
-    return total / (mask.sum().clamp(min=1) if denominator is None else denominator)
 
 
 def ppo_clip_loss(
@@ -33,30 +48,114 @@ def ppo_clip_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    weight: Tensor | None = None,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
 ) -> tuple[Tensor, Metrics]:
     """Clipped surrogate of PPO (Schulman et al. 2017), with separate bounds (Yu et al. 2025) and the dual clip (Ye et al. 2020).
 
     With r = exp(log_prob - old_log_prob): max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0, at most -A dual_clip.
 
+    Args:
+        log_prob, old_log_prob: [B, L] or [B].
+        advantage: the same, or [B].
+        dual_clip: > 1.
+        weight: the same, or [B]; multiplies the entries as a constant, such as `off_policy.importance_weights`. An entry of weight 0
+            stays in the denominator.
+
     Returns:
         The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``: the share of ratios outside the bounds.
+
+    Raises:
+        ValueError: shapes that do not agree, or bounds that make no sense.
     """
-    log_ratio = (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
+    new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
+    ratio = clamp_log_ratio(new - old).exp()
+    per_entry, clipped = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    per_entry = weighted(per_entry, weight, mask)
+    loss = aggregation.reduce(per_entry, mask, denominator)
+    with torch.no_grad():
+        kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
+        metrics = {
+            "policy_loss": loss.detach(),
+            "approx_kl": aggregation.mean(kl, mask, denominator),
+            "clip_fraction": aggregation.mean(clipped, mask, denominator),
+        }
+    return loss, metrics
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """PPO's term of every entry, and 1.0 where the ratio lies outside the bounds (0.0 elsewhere); see `ppo_clip_loss`."""
+    check_clip(clip_low, clip_high)
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ValueError(f"dual_clip must be > 1 (a bound on ratios that have grown) or None, got {dual_clip}.")
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     per_entry = torch.maximum(-advantage * ratio, -advantage * clipped)
     if dual_clip is not None:
         per_entry = torch.where(advantage < 0, torch.minimum(per_entry, -advantage * dual_clip), per_entry)
-    loss = masked_mean(per_entry, mask, denominator)
-    with torch.no_grad():
-        metrics = {
-            "policy_loss": loss.detach(),
-            "approx_kl": masked_mean(kl_estimate(log_prob=old_log_prob, reference_log_prob=log_prob, kind="k3"), mask, denominator),
-            "clip_fraction": masked_mean((clipped != ratio).to(ratio.dtype), mask, denominator),
-        }
-    return loss, metrics
+    return per_entry, (clipped != ratio).detach().to(ratio.dtype)
+
+
+def check_clip(clip_low: float, clip_high: float) -> None:
+    """Raises ValueError unless ratios from 1 - clip_low >= 0 to 1 + clip_high >= 1 are allowed."""
+    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
+        raise ValueError(f"clip_low must be between 0 and 1 and clip_high >= 0, got clip_low={clip_low}, clip_high={clip_high}.")
+
+
+def weighted(per_entry: Tensor, weight: Tensor | None, mask: Tensor | None) -> Tensor:
+    """`per_entry` times a constant `weight` of its shape or [B]; None: unchanged."""
+    if weight is None:
+        return per_entry
+    _, constant = visible_entries(mask, per_entry=per_entry, weight=weight.detach())
+    return per_entry * constant
+
+
+def policy_gradient_loss(
+    *,
+    log_prob: Tensor,
+    advantage: Tensor,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, Metrics]:
+    """-A log pi: REINFORCE (Williams 1992), and the loss of GPG (Chu et al. 2025, arXiv:2504.02546).
+
+    GPG's factor B / (number of rows whose advantage is not 0) belongs to its advantages. No ratio, no clipping: rows should come from
+    the present policy, or carry a `weight`.
+
+    Args:
+        log_prob: [B, L] or [B].
+        advantage, weight: the same, or [B]; constants.
+    """
+    new, advantages = visible_entries(mask, log_prob=log_prob, advantage=advantage.detach())
+    loss = aggregation.reduce(weighted(-advantages * new, weight, mask), mask, denominator)
+    return loss, {"policy_loss": loss.detach()}
+
+
+def behaviour_cloning_loss(
+    *,
+    log_prob: Tensor,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, Metrics]:
+    """-log pi of recorded actions: maximum likelihood (Pomerleau 1991; cross-entropy for tokens).
+
+    Args:
+        log_prob: [B, L] or [B] of the demonstrated actions under the policy in training.
+        weight: the same, or [B]; constants, such as exp(advantage / temperature) for advantage-weighted regression.
+
+    Returns:
+        The loss, and ``imitation_loss``.
+    """
+    (new,) = visible_entries(mask, log_prob=log_prob)
+    loss = aggregation.reduce(weighted(-new, weight, mask), mask, denominator)
+    return loss, {"imitation_loss": loss.detach()}
 
 
 def value_loss(
@@ -65,38 +164,55 @@ def value_loss(
     returns: Tensor,
     old_value: Tensor | None = None,
     clip: float | None = None,
+    kind: Literal["mse", "huber"] = "mse",
+    huber_delta: float = 1.0,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
 ) -> tuple[Tensor, Metrics]:
-    """Mean squared error; with `clip`, the larger of it and the error of old_value + clamp(value - old_value, ±clip)."""
-    per_entry = (value - returns) ** 2
-    if clip is not None:
-        assert old_value is not None, "value clipping needs the old values"
-        clipped = old_value + (value - old_value).clamp(-clip, clip)
-        per_entry = torch.maximum(per_entry, (clipped - returns) ** 2)
-    loss = masked_mean(per_entry, mask, denominator)
-    return loss, {"value_loss": loss.detach()}
+    """Error of the value function; with `clip`, the larger of it and the error of old_value + clamp(value - old_value, ±clip).
 
+    With e = value - returns: ``mse`` is e^2; ``huber`` (Huber 1964) is e^2 up to |e| = huber_delta and huber_delta (2 |e| - huber_delta)
+    beyond, twice that of torch.nn.functional, so that the coefficient means the same for both kinds.
 
-def entropy_bonus(*, entropy: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> tuple[Tensor, Metrics]:
-    """Minus the mean entropy, as a loss."""
-    mean = masked_mean(entropy, mask, denominator)
-    return -mean, {"entropy": mean.detach()}
-
-
-def kl_estimate(*, log_prob: Tensor, reference_log_prob: Tensor, kind: str) -> Tensor:
-    """Estimators of KL(pi || reference) from samples of pi, entry by entry (Schulman, "Approximating KL divergence", 2020).
-
-    With d = log pi - log reference: k1 = d (unbiased), k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased, never negative).
+    Raises:
+        ValueError: `clip` without `old_value`, an unknown kind, bounds that are not positive, or shapes that do not agree.
     """
-    d = (log_prob - reference_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return 0.5 * d * d
-    if kind == "k3":
-        return torch.expm1(-d) + d
-    raise ValueError(f"kind must be k1, k2 or k3, got {kind!r}.")
+    if kind not in ("mse", "huber"):
+        raise ValueError(f"kind of value loss must be mse or huber, got {kind!r}.")
+    if kind == "huber" and not huber_delta > 0:
+        raise ValueError(f"huber_delta must be > 0, got {huber_delta}.")
+
+    def error(estimate: Tensor) -> Tensor:
+        if kind == "mse":
+            return (estimate - target) ** 2
+        return 2.0 * torch.nn.functional.huber_loss(estimate, target, reduction="none", delta=huber_delta)
+
+    estimate, target = visible_entries(mask, value=value, returns=returns)
+    per_entry = error(estimate)
+    metrics: Metrics = {}
+    if clip is not None:
+        if old_value is None or not clip > 0:
+            raise ValueError(f"Clipping the value needs old_value and clip > 0, got clip={clip}, old_value={type(old_value).__name__}.")
+        _, old = visible_entries(mask, value=value, old_value=old_value)
+        clipped = error(old + (estimate - old).clamp(-clip, clip))
+        metrics["value_clip_fraction"] = aggregation.mean((clipped > per_entry).to(per_entry.dtype), mask, denominator)
+        per_entry = torch.maximum(per_entry, clipped)
+    loss = aggregation.reduce(per_entry, mask, denominator)
+    return loss, {"value_loss": loss.detach(), **metrics}
+
+
+def entropy_bonus(
+    *,
+    entropy: Tensor,
+    mask: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, Metrics]:
+    """Minus the aggregated entropy, as a loss."""
+    (visible,) = visible_entries(mask, entropy=entropy)
+    mean = aggregation.reduce(visible, mask, denominator)
+    return -mean, {"entropy": mean.detach()}
 
 
 def explained_variance(*, value: Tensor, returns: Tensor) -> float:

@@ -1,10 +1,89 @@
-"""Reward scaling."""
+"""Scaling of rewards: by the running return, and by the statistics of a batch or of groups of rows.
+
+Changes of what is rewarded (penalties, shaping, divergence) are in `reward_shaping`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Statistic = Literal["none", "batch", "group", "running"]
+
+STATISTICS: tuple[str, ...] = get_args(Statistic)
+
+MIN_STD = 1e-6
+"""A standard deviation up to this is none: what is left of equal rewards is rounding, and dividing by it would make it a signal."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance of what has been seen; parts merge exactly, in any order up to rounding (Chan, Golub and LeVeque 1979)."""
+
+    mean: float = 0.0
+    var: float = 0.0
+    """Biased (divided by the count)."""
+    count: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Unbiased (divided by the count minus 1); 0 for fewer than two numbers."""
+        return float(np.sqrt(self.var * self.count / (self.count - 1))) if self.count > 1 else 0.0
+
+    @staticmethod
+    def of(x: Tensor | np.ndarray, mask: Tensor | np.ndarray | None = None) -> Moments:
+        """Of all entries of `x`, or those in `mask`; in float64. Equal entries have exactly no variance."""
+        if isinstance(x, Tensor):
+            x = x.detach().double().cpu().numpy()
+        if isinstance(mask, Tensor):
+            mask = mask.cpu().numpy()
+        values = (x if mask is None else x[mask]).astype(np.float64, copy=False).ravel()
+        if values.size == 0:
+            return Moments()
+        if values.min() == values.max():
+            return Moments(float(values[0]), 0.0, float(values.size))
+        return Moments(float(values.mean()), float(values.var()), float(values.size))
+
+    def merge(self, other: Moments) -> Moments:
+        """Of both parts together."""
+        if self.count == 0 or other.count == 0:
+            return other if self.count == 0 else self
+        total = self.count + other.count
+        delta = other.mean - self.mean
+        squares = self.var * self.count + other.var * other.count + delta**2 * self.count * other.count / total
+        return Moments(self.mean + delta * other.count / total, squares / total, total)
+
+    def over_ranks(self, process_group: ProcessGroup | None = None) -> Moments:
+        """Of all ranks together, the same on each; without an initialised ``torch.distributed``, of this one."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return self
+        on_gpu = torch.distributed.get_backend(process_group) == "nccl"
+        own = torch.tensor([self.mean, self.var, self.count], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(process_group))]
+        torch.distributed.all_gather(parts, own, group=process_group)
+        merged = Moments()
+        for part in parts:
+            merged = merged.merge(Moments(*part.tolist()))
+        return merged
+
+    def to_dict(self) -> dict[str, float]:
+        """JSON-able; floats survive JSON bit for bit."""
+        return {"mean": self.mean, "var": self.var, "count": self.count}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, float]) -> Moments:
+        return Moments(float(data["mean"]), float(data["var"]), float(data["count"]))
 
 
 class ReturnNormalizer:
@@ -19,12 +98,23 @@ class ReturnNormalizer:
         self.gamma = gamma
         self.clip = clip
         self.eps = eps
-        self.mean = 0.0
-        self.var = 0.0
-        """Biased variance (divided by the count)."""
-        self.count = 0.0
+        self.moments = Moments()
+        """Of the discounted returns."""
         self.carried: np.ndarray | None = None
         """[N] float64 discounted return of each slot's running episode."""
+
+    @property
+    def mean(self) -> float:
+        return self.moments.mean
+
+    @property
+    def var(self) -> float:
+        """Biased variance (divided by the count)."""
+        return self.moments.var
+
+    @property
+    def count(self) -> float:
+        return self.moments.count
 
     def __call__(self, reward: np.ndarray, done: np.ndarray) -> np.ndarray:
         """Fold in rewards [T, N] with dones [T, N]; return them normalised, in the same type."""
@@ -34,16 +124,8 @@ class ReturnNormalizer:
             self.carried = np.zeros(reward.shape[1], np.float64)
         returns = np.empty(reward.shape, np.float64)
         discounted_returns_kernel(reward, done, self.gamma, self.carried, returns)
-        self._merge(returns)
+        self.moments = self.moments.merge(Moments.of(returns))
         return np.clip(reward / np.sqrt(self.var + self.eps), -self.clip, self.clip).astype(reward.dtype)
-
-    def _merge(self, returns: np.ndarray) -> None:
-        # Pairwise update of Chan, Golub and LeVeque (1979).
-        total = self.count + returns.size
-        delta = float(returns.mean()) - self.mean
-        squares = self.var * self.count + float(returns.var()) * returns.size + delta**2 * self.count * returns.size / total
-        self.mean += delta * returns.size / total
-        self.var, self.count = squares / total, total
 
     def restart_episodes(self) -> None:
         """Forget the returns of running episodes, not the statistics."""
@@ -52,8 +134,146 @@ class ReturnNormalizer:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able numbers and lists; floats survive JSON bit for bit."""
         carried = None if self.carried is None else self.carried.tolist()
-        return {"mean": self.mean, "var": self.var, "count": self.count, "carried": carried}
+        return {**self.moments.to_dict(), "carried": carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean, self.var, self.count = float(state["mean"]), float(state["var"]), float(state["count"])
+        self.moments = Moments.from_dict(state)
         self.carried = None if state["carried"] is None else np.asarray(state["carried"], np.float64)
+
+
+def normalize_reward(
+    *,
+    reward: Tensor,
+    mean: Statistic = "none",
+    std: Statistic = "none",
+    group: Tensor | None = None,
+    mask: Tensor | None = None,
+    batch_moments: Moments | None = None,
+    running: Moments | None = None,
+    eps: float = MIN_STD,
+) -> Tensor:
+    """r' = (r - mu) / (sigma + eps), mu and sigma each from nothing, the batch, the row's group or a running record.
+
+    As in ROLL (Wang et al. 2025, arXiv:2506.06122). sigma is unbiased. Where a sigma is asked for and there is none (fewer than two
+    rows, or sigma <= 1e-6) the result is exactly 0. Statistics are float64.
+
+    Args:
+        reward: [B], one number per row (an episode's or a turn's).
+        group: [B] integers, any values, rows of a group anywhere; see `group_ids`. For ``group`` alone.
+        mask: [B] bool; rows that count. The others get 0 and may be NaN.
+        batch_moments: statistics of the global batch where this call sees a part of it: ``Moments.of(part, mask).over_ranks()``, or
+            the parts' merged. None: of these rows.
+        running: the record for ``running``; merge this batch into it first, so that one number divides the whole batch.
+
+    Returns:
+        [B] of the type of `reward`.
+
+    Raises:
+        ValueError: an unknown statistic, shapes that do not agree, or a statistic whose source is missing.
+        NonFiniteError: a reward in the mask is NaN or infinite.
+    """
+    _check_normalize(reward, mean, std, group, mask, running)
+    shown = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask
+    values = torch.where(shown, reward, torch.zeros_like(reward)).double()
+    if not bool(torch.isfinite(values).all()):
+        row = int(torch.argmin(torch.isfinite(values).int()))
+        raise NonFiniteError(f"The reward of row {row} is {float(values[row])}; rewards are normalised over rows, so it would spoil all.")
+    sources: dict[str, tuple[Tensor | float, Tensor | float]] = {"none": (0.0, 0.0)}
+    for name in {mean, std} - {"none"}:
+        if name == "group":
+            assert group is not None, "checked above"
+            sources[name] = _group_mean_std(values, group, shown)
+        else:
+            moments = running if name == "running" else batch_moments or Moments.of(values, shown)
+            assert moments is not None, "checked above"
+            sources[name] = (moments.mean, moments.std)
+    centred = values - sources[mean][0]
+    if std != "none":
+        spread = torch.as_tensor(sources[std][1], dtype=torch.float64, device=values.device)
+        centred = torch.where(spread > MIN_STD, centred / (spread + eps), torch.zeros_like(centred))
+    return torch.where(shown, centred, torch.zeros_like(centred)).to(reward.dtype)
+
+
+def _check_normalize(reward: Tensor, mean: str, std: str, group: Tensor | None, mask: Tensor | None, running: Moments | None) -> None:
+    for what, name in (("mean", mean), ("std", std)):
+        if name not in STATISTICS:
+            raise ValueError(f"{what}={name!r} of the reward normalisation is not known.{did_you_mean(str(name), STATISTICS)}")
+    if reward.dim() != 1 or not reward.is_floating_point():
+        raise ValueError(f"reward must be floating point of shape [B], got {reward.dtype} of shape {tuple(reward.shape)}.")
+    if mask is not None and (mask.shape != reward.shape or mask.dtype != torch.bool):
+        raise ValueError(f"mask must be bool of shape {tuple(reward.shape)}, got {mask.dtype} of shape {tuple(mask.shape)}.")
+    if "group" in (mean, std):
+        if group is None:
+            raise ValueError(f"mean={mean}, std={std} needs group, an integer per row; `group_ids` makes them from metadata.")
+        if group.shape != reward.shape or group.is_floating_point():
+            raise ValueError(f"group must be integers of shape {tuple(reward.shape)}, got {group.dtype} of shape {tuple(group.shape)}.")
+    if "running" in (mean, std) and running is None:
+        raise ValueError(f"mean={mean}, std={std} needs running, the Moments of the rewards seen so far.")
+
+
+def _group_mean_std(values: Tensor, group: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation of each row's group, [B] float64 each; exact for groups of equal values."""
+    _, index = torch.unique(group[shown], return_inverse=True)
+    chosen = values[shown]
+    size = int(index.max()) + 1 if index.numel() else 0
+
+    def total(x: Tensor) -> Tensor:
+        return torch.zeros(size, dtype=torch.float64, device=values.device).index_add_(0, index, x)
+
+    def extreme(which: Literal["amin", "amax"]) -> Tensor:
+        zeros = torch.zeros(size, dtype=torch.float64, device=values.device)
+        return zeros.scatter_reduce_(0, index, chosen, which, include_self=False)
+
+    count, lowest = total(torch.ones_like(chosen)), extreme("amin")
+    # Rounding in the mean of equal values would leave a deviation of their last bit.
+    equal = lowest == extreme("amax")
+    mean = torch.where(equal, lowest, total(chosen) / count)
+    squares = total((chosen - mean[index]) ** 2)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    row_mean, row_std = torch.zeros_like(values), torch.zeros_like(values)
+    row_mean[shown], row_std[shown] = mean[index], std[index]
+    return row_mean, row_std
+
+
+def group_ids(rows: Sequence[Any], keys: str | Sequence[str]) -> Tensor:
+    """Number the groups of rows that agree in a dotted key of their metadata, such as ``task``, ``env.seed`` or ``group.number``.
+
+    Args:
+        rows: [B] mappings, nested or with dots in their keys, or objects with attributes.
+        keys: one path, or several, all of which must agree.
+
+    Returns:
+        [B] int64, from 0 in order of first appearance. Values are compared as JSON: lists and mappings by content, 1 is not "1" nor True.
+
+    Raises:
+        UserError: a row lacks the key; names the row and what it has.
+    """
+    paths = (keys,) if isinstance(keys, str) else tuple(keys)
+    if not paths:
+        raise UserError("group_ids needs at least one key.")
+    numbers: dict[tuple[str, ...], int] = {}
+    ids = [numbers.setdefault(tuple(_canonical(_lookup(row, path, i)) for path in paths), len(numbers)) for i, row in enumerate(rows)]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _lookup(row: Any, path: str, index: int) -> Any:
+    node, rest = row, path
+    while rest:
+        names = [str(name) for name in node] if isinstance(node, Mapping) else [name for name in dir(node) if not name.startswith("_")]
+        parts = rest.split(".")
+        # The longest name first: a key may have dots of its own.
+        name = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in names), None)
+        if name is None:
+            raise UserError(f"Row {index} has no '{path}': no '{parts[0]}' in it.{did_you_mean(parts[0], names)}")
+        node = node[name] if isinstance(node, Mapping) else getattr(node, name)
+        rest = rest[len(name) + 1 :]
+    return node
+
+
+def _canonical(value: Any) -> str:
+    def plain(x: Any) -> Any:
+        if isinstance(x, np.ndarray | np.generic | Tensor):
+            return x.tolist()
+        return str(x)
+
+    return json.dumps(value, sort_keys=True, default=plain)

@@ -1,10 +1,51 @@
-"""Cores this process may use: what the scheduler allows, cut by the container's quota."""
+"""Where worker processes run: which cores and which memory each gets, set in the worker itself and read back.
+
+`plan_placement` decides, from a `Topology` alone, so that it can be tested for machines that are not at hand;
+`apply_placement` runs in the worker, before its simulator is imported, and reports what really holds.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import math
 import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sim.memory_policy import MemoryMode, set_memory_policy
+from embodied_rl.sim.topology import Gpu, Topology, format_list
+
+__all__ = [
+    "AppliedPlacement",
+    "Placement",
+    "Topology",
+    "apply_placement",
+    "available_cores",
+    "choose_policy",
+    "describe",
+    "limit_threads",
+    "place_workers",
+    "plan_placement",
+]
+
+PlacementPolicy = Literal["auto", "none", "pack", "spread", "near_gpu"]
+POLICIES: tuple[PlacementPolicy, ...] = ("auto", "none", "pack", "spread", "near_gpu")
+
+MIN_CORES = 4
+"""With fewer, "auto" pins nothing: learner and workers share the cores, and the kernel has to be free to move them."""
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""What libraries read once, when they are loaded."""
+
+
+# --- how many cores --------------------------------------------------------------------------------------------------
 
 
 def available_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -25,3 +66,345 @@ def _quota(root: Path) -> float:
         return limit_us / period_us if limit_us > 0 else math.inf
     except (OSError, ValueError):
         return math.inf
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one worker is given."""
+
+    worker: int
+    cores: tuple[int, ...] = ()
+    """The kernel's CPU numbers, ascending; empty: not pinned."""
+    node: int | None = None
+    """NUMA node of the cores; None: not pinned, or the machine reports no nodes."""
+    memory_nodes: tuple[int, ...] = ()
+    """Nodes that its memory comes from; empty: wherever the kernel likes."""
+    threads: int = 1
+    """Threads that a library of the worker may use: as many as were asked for, at most one per physical core it has."""
+    gpu: int | None = None
+    """The GPU that it was placed near to, as this process numbers it."""
+    shares_with: tuple[int, ...] = ()
+    """Workers with which it shares a physical core, because there are more workers than those."""
+    note: str = ""
+    """Why it is not where the policy would have it; empty when it is."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Placement:
+        """The inverse of `to_dict`, after JSON made lists of the tuples."""
+        tuples = {name: tuple(data[name]) for name in ("cores", "memory_nodes", "shares_with")}
+        return Placement(**{**data, **tuples})
+
+
+def place_workers(
+    num_workers: int, policy: PlacementPolicy = "auto", gpus: Sequence[int] = (0,), threads: int = 1, root: Path = Path("/")
+) -> list[Placement]:
+    """Read the machine and plan, asking no more than the policy needs (no driver for a machine with one node)."""
+    if policy == "none":
+        return [Placement(worker, threads=threads) for worker in range(num_workers)]
+    topology = Topology.read(root, with_gpus=policy == "near_gpu")
+    if policy == "auto" and choose_policy(topology, cgroup_root=root / "sys/fs/cgroup") != "none":
+        topology = Topology.read(root)
+    chosen = choose_policy(topology, gpus, root / "sys/fs/cgroup") if policy == "auto" else policy
+    return plan_placement(topology, num_workers, chosen, gpus, threads)
+
+
+def choose_policy(topology: Topology, gpus: Sequence[int] = (0,), cgroup_root: Path = Path("/sys/fs/cgroup")) -> PlacementPolicy:
+    """What "auto" stands for on this machine.
+
+    ``none`` with one node, with fewer than `MIN_CORES` physical cores, or under a CPU quota (whoever else has a share of
+    the machine would be sent to the same cores); else ``near_gpu`` where the node of all `gpus` is known, else ``spread``.
+    """
+    nodes = [node for node in topology.nodes if topology.usable_in(node.index)]
+    if len(nodes) < 2 or len(topology.physical_cores) < MIN_CORES or _quota(cgroup_root) < len(topology.cores):
+        return "none"
+    known = {gpu.index for gpu in topology.gpus if gpu.node is not None}
+    return "near_gpu" if gpus and known.issuperset(gpus) else "spread"
+
+
+def plan_placement(
+    topology: Topology, num_workers: int, policy: PlacementPolicy, gpus: Sequence[int] = (0,), threads: int = 1
+) -> list[Placement]:
+    """Cores and memory for each worker; the same for the same arguments.
+
+    Policies:
+        none: nothing is pinned.
+        pack: as few nodes as have a physical core (`threads` of them) for each worker, in the order of their numbers.
+        spread: evenly over all nodes, by how many cores they have; worker i and i + 1 on different ones, so that both
+            halves of a pipeline (`sim.pipeline_groups`) keep all nodes busy.
+        near_gpu: on the node of the GPU that consumes the worker's frames, then on the next nearest that has cores free.
+            Workers are dealt to `gpus` in blocks, worker i to ``gpus[i * len(gpus) // num_workers]``, as slots are to workers.
+        auto: see `choose_policy`.
+
+    While there are enough, each worker has physical cores to itself, all workers equally many, and may use all hardware
+    threads of them. With more workers than physical cores each gets one hardware thread, those of different cores first;
+    with more workers than those, they share them in turns. `shares_with` says who shares.
+
+    Args:
+        gpus: as this process numbers them; near_gpu alone looks at them.
+        threads: that libraries in a worker may use. It is a property of the simulator, not of the machine: sums of
+            floating-point numbers depend on it, and episodes must not depend on where they run.
+    Raises:
+        UserError: an unknown policy, no worker, or near_gpu with a GPU that is not there.
+    """
+    if num_workers < 1 or threads < 1:
+        raise UserError(f"Placement needs at least one worker and one thread, got {num_workers} and {threads}.")
+    if policy not in POLICIES:
+        raise UserError(f"sim.placement={policy!r} is not a choice.{did_you_mean(str(policy), POLICIES)}")
+    if policy == "auto":
+        policy = choose_policy(topology, gpus)
+    if policy == "none":
+        return [Placement(worker, threads=threads) for worker in range(num_workers)]
+    served: list[Gpu | None] = [None] * num_workers
+    note = ""
+    if policy == "near_gpu":
+        served = _served_gpus(topology, num_workers, gpus)
+        unknown = {gpu.index for gpu in served if gpu is not None and gpu.node is None}
+        if unknown:
+            note = f"the NUMA node of GPU {format_list(unknown)} is not reported, so workers are spread"
+            policy, served = "spread", [None] * num_workers
+    nodes = _choose_nodes(topology, num_workers, policy, served, threads)
+    return _choose_cores(topology, nodes, served, threads, note)
+
+
+def _served_gpus(topology: Topology, num_workers: int, gpus: Sequence[int]) -> list[Gpu | None]:
+    known = {gpu.index: gpu for gpu in topology.gpus}
+    missing = {index for index in gpus if index not in known}
+    if missing or not gpus:
+        there = ", ".join(f"{gpu.index} ({gpu.pci})" for gpu in topology.gpus) or "none"
+        named = f"GPU {format_list(missing)}, which is not there" if missing else "a GPU, and none was named"
+        raise UserError(f"sim.placement=near_gpu needs {named}; GPUs that this process sees: {there}. Choose spread, pack or none.")
+    return [known[gpus[worker * len(gpus) // num_workers]] for worker in range(num_workers)]
+
+
+def _choose_nodes(
+    topology: Topology, num_workers: int, policy: PlacementPolicy, served: Sequence[Gpu | None], threads: int
+) -> dict[int, int]:
+    """{worker: node}. Nodes are filled until all are full, then once more with what is left in them."""
+    rooms = _rooms(topology, num_workers, threads)
+    room: dict[int, int] = {}
+    left: dict[int, int] = {}
+    chosen: dict[int, int] = {}
+    for worker in _order(served):
+        while not any(left.values()):
+            room = next(rooms)
+            left = dict(room)
+        free = sorted(node for node in left if left[node])
+        gpu = served[worker]
+        if policy == "near_gpu" and gpu is not None and gpu.node is not None:
+            node = topology.nearest(gpu.node, free)[0]
+        elif policy == "spread":
+            node = min(free, key=lambda node: ((room[node] - left[node] + 1) / room[node], node))
+        else:
+            node = free[0]
+        left[node] -= 1
+        chosen[worker] = node
+    return chosen
+
+
+def _order(served: Sequence[Gpu | None]) -> list[int]:
+    """Workers in the order in which they choose: the first of each GPU, then the second of each, …"""
+    count: Counter[int | None] = Counter()
+    ranks = []
+    for gpu in served:
+        key = None if gpu is None else gpu.index
+        ranks.append(count[key])
+        count[key] += 1
+    # Where no GPUs are served, the rank is the worker's own number.
+    return sorted(range(len(served)), key=lambda worker: (ranks[worker], worker))
+
+
+def _rooms(topology: Topology, num_workers: int, threads: int) -> Iterator[dict[int, int]]:
+    """{node: workers it has room for}: on physical cores, then on their other hardware threads, then all over again."""
+    cores = {node.index: topology.usable_in(node.index) for node in topology.nodes}
+    wide = {node: len(own) // threads for node, own in cores.items()}
+    if num_workers <= sum(wide.values()):
+        yield wide
+        return
+    physical = {node: len(own) for node, own in cores.items()}
+    other = {node: sum(map(len, own)) - len(own) for node, own in cores.items()}
+    yield from itertools.cycle((physical, other))
+
+
+def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence[Gpu | None], threads: int, note: str) -> list[Placement]:
+    members = {node: sorted(worker for worker in nodes if nodes[worker] == node) for node in set(nodes.values())}
+    share = min(len(topology.usable_in(node)) // len(workers) for node, workers in members.items())
+    given: dict[int, tuple[int, ...]] = {}
+    for node, workers in members.items():
+        own = topology.usable_in(node)
+        # The first hardware thread of every core, then the second of those that have one, …
+        single = [thread for level in itertools.zip_longest(*own) for thread in level if thread is not None]
+        for place, worker in enumerate(workers):
+            whole = tuple(sorted(itertools.chain(*own[place * share : (place + 1) * share])))
+            given[worker] = whole or (single[place % len(single)],)
+    sharing = _sharing(topology, given)
+    placements = []
+    for worker in sorted(given):
+        node, gpu = nodes[worker], served[worker]
+        placements.append(
+            Placement(
+                worker,
+                given[worker],
+                node=node if topology.numa_known else None,
+                memory_nodes=topology.nearest(node, topology.memory_nodes)[:1],
+                threads=min(threads, max(1, share)),
+                gpu=None if gpu is None else gpu.index,
+                shares_with=sharing[worker],
+                note=note,
+            )
+        )
+    return placements
+
+
+def _sharing(topology: Topology, given: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """{worker: those that have threads of a physical core of its}."""
+    home = {thread: core for core in topology.physical_cores for thread in core}
+    users: dict[tuple[int, ...], set[int]] = {}
+    for worker, threads in given.items():
+        for thread in threads:
+            users.setdefault(home[thread], set()).add(worker)
+    return {
+        worker: tuple(sorted({other for thread in threads for other in users[home[thread]]} - {worker}))
+        for worker, threads in given.items()
+    }
+
+
+# --- in the worker ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AppliedPlacement:
+    """What holds in the worker, as the kernel reports it after the attempt."""
+
+    worker: int
+    cores: tuple[int, ...]
+    """Cores that the process may run on; empty where the system does not tell."""
+    memory_policy: str
+    """``preferred:0``, ``bind:0``, ``default``, … or ``unavailable: `` and why."""
+    threads: int
+    problems: tuple[str, ...] = ()
+    """What was asked for and does not hold, one sentence each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "cores": list(self.cores), "problems": list(self.problems)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> AppliedPlacement:
+        """The inverse of `to_dict`."""
+        return AppliedPlacement(**{**data, "cores": tuple(data["cores"]), "problems": tuple(data["problems"])})
+
+
+def apply_placement(placement: Placement, memory_mode: MemoryMode = "preferred") -> AppliedPlacement:
+    """Pin this process and bind its memory, then read back what holds. Never raises for lack of permission.
+
+    Call it in the worker, in its main thread, before the simulator is imported: memory that exists already stays where it
+    is, and the memory policy is the calling thread's own and that of threads it starts afterwards. Cores are set for all
+    threads that the process has.
+    """
+    problems = _pin(placement.cores) if placement.cores else []
+    policy = set_memory_policy(placement.memory_nodes, memory_mode)
+    if placement.memory_nodes and policy.startswith("unavailable"):
+        problems.append(f"memory is not taken from node {format_list(placement.memory_nodes)}: {policy}")
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    if placement.cores and set(cores) != set(placement.cores):
+        problems.append(f"asked for cores {format_list(placement.cores)}, got {format_list(cores) or 'no answer'}")
+    return AppliedPlacement(placement.worker, cores, policy, placement.threads, tuple(problems))
+
+
+def _pin(cores: Sequence[int]) -> list[str]:
+    """Restrict every thread of this process to `cores`; what went wrong, if anything."""
+    if not hasattr(os, "sched_setaffinity"):
+        return [f"{sys.platform} cannot pin processes"]
+    tasks = Path("/proc/self/task")
+    # sched_setaffinity(0) is the calling thread's alone; others may exist already (a watchdog, a library's pool).
+    others = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else []
+    try:
+        os.sched_setaffinity(0, cores)
+        for task in others:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.sched_setaffinity(task, cores)
+    except OSError as error:
+        return [f"cores {format_list(cores)} cannot be set: {error.strerror}"]
+    return []
+
+
+def limit_threads(num_threads: int) -> dict[str, int]:
+    """Limit the thread pools of libraries in this process; what was limited and to how many threads.
+
+    The variables of `THREAD_VARIABLES` reach libraries that are loaded afterwards. Of those that are loaded already, torch
+    and numba are told; OpenBLAS, MKL and OpenMP are where threadpoolctl is installed (without it they keep the number they
+    were loaded with, so set the variables before the process starts). Torch is never imported here.
+    """
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(num_threads)))
+    limited = {"environment": num_threads}
+    torch, numba = sys.modules.get("torch"), sys.modules.get("numba")
+    if torch is not None:
+        torch.set_num_threads(num_threads)
+        # Only possible before the first parallel work; afterwards torch refuses.
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_interop_threads(num_threads)
+        limited["torch"] = torch.get_num_threads()
+    if numba is not None:
+        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+        limited["numba"] = numba.get_num_threads()
+    try:
+        from threadpoolctl import threadpool_info, threadpool_limits
+    except ModuleNotFoundError:
+        return limited
+    threadpool_limits(num_threads)
+    limited.update({pool["internal_api"]: pool["num_threads"] for pool in threadpool_info()})
+    return limited
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+
+def describe(topology: Topology, placements: Sequence[Placement]) -> list[str]:
+    """Lines for people: nodes, GPUs, what is unknown, and where each worker goes."""
+    return [f"{name}: {text}" for name, text in (*describe_topology(topology), *describe_placements(placements))]
+
+
+def describe_topology(topology: Topology) -> list[tuple[str, str]]:
+    """(what, text) of each node, each GPU, and what is not known."""
+    rows = []
+    for node in topology.nodes:
+        physical = topology.usable_in(node.index)
+        usable = [thread for core in physical for thread in core]
+        parts = [f"cores {format_list(node.cores) or 'none'}"]
+        if set(usable) != set(node.cores):
+            parts[0] += f" (usable: {format_list(usable) or 'none'})"
+        if len(usable) > len(physical):
+            parts.append(f"{len(physical)} physical, {len(usable)} hardware threads")
+        if node.memory_total_bytes is not None:
+            free = "?" if node.memory_free_bytes is None else f"{node.memory_free_bytes / 2**30:.1f}"
+            parts.append(f"{node.memory_total_bytes / 2**30:.1f} GiB, {free} free")
+        if len(topology.nodes) > 1 and node.distances:
+            parts.append("distances " + " ".join(f"{other}:{cost}" for other, cost in sorted(node.distances.items())))
+        rows.append((f"node {node.index}" if topology.numa_known else "all (no NUMA reported)", "; ".join(parts)))
+    for gpu in topology.gpus:
+        where = "node unknown" if gpu.node is None else f"node {gpu.node}" if topology.numa_known else "the only node"
+        rows.append((f"GPU {gpu.index}", f"{gpu.pci}, {where}" + (f", {gpu.name}" if gpu.name else "")))
+    return [*rows, *((f"note {number}", note) for number, note in enumerate(topology.notes, 1))]
+
+
+def describe_placements(placements: Sequence[Placement]) -> list[tuple[str, str]]:
+    """(where, which workers) for each node, and what is not as one would wish; one row where nothing is pinned."""
+    if not any(placement.cores for placement in placements):
+        return [("workers", f"{len(placements)}, not pinned: the kernel places them")]
+    rows = []
+    for node in sorted({-1 if placement.node is None else placement.node for placement in placements}):
+        own = [placement for placement in placements if placement.node == (None if node < 0 else node)]
+        memory = {number for placement in own for number in placement.memory_nodes}
+        text = "worker " + ", ".join(f"{placement.worker} on {format_list(placement.cores)}" for placement in own)
+        rows.append(("workers" if node < 0 else f"node {node}", text + (f"; memory of node {format_list(memory)}" if memory else "")))
+    shared = sum(bool(placement.shares_with) for placement in placements)
+    if shared:
+        rows.append(("shared", f"{shared} of {len(placements)} workers share a physical core: there are more workers than those"))
+    return [*rows, *(("instead", note) for note in sorted({placement.note for placement in placements} - {""}))]

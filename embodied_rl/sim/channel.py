@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 import time
@@ -21,10 +22,10 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
 
-    def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        """Raises ChannelClosed."""
+    def send(self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = None) -> None:
+        """Raises ChannelClosed, also when the other end does not take the message in time."""
         text = json.dumps(message).encode()
-        self.socket.settimeout(None)
+        self.socket.settimeout(timeout_s)
         try:
             self.socket.sendall(_HEADER.pack(len(text), len(payload)) + text + payload)
         except OSError as error:
@@ -36,6 +37,10 @@ class Channel:
         text_size, payload_size = _HEADER.unpack(self._exactly(_HEADER.size, deadline))
         text = self._exactly(text_size, deadline)
         return json.loads(text), self._exactly(payload_size, deadline)
+
+    def has_message(self) -> bool:
+        """Whether something, or the news of the other end's death, can be read without waiting."""
+        return bool(select.select([self.socket], [], [], 0)[0])
 
     def send_fd(self, fd: int) -> None:
         socket.send_fds(self.socket, [b"f"], [fd])

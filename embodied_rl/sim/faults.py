@@ -1,10 +1,13 @@
-"""Typed failures of simulator workers."""
+"""Typed failures of simulator workers, what is done about them, and the record of each."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from embodied_rl.config import SimConfig
 from embodied_rl.errors import NonFiniteError
 
 
@@ -15,6 +18,8 @@ class FaultKind(enum.Enum):
     DIED = "died"
     TIMED_OUT = "did not answer in time"
     NON_FINITE = "returned NaN or infinity"
+    WRONG_SHAPE = "returned values of a wrong shape"
+    OUT_OF_MEMORY = "ran over its memory limit"
 
 
 class SimFault(RuntimeError):
@@ -42,3 +47,103 @@ class SimFault(RuntimeError):
 
 class NonFiniteSimulationError(SimFault, NonFiniteError):
     """A simulator returned NaN or infinity in an observation or reward."""
+
+
+class WrongShapeError(ValueError):
+    """A simulator returned a value that does not fit its own spec."""
+
+
+@dataclass(frozen=True)
+class FaultPolicy:
+    """What the manager does when a worker fails.
+
+    Raises:
+        ValueError: a limit below zero.
+    """
+
+    recovery: Literal["restore", "restart"] = "restore"
+    """restore: a new worker takes every episode up where it was: from its last snapshot or its seed, and by playing the actions
+    since then again; the caller sees a late step and nothing else. An episode that fails twice at the same step is given up.
+    restart: the episodes of a failed worker are given up and new ones begin."""
+    stop_on: frozenset[FaultKind] = frozenset()
+    """Kinds that end the run at once, as a SimFault from the call that notices."""
+    max_restarts: int = 5
+    """A worker that fails more often than this without a step in between, or gives up more episodes than this without one that
+    finishes, ends the run."""
+    backoff_s: float = 0.1
+    """Pause before the second restart in a row; doubles with each further one."""
+    max_backoff_s: float = 30.0
+    memory_limit_mb: float | None = None
+    """Resident size of one worker beyond which it is replaced."""
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0 or self.backoff_s < 0 or self.max_backoff_s < 0:
+            raise ValueError(f"The limits of a fault policy must not be negative: {self}.")
+
+    @staticmethod
+    def stop() -> FaultPolicy:
+        """Every fault ends the run."""
+        return FaultPolicy(stop_on=frozenset(FaultKind))
+
+    @staticmethod
+    def from_config(config: SimConfig) -> FaultPolicy:
+        """The policy that a configuration describes."""
+        stop_on = frozenset(FaultKind) if config.on_fault == "stop" else frozenset[FaultKind]()
+        if config.non_finite == "stop":
+            stop_on |= {FaultKind.NON_FINITE}
+        return FaultPolicy(
+            recovery="restart" if config.on_fault == "restart" else "restore",
+            stop_on=stop_on,
+            max_restarts=config.max_restarts,
+            memory_limit_mb=config.memory_limit_mb,
+        )
+
+    def pause_s(self, failures: int) -> float:
+        """Seconds to wait before restart number `failures` in a row."""
+        return 0.0 if failures <= 1 else min(self.backoff_s * 2.0 ** (failures - 2), self.max_backoff_s)
+
+
+@dataclass(frozen=True)
+class SlotFault:
+    """What a fault did to one slot."""
+
+    slot: int
+    episode: int
+    """Number of the episode in its slot."""
+    seed: int
+    """The episode's seed."""
+    step: int
+    """Messages (actions or chunks) that the episode had been sent since its start or last snapshot."""
+    outcome: Literal["restored", "aborted"]
+    drift: float | None = None
+    """Largest difference between the observation before the fault and after the restore; None where it could not be compared."""
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """One failure of one worker, and how it ended for each of its slots."""
+
+    kind: FaultKind
+    worker: int
+    pid: int
+    detail: str
+    """The worker's traceback, or the end of what it wrote to stderr."""
+    culprits: tuple[int, ...]
+    """Slots that were being stepped."""
+    slots: tuple[SlotFault, ...]
+    failures_in_a_row: int
+    recovery_s: float
+    """From noticing to the new worker being ready."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a log, as JSON."""
+        return {
+            "kind": self.kind.name,
+            "worker": self.worker,
+            "pid": self.pid,
+            "detail": self.detail,
+            "culprits": list(self.culprits),
+            "slots": [vars(slot) for slot in self.slots],
+            "failures_in_a_row": self.failures_in_a_row,
+            "recovery_s": self.recovery_s,
+        }

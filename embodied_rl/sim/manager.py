@@ -3,66 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import math
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from embodied_rl.config import SimConfig
-from embodied_rl.errors import UserError
-from embodied_rl.sim.affinity import available_cores
+from embodied_rl.sim.affinity import PlacementPolicy, available_cores, place_workers
+from embodied_rl.sim.batches import SlotViews, ascending
+from embodied_rl.sim.crew import Crew, CrewPlan
 from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.faults import FaultPolicy, FaultRecord
+from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
 from embodied_rl.sim.process import WorkerProcess
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.transport import ENDED, IDLE, PENDING, READY, Bell, Slab, fence, memory_of, slab_layout
-from embodied_rl.types import EpisodeSummary, SimSpec, StepBatch
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
+from embodied_rl.sim.supervisor import Supervisor
+from embodied_rl.sim.transport import ABORTED, IDLE, PENDING, READY, fence
+from embodied_rl.types import SimSpec, StepBatch
 
+Slots = range | Sequence[int] | np.ndarray
 
-class _Group:
-    """A contiguous run of slots with its views, made once: the fast path of `send` and `recv`."""
-
-    def __init__(self, slots: range, slab: Slab, bells: list[Bell]) -> None:
-        arrays, rows = slab.arrays, slice(slots.start, slots.stop)
-        self.rows = rows
-        self.state = memory_of(arrays["slot_state"][rows])
-        self.action = arrays["action"][rows]
-        self.bells = bells
-        size = len(slots)
-        self.pending, self.idle, self.all_ready = bytes([PENDING]) * size, bytes([IDLE]) * size, bytes([READY]) * size
-        self.batch = StepBatch(
-            slots=np.arange(slots.start, slots.stop),
-            observation=slab.group("observation", slots.start, slots.stop),
-            reward=arrays["reward"][rows],
-            terminated=arrays["terminated"][rows],
-            truncated=arrays["truncated"][rows],
-            success=arrays["success"][rows],
-            final_observation=slab.group("final_observation", slots.start, slots.stop),
-            episodes=(),
-        )
-
-    def is_ready(self) -> bool:
-        """Whether every slot of the group has a step waiting."""
-        marks = self.state.tobytes()
-        return marks == self.all_ready or min(marks) >= READY
+_POLL_EVERY_SENDS = 1024
+_POLL_EVERY_S = 0.1
 
 
 class EnvManager:
     """`num_slots` environments over `num_workers` processes.
 
     Lockstep is ``step``, which is ``send`` and ``recv`` of all slots. With groups of slots the caller keeps the workers busy
-    while it thinks: ``send`` one group, ``recv`` the other. What comes back for a slot depends on its seeds and actions
-    alone, not on the number of workers or the order of calls.
+    while it thinks: ``send`` one group, ``recv`` the other; or it takes whatever is ready: ``recv(min_ready=4)``. What comes back
+    for a slot depends on its seeds and actions alone, not on the number of workers or the order of calls.
+
+    A worker that fails is replaced as `faults` says, while the other slots go on; `fault_records` tells what happened.
 
     Raises (from every call that talks to a worker):
-        SimFault: a worker raised, died or missed its deadline; with the worker's traceback.
-        NonFiniteSimulationError: NaN or infinity in an observation or reward.
-        UserError: the simulator rejected its configuration.
+        SimFault: a worker failed and the policy says to stop, or it fails again and again; with the worker's traceback.
+        NonFiniteSimulationError: the same for NaN or infinity in an observation or reward.
+        UserError: the simulator rejected its configuration, or an observation outgrew its room.
     """
+
+    spec: SimSpec
+    last_drift: dict[int, float | None]
+    """{slot: largest difference between the saved observation and the replayed one} of the last `restore`; None: not replayed."""
 
     def __init__(
         self,
@@ -73,36 +62,68 @@ class EnvManager:
         seeds: EpisodeSeeds | None = None,
         success_ends_episode: bool = False,
         max_episode_steps: int | None = None,
+        chunk_size: int = 1,
+        autoreset: bool = True,
+        faults: FaultPolicy | None = None,
+        placement: PlacementPolicy = "none",
+        gpus: Sequence[int] = (0,),
+        spare_workers: int = 0,
         step_timeout_s: float = 60.0,
         start_timeout_s: float = 180.0,
     ) -> None:
+        """Start the workers and wait for their simulators.
+
+        Args:
+            factory: how a worker builds its environments.
+            num_slots: environments in all.
+            num_workers: processes; None: as many as there are cores.
+            seeds: of the episodes; None: training seeds of 0.
+            success_ends_episode: an episode is cut (truncated) at its first success.
+            max_episode_steps: an episode is cut after so many steps.
+            chunk_size: K > 1: a message holds up to K actions that the worker plays without coming back.
+            autoreset: a slot whose episode ended begins the next one in the same step; False: it waits for `begin`.
+            faults: what happens when a worker fails.
+            placement: "none", "pack", "spread", "near_gpu" or "auto": which cores and memory each worker is bound to.
+            gpus: whose node "near_gpu" and "auto" look for: those that take the observations.
+            spare_workers: workers built ahead, that take a failed one's place at once.
+            step_timeout_s: a worker that does nothing for so long while it should step has failed.
+            start_timeout_s: the same for building, resetting and restoring.
+        """
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
         cores = available_cores()
-        self.num_slots = num_slots
+        self.num_slots, self.chunk_size = num_slots, chunk_size
         self.num_workers = min(num_workers or cores, num_slots)
-        self.step_timeout_s = step_timeout_s
-        self._start_timeout_s = start_timeout_s
         if self.num_workers > cores:
             warnings.warn(
                 f"num_workers={self.num_workers} is more than the {cores} cores this process may use; workers will wait for each other.",
                 stacklevel=2,
             )
         self._seeds = seeds if seeds is not None else EpisodeSeeds.training(0)
-        bounds = [round(worker * num_slots / self.num_workers) for worker in range(self.num_workers + 1)]
-        self._ranges = [range(first, last) for first, last in itertools.pairwise(bounds)]
-        self._worker_of = np.repeat(np.arange(self.num_workers), [len(slots) for slots in self._ranges])
-        self._groups: dict[range, _Group] = {}
-        self._workers: list[WorkerProcess] = []
-        self._slab: Slab | None = None
-        self._finalizer = weakref.finalize(self, _close_workers, self._workers)
-        setup = {
-            "factory": dataclasses.asdict(factory),
-            "num_slots": num_slots,
-            "seeds": dataclasses.asdict(self._seeds),
-            "max_episode_steps": max_episode_steps,
-            "success_ends_episode": success_ends_episode,
-        }
+        self._policy = faults or FaultPolicy()
+        self._plan = CrewPlan(
+            num_slots=num_slots,
+            num_workers=self.num_workers,
+            chunk_size=chunk_size,
+            autoreset=autoreset,
+            max_episode_steps=max_episode_steps,
+            success_ends_episode=success_ends_episode,
+            step_timeout_s=step_timeout_s,
+            start_timeout_s=start_timeout_s,
+            placements=_placements(placement, self.num_workers, gpus),
+            spare_workers=spare_workers,
+        )
+        self._processes: list[WorkerProcess] = []
+        self._finalizer = weakref.finalize(self, _close_workers, self._processes)
+        self._pool: dict[str, Crew] = {}
+        self._offloaded = False
+        self._sends = 0
+        self._polled_at = 0.0
+        self._crew: Crew | None = None
         try:
-            self._start(setup)
+            crew = Crew(factory, self._plan, self._processes)
+            crew.begin()
+            self._take_crew(crew)
         except BaseException:
             self.close()
             raise
@@ -119,6 +140,9 @@ class EnvManager:
             seeds=seeds,
             success_ends_episode=config.success_ends_episode,
             max_episode_steps=config.max_episode_steps,
+            faults=FaultPolicy.from_config(config),
+            placement=config.placement,
+            spare_workers=config.spare_workers,
             step_timeout_s=config.step_timeout_s,
             start_timeout_s=config.start_timeout_s,
         )
@@ -134,102 +158,271 @@ class EnvManager:
             reconfigure: also forget what the simulator keeps between episodes, so that what follows depends on the seeds
                 alone (ManiSkill; slow there).
         """
+        crew = self._live_crew()
         self._drain()
-        message = {
-            "operation": "reset",
-            "seeds": dataclasses.asdict(seeds or self._seeds),
-            "seed_round": seed_round,
-            "reconfigure": reconfigure,
-        }
-        for worker in self._workers:
-            self._control(worker, message)
-        for worker in self._workers:
-            worker.receive(self._start_timeout_s, "reset")
-        return self._group(range(self.num_slots)).batch
+        chosen = seeds or self._seeds
+        self._ledger.begin_all(chosen, seed_round, {"reconfigure": True} if reconfigure else {})
+        self._supervisor.forget_aborts()
+        crew.state[:] = self._all.idle
+        message = {"operation": "reset", "seeds": dataclasses.asdict(chosen), "seed_round": seed_round, "reconfigure": reconfigure}
+        self._supervisor.command(dict.fromkeys(range(self.num_workers), (message, b"")), self._plan.start_timeout_s, "reset")
+        return self._all.batch(None)
 
-    def step(self, actions: np.ndarray) -> StepBatch:
-        """Step all slots with actions [num_slots, A] in the simulator's units."""
+    def step(self, actions: np.ndarray | Sequence[str]) -> StepBatch:
+        """Step all slots with actions [num_slots, A] (chunks: [num_slots, k, A]) in the simulator's units, or texts."""
         slots = range(self.num_slots)
         self.send(slots, actions)
         return self.recv(slots)
 
     # ---- asynchronous -----------------------------------------------------------------------------------------------
 
-    def send(self, slots: range | Sequence[int] | np.ndarray, actions: np.ndarray) -> None:
-        """Start a step of each slot with its row of actions [len(slots), A]; does not wait for simulation.
+    def send(self, slots: Slots, actions: np.ndarray | Sequence[str]) -> None:
+        """Start a step of each slot with its action; never waits for simulation.
+
+        Args:
+            slots: which; a contiguous range is the fast way.
+            actions: [len(slots), A] in the simulator's units; with a chunk_size K > 1 chunks [len(slots), k, A], k ≤ K; for text
+                actions one `str` each.
 
         Raises:
             ValueError: actions of the wrong shape, or a slot that is still stepping.
+            UserError: a text that outgrows its room.
         """
-        assert self._slab is not None, "the manager is closed"
-        if isinstance(slots, range) and slots.step == 1:
-            group = self._group(slots)
-            if PENDING in group.state.tobytes():
-                raise ValueError(f"Slots {slots} were sent an action and have not been received yet.")
-            group.action[:] = actions
-            fence()
-            group.state[:] = group.pending
-            for bell in group.bells:
-                bell.ring()
-            return
-        for slot, action in zip(slots, actions, strict=True):
-            self.send(range(int(slot), int(slot) + 1), action[None])
+        if self._offloaded or self._crew is None:
+            self._live_crew()  # raises
+        if not isinstance(slots, range):
+            slots, actions = ascending(slots, actions)
+        views = self._views(slots)
+        if not views.may_send():
+            raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
+        self._ledger.sent(views.slots, views.put_actions(actions))
+        fence()
+        views.mark(PENDING)
+        for bell in views.bells:
+            bell.ring()
+        self._sends += 1
+        if not self._sends % _POLL_EVERY_SENDS:
+            self._supervisor.poll()
 
-    def recv(
-        self, slots: range | Sequence[int] | np.ndarray | None = None, *, min_ready: int | None = None, timeout_s: float | None = None
-    ) -> StepBatch:
+    def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
+        """Start new episodes of given seeds in these slots, whatever they were doing; never waits.
+
+        `recv` then hands the slots out as after a step: their first observation, reward 0, nothing ended.
+
+        Raises:
+            ValueError: a slot that is still stepping.
+        """
+        crew = self._live_crew()
+        assert crew.slab is not None, "the manager is closed"
+        ordered, chosen = ascending(slots, seeds)
+        views = self._views(ordered)
+        if not views.may_send():
+            raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
+        for slot, seed in zip(views.slots, chosen, strict=True):
+            crew.slab.arrays["begin_seed"][slot] = int(seed)
+            crew.slab.arrays["begin"][slot] = 1
+            self._ledger.begin(int(slot), int(seed))
+            self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
+        fence()
+        views.mark(PENDING)
+        for bell in views.bells:
+            bell.ring()
+
+    def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
         """Wait for steps and hand them out.
 
         Args:
             slots: exactly these, all of which were sent; None: whichever are ready.
             min_ready: without `slots`, how many to wait for (default: all that were sent).
-            timeout_s: default: the manager's step_timeout_s.
+            timeout_s: wait no longer; None: as long as the workers are well (see step_timeout_s).
 
         Returns:
-            A batch of views (contiguous slots) or copies, ascending by slot.
+            A batch of views (a contiguous range) or copies, ascending by slot; without `slots` and after the timeout it may hold
+            fewer than min_ready, or none.
+
+        Raises:
+            TimeoutError: `slots` were asked for and are not ready in time.
+            ValueError: a slot that was not sent.
         """
-        limit = self.step_timeout_s if timeout_s is None else timeout_s
-        if isinstance(slots, range) and slots.step == 1:
-            group = self._group(slots)
-            if not group.is_ready():
-                self._wait(group.is_ready, limit, slots)
-            fence()
-            marks = group.state.tobytes()
-            group.state[:] = group.idle
-            if ENDED in marks:
-                return dataclasses.replace(group.batch, episodes=self._episodes(slots.start, marks))
-            return group.batch
+        crew = self._live_crew()
         if slots is None:
-            slots = self._wait_any(min_ready, limit)
-        return _join([self.recv(run, timeout_s=limit) for run in _runs(slots)])
+            slots = self._wait_any(min_ready, timeout_s)
+        views = self._views(slots)
+        if not views.is_ready():
+            if IDLE in (marks := views.marks()):
+                idle = [int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark == IDLE]
+                raise ValueError(f"Slots {idle} were received without having been sent an action.")
+            deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
+            if not crew.bell.wait(views.is_ready, deadline, self._supervisor.poll):
+                raise TimeoutError(f"Slots {list(views.slots)} were not ready within {timeout_s:g} s.")
+        fence()
+        marks = views.marks()
+        views.mark(IDLE)
+        if max(marks, default=READY) == READY:
+            return views.batch(None)
+        batch = views.batch(marks)
+        for episode in batch.episodes:
+            self._supervisor.episode_finished(episode.slot)
+        for slot, mark in zip(views.slots, marks, strict=True):
+            if mark == ABORTED:
+                self._supervisor.episode_aborted(int(slot))
+        self._ledger.ended([int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark > READY])
+        return batch
 
     def render(self, slots: Sequence[int]) -> list[np.ndarray]:
-        """One picture [H, W, 3] uint8 of each slot."""
+        """One picture [H, W, 3] uint8 of each slot. Raises UserError where the simulator cannot draw."""
+        crew = self._live_crew()
         frames = []
         for slot in slots:
-            index = int(self._worker_of[slot])
-            worker = self._workers[index]
-            self._control(worker, {"operation": "render", "env_id": int(slot) - self._ranges[index].start})
-            message, payload = worker.receive(max(self.step_timeout_s, 60.0), "render")
+            index = int(crew.worker_of[slot])
+            request = {"operation": "render", "slot": int(slot)}
+            message, payload = self._supervisor.command({index: (request, b"")}, max(self._plan.step_timeout_s, 60.0), "render")[index]
             frames.append(np.frombuffer(payload, np.uint8).reshape(message["shape"]))
         return frames
 
+    # ---- snapshots and offload --------------------------------------------------------------------------------------
+
+    def snapshot(self, slots: Sequence[int] | range) -> list[Snapshot]:
+        """Save the running episodes of these slots; steps in flight finish first (and stay ready to be received).
+
+        Raises UserError where the simulator's episodes cannot be saved (`spec.snapshots`).
+        """
+        crew = self._live_crew()
+        self._require_snapshots()
+        self._drain()
+        chosen = [int(slot) for slot in slots]
+        if self.spec.snapshots in ("exact", "approximate"):
+            self._rebase(chosen)
+        elif lost := [slot for slot in chosen if self._ledger.is_lost(slot)]:
+            raise SnapshotError(f"The episodes of slots {lost} are too long to be saved as actions from their seed.")
+        return [self._ledger.snapshot(slot, crew.state[slot], crew.observation(slot), self.spec.task, self.chunk_size) for slot in chosen]
+
+    def restore(self, slots: Sequence[int] | range, snapshots: Sequence[Snapshot]) -> StepBatch:
+        """Take up saved episodes in these slots, whatever they were doing; their seeds, and those of later episodes, come along.
+
+        Returns:
+            The batch of these slots: `observation` as it was saved. `last_drift` then tells how far each replayed one was off.
+
+        Raises:
+            SnapshotError: a snapshot of another task or chunk size.
+        """
+        crew = self._live_crew()
+        self._drain()
+        items: dict[int, list[dict[str, Any]]] = {}
+        for slot, snapshot in zip(slots, snapshots, strict=True):
+            if (snapshot.task, snapshot.chunk_size) != (self.spec.task, self.chunk_size):
+                raise SnapshotError(
+                    f"A snapshot of task '{snapshot.task}' with chunk_size {snapshot.chunk_size} does not fit this manager's "
+                    f"'{self.spec.task}' with chunk_size {self.chunk_size}."
+                )
+            self._ledger.load(int(slot), snapshot)
+            item = self._ledger.resume_item(int(slot), IDLE, snapshot.observation, abort=False, cautious=False)
+            items.setdefault(int(crew.worker_of[slot]), []).append({**item, "publish": True})
+            self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
+        requests = {index: ({"operation": "resume"}, encode_state(own)) for index, own in items.items()}
+        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "restore episodes")
+        self.last_drift = {int(slot): drift for message, _ in answers.values() for slot, drift in message["drift"].items()}
+        views = self._views([int(slot) for slot in slots])
+        views.clear_outcome()
+        return views.batch(None)
+
+    def offload(self) -> int:
+        """Save every slot's episode and end the processes, so that their memory is free; returns the bytes that are kept instead.
+
+        What was received, or is ready to be, stays; `onload` brings the rest back. Raises UserError as `snapshot`.
+        """
+        kept = sum(len(snapshot.to_bytes()) for snapshot in self.snapshot(range(self.num_slots)))
+        self._live_crew().stop()
+        self._offloaded = True
+        return kept
+
+    def onload(self) -> None:
+        """Start the processes again and take up every episode where it was."""
+        if self._offloaded:
+            assert self._crew is not None, "the manager is closed"
+            self._offloaded = False
+            self._crew.begin()
+            self._supervisor.revive_all()
+
+    def _rebase(self, slots: Sequence[int]) -> None:
+        crew = self._live_crew()
+        wanted: dict[int, list[int]] = {}
+        for slot in slots:
+            wanted.setdefault(int(crew.worker_of[slot]), []).append(slot)
+        requests = {index: ({"operation": "snapshot", "slots": own}, b"") for index, own in wanted.items()}
+        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "save its state")
+        for index, own in wanted.items():
+            for slot, state in zip(own, decode_state(answers[index][1]), strict=True):
+                if crew.state[slot] > READY:
+                    continue  # the next episode has just begun, and its seed says all
+                self._ledger.rebase(slot, {**state, "observation": crew.observation(slot)})
+
+    def _require_snapshots(self) -> None:
+        if self.spec.snapshots == "none":
+            raise SnapshotError(f"Episodes of task '{self.spec.task}' cannot be saved and taken up again (its spec says snapshots='none').")
+
+    # ---- warm pool --------------------------------------------------------------------------------------------------
+
+    def prepare(self, factory: SimFactory) -> None:
+        """Start to build the workers of another task or scene in the background; `switch` then takes them."""
+        if (key := _key(factory)) not in self._pool:
+            self._pool[key] = Crew(factory, self._plan, self._processes)
+            self._pool[key].begin()
+
+    def switch(self, factory: SimFactory, *, keep: bool = False) -> None:
+        """Go over to another task: at once where `prepare` was called in time. `reset` comes next.
+
+        Args:
+            factory: of the other task.
+            keep: leave the present task's workers as they are, so that switching back is immediate too.
+        """
+        crew = self._live_crew()
+        if _key(factory) == _key(crew.factory):
+            return
+        self._drain()
+        self.prepare(factory)
+        replacement = self._pool.pop(_key(factory))
+        if keep:
+            self._pool[_key(crew.factory)] = crew
+        else:
+            crew.close()
+        self._take_crew(replacement)
+
+    # ---- what happened ----------------------------------------------------------------------------------------------
+
+    @property
+    def fault_records(self) -> list[FaultRecord]:
+        """All faults so far, oldest first; one that is being recovered from comes when its worker is back."""
+        self._supervisor.catch_up()
+        return self._supervisor.records
+
+    @property
+    def num_restarts(self) -> int:
+        """Workers that were replaced."""
+        return self._supervisor.restarts
+
+    def placement_report(self) -> list[dict[str, Any]]:
+        """For each worker what it read back about its cores and memory nodes; empty entries where none were asked for."""
+        return list(self._live_crew().applied)
+
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
         """Copies of what lies in the slab for these slots (observation, action, reward), also after a fault: for a dump."""
-        assert self._slab is not None, "the manager is closed"
-        names = [name for name in self._slab.arrays if name.startswith("observation/") or name in ("action", "reward")]
-        return {name: self._slab.arrays[name][list(slots)].copy() for name in names}
+        assert self._crew is not None, "the manager is closed"
+        assert self._crew.slab is not None, "the manager is closed"
+        arrays = self._crew.slab.arrays
+        names = [name for name in arrays if name.startswith("observation/") or name in ("action", "reward")]
+        return {name: arrays[name][list(slots)].copy() for name in names}
 
     def worker_pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
+        return [worker.pid for worker in self._live_crew().workers]
 
     def close(self) -> None:
         """End the workers and let go of the memory; may be called twice. Views that were handed out stay readable."""
         self._finalizer()
-        self._groups.clear()
-        if self._slab is not None:
-            self._slab.close()
-            self._slab = None
+        for crew in [*self._pool.values(), *([self._crew] if self._crew is not None else [])]:
+            crew.close()
+        self._pool.clear()
+        self._crew = None
 
     def __enter__(self) -> EnvManager:
         return self
@@ -239,101 +432,81 @@ class EnvManager:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _start(self, setup: dict[str, object]) -> None:
-        for index, slots in enumerate(self._ranges):
-            self._workers.append(WorkerProcess(index, {**setup, "start": slots.start, "stop": slots.stop}))
-        specs = [SimSpec.from_dict(worker.receive(self._start_timeout_s, "build its simulator")[0]["spec"]) for worker in self._workers]
-        self.spec = specs[0]
-        if any(spec != self.spec for spec in specs):
-            raise UserError(f"The workers' simulators differ: {[spec.to_dict() for spec in specs]}.")
-        layout = slab_layout(self.spec, self.num_slots, self.num_workers)
-        try:
-            self._slab = Slab.create(layout)
-        except OSError as error:
-            raise UserError(
-                f"{layout.num_bytes / 2**20:.0f} MiB of shared memory cannot be had: {error}. Fewer sim.num_slots need less."
-            ) from error
-        for worker in self._workers:
-            worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes})
-            worker.channel.send_fd(self._slab.fd)
-        for worker in self._workers:
-            worker.receive(self._start_timeout_s, "map the shared memory")
-        arrays = self._slab.arrays
-        self._bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
-        self._worker_bells = [Bell(arrays["worker_bell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.num_workers)]
-        self._state = memory_of(arrays["slot_state"])
-        self._failed = arrays["failed"]
+    def _take_crew(self, crew: Crew) -> None:
+        if crew.slab is None:
+            crew.finish()
+        self._crew, self.spec = crew, crew.spec
+        self._ledger = EpisodeLedger(self.num_slots, keep_actions=self.spec.snapshots != "none")
+        self._supervisor = Supervisor(crew, self._policy, self._ledger)
+        self.last_drift = {}
+        self._ranges: dict[range, SlotViews] = {}
+        self._scattered: dict[tuple[int, ...], SlotViews] = {}
+        self._all = self._views(range(self.num_slots))
 
-    def _group(self, slots: range) -> _Group:
-        group = self._groups.get(slots)
-        if group is None:
-            assert self._slab is not None, "the manager is closed"
-            if not (0 <= slots.start < slots.stop <= self.num_slots):
-                raise ValueError(f"Slots {slots} are not within 0 … {self.num_slots - 1}.")
-            workers = dict.fromkeys(self._worker_of[slots.start : slots.stop].tolist())
-            group = self._groups[slots] = _Group(slots, self._slab, [self._worker_bells[worker] for worker in workers])
-        return group
+    def _live_crew(self) -> Crew:
+        assert self._crew is not None, "the manager is closed"
+        if self._offloaded:
+            raise RuntimeError("The manager is offloaded: call onload() first.")
+        return self._crew
 
-    def _wait(self, ready: object, limit: float, slots: Sequence[int] | range | None) -> None:
-        assert callable(ready)
-        if not self._bell.wait(ready, time.perf_counter() + limit, self._check_workers):
-            self._check_workers()
-            marks = self._state.tobytes()
-            late = [slot for slot in (slots if slots is not None else range(self.num_slots)) if marks[slot] in (PENDING, IDLE)]
-            if any(marks[slot] == IDLE for slot in late):
-                raise ValueError(
-                    f"Slots {[slot for slot in late if marks[slot] == IDLE]} were received without having been sent an action."
-                )
-            worker = self._workers[int(self._worker_of[late[0]])]
-            fault = worker.timed_out(limit, "step")
-            fault.slots = tuple(late)
-            raise fault
+    def _views(self, slots: Slots) -> SlotViews:
+        """Views of contiguous slots are made once; others, as copies, each time."""
+        if isinstance(slots, range) and slots.step == 1:
+            known = self._ranges.get(slots)
+            if known is None:
+                known = self._ranges[slots] = SlotViews(self._live_crew(), self._checked(slots), self.chunk_size)
+            return known
+        ids = sorted(slots.tolist() if isinstance(slots, np.ndarray) else map(int, slots))
+        if ids and ids[-1] - ids[0] == len(ids) - 1 and len(set(ids)) == len(ids):
+            return self._views(range(ids[0], ids[-1] + 1))
+        scattered = self._scattered.get(key := tuple(ids))
+        if scattered is None:
+            if len(self._scattered) >= 1024:  # as many sets of slots as there may be: the oldest go
+                self._scattered.clear()
+            scattered = self._scattered[key] = SlotViews(self._live_crew(), self._checked(ids), self.chunk_size)
+        return scattered
 
-    def _wait_any(self, min_ready: int | None, limit: float) -> list[int]:
-        marks = self._state.tobytes()
-        in_flight = sum(mark != IDLE for mark in marks)
+    def _checked(self, slots: range | list[int]) -> range | np.ndarray:
+        if len(slots) and not (slots[0] >= 0 and slots[-1] < self.num_slots):
+            raise ValueError(f"Slots {slots} are not within 0 … {self.num_slots - 1}.")
+        return slots if isinstance(slots, range) else np.asarray(slots, np.int64)
+
+    def _wait_any(self, min_ready: int | None, timeout_s: float | None) -> list[int]:
+        crew = self._live_crew()
+        marks = bytes(crew.state)
+        in_flight = self.num_slots - marks.count(IDLE)
         if in_flight == 0:
             raise ValueError("recv() without any slot that was sent an action.")
         wanted = in_flight if min_ready is None else min(min_ready, in_flight)
-        self._wait(
-            lambda: sum(mark >= READY for mark in self._state.tobytes()) >= wanted,
-            limit,
-            [s for s, mark in enumerate(marks) if mark != IDLE],
-        )
-        return [slot for slot, mark in enumerate(self._state.tobytes()) if mark >= READY]
+        waiting = self.num_slots - in_flight
+        deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
 
-    def _check_workers(self) -> None:
-        for worker in self._workers:
-            worker.check(bool(self._failed[worker.index, 0]))
+        def enough() -> bool:
+            now = bytes(crew.state)
+            return self.num_slots - now.count(PENDING) - waiting >= wanted
+
+        crew.bell.wait(enough, deadline, self._supervisor.poll)
+        if (now := time.perf_counter()) - self._polled_at > _POLL_EVERY_S:
+            self._polled_at = now
+            self._supervisor.poll()  # others may be in trouble although enough are always ready
+        return [slot for slot, mark in enumerate(bytes(crew.state)) if mark >= READY]
 
     def _drain(self) -> None:
         """Let steps in flight finish, so that a worker's next message is the answer to the next request."""
-        if any(mark == PENDING for mark in self._state.tobytes()):
-            self._wait(lambda: PENDING not in self._state.tobytes(), self.step_timeout_s, None)
+        crew = self._live_crew()
+        if PENDING in bytes(crew.state):
+            crew.bell.wait(lambda: PENDING not in bytes(crew.state), math.inf, self._supervisor.poll)
+        self._supervisor.settle()
 
-    def _control(self, worker: WorkerProcess, message: dict[str, object]) -> None:
-        assert self._slab is not None, "the manager is closed"
-        worker.request(message)
-        self._slab.arrays["control_pending"][worker.index, 0] = 1
-        self._worker_bells[worker.index].ring()
 
-    def _episodes(self, first: int, marks: bytes) -> tuple[EpisodeSummary, ...]:
-        assert self._slab is not None
-        arrays = self._slab.arrays
-        ended = [first + offset for offset, mark in enumerate(marks) if mark == ENDED]
-        return tuple(
-            EpisodeSummary(
-                slot=slot,
-                index=int(arrays["episode_index"][slot]),
-                seed=int(arrays["episode_seed"][slot]),
-                episode_return=float(arrays["episode_return"][slot]),
-                length=int(arrays["episode_length"][slot]),
-                success_once=bool(arrays["episode_success_once"][slot]),
-                success_at_end=bool(arrays["success"][slot]),
-                terminated=bool(arrays["terminated"][slot]),
-            )
-            for slot in ended
-        )
+def _placements(policy: PlacementPolicy, num_workers: int, gpus: Sequence[int]) -> list[dict[str, Any]] | None:
+    if policy == "none":
+        return None
+    return [placement.to_dict() for placement in place_workers(num_workers, policy, gpus)]
+
+
+def _key(factory: SimFactory) -> str:
+    return repr(dataclasses.asdict(factory))
 
 
 def _close_workers(workers: list[WorkerProcess]) -> None:
@@ -343,34 +516,6 @@ def _close_workers(workers: list[WorkerProcess]) -> None:
     for worker in workers:
         worker.close()
     workers.clear()
-
-
-def _runs(slots: Sequence[int] | np.ndarray | range) -> list[range]:
-    """Slots, ascending, as contiguous ranges."""
-    ordered = sorted(int(slot) for slot in slots)
-    runs: list[range] = []
-    for slot in ordered:
-        if runs and runs[-1].stop == slot:
-            runs[-1] = range(runs[-1].start, slot + 1)
-        else:
-            runs.append(range(slot, slot + 1))
-    return runs
-
-
-def _join(batches: list[StepBatch]) -> StepBatch:
-    if len(batches) == 1:
-        return batches[0]
-    first = batches[0]
-
-    def together(name: str) -> np.ndarray:
-        return np.concatenate([getattr(batch, name) for batch in batches])
-
-    return StepBatch(
-        **{name: together(name) for name in ("slots", "reward", "terminated", "truncated", "success")},
-        observation={key: np.concatenate([batch.observation[key] for batch in batches]) for key in first.observation},
-        final_observation={key: np.concatenate([batch.final_observation[key] for batch in batches]) for key in first.final_observation},
-        episodes=tuple(episode for batch in batches for episode in batch.episodes),
-    )
 
 
 assert os.name == "posix", "embodied_rl needs Linux or macOS (on Windows: WSL 2)"

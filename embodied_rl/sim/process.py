@@ -14,11 +14,12 @@ import time
 from typing import Any
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.affinity import THREAD_VARIABLES
 from embodied_rl.sim.channel import Channel, ChannelClosed
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _OUTPUT_TAIL_BYTES = 6000
+_SEND_TIMEOUT_S = 30.0
 
 
 class WorkerProcess:
@@ -30,10 +31,13 @@ class WorkerProcess:
 
     def __init__(self, index: int, setup: dict[str, Any], threads: int = 1) -> None:
         self.index = index
+        self.num_envs: int = setup["num_envs"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         ours, theirs = socket.socketpair()
         life_read, self._life_write = os.pipe()
-        environment = {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
+        environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+        # Some simulators iterate over sets of strings: without this a seed would mean another episode in every process.
+        environment.setdefault("PYTHONHASHSEED", "0")
         thread = "main" if threading.current_thread() is threading.main_thread() else "other"
         try:
             self._process = subprocess.Popen(
@@ -49,7 +53,7 @@ class WorkerProcess:
             theirs.close()
             os.close(life_read)
         self.channel = Channel(ours)
-        self.channel.send({**setup, "worker": index, "sys_path": sys.path})
+        self.channel.send({**setup, "sys_path": sys.path})
 
     @property
     def pid(self) -> int:
@@ -58,10 +62,10 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def request(self, message: dict[str, Any]) -> None:
-        """Hand over a message. Raises SimFault when the worker is gone."""
+    def request(self, message: dict[str, Any], payload: bytes = b"") -> None:
+        """Hand over a message. Raises SimFault when the worker is gone, or takes nothing for half a minute."""
         try:
-            self.channel.send(message)
+            self.channel.send(message, payload, timeout_s=_SEND_TIMEOUT_S)
         except ChannelClosed:
             raise self._death() from None
 
@@ -94,9 +98,11 @@ class WorkerProcess:
     def timed_out(self, timeout_s: float, doing: str) -> SimFault:
         """The fault of a worker that is alive but does not answer, with the place where it hangs."""
         if self.alive() and hasattr(signal, "SIGUSR1"):
+            written, until = self._output.seek(0, os.SEEK_END), time.monotonic() + 0.2
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
-            time.sleep(0.2)
+            while self._output.seek(0, os.SEEK_END) == written and time.monotonic() < until:
+                time.sleep(0.005)
         return SimFault(
             FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:g} s while it should {doing}.\n{self._output_tail()}"
         )
@@ -109,6 +115,20 @@ class WorkerProcess:
                 os.write(self._life_write, b"x")
             os.close(self._life_write)
             self._life_write = -1
+
+    def kill(self) -> None:
+        """End the process at once, and return when it is gone: what it shared is then ours alone."""
+        self._process.kill()
+        self._process.wait()
+        self.close()
+
+    def resident_mb(self) -> float:
+        """Resident memory in MB (2**20 bytes); 0 where it cannot be told."""
+        try:
+            with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        except (OSError, IndexError, ValueError):
+            return 0.0
 
     def close(self, grace_s: float = 2.0) -> None:
         """End the process: nicely, else by SIGKILL. May be called twice."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 HELD_OUT_START = 2**30
 """Training seeds lie below this, held-out seeds at or above it, so that the two never meet."""
@@ -14,7 +16,7 @@ HELD_OUT_START = 2**30
 class EpisodeSeeds:
     """Seeds of the episodes of every slot; built by `training` or `held_out`."""
 
-    kind: Literal["training", "held_out"]
+    kind: Literal["training", "held_out", "given"]
     base: int
 
     @staticmethod
@@ -30,9 +32,37 @@ class EpisodeSeeds:
         """
         return EpisodeSeeds("held_out", base)
 
+    @staticmethod
+    def given(seed: int) -> EpisodeSeeds:
+        """Every episode has this seed."""
+        return EpisodeSeeds("given", seed)
+
     def seed(self, slot: int, index: int, num_slots: int, seed_round: int = 0) -> int:
         """Seed of the `index`-th episode of `slot` since the manager was reset for `seed_round`."""
+        if self.kind == "given":
+            return self.base
         if self.kind == "held_out":
             return HELD_OUT_START + self.base + slot + index * num_slots
         digest = hashlib.blake2b(f"{self.base}/{seed_round}/{slot}/{index}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") >> 2
+
+
+@dataclass(frozen=True)
+class SeedStream:
+    """The seeds of one slot's episodes. It travels with a snapshot, so that the episodes after a restored one are the same too."""
+
+    seeds: EpisodeSeeds
+    seed_round: int
+    slot: int
+    num_slots: int
+
+    def seed(self, index: int) -> int:
+        """Seed of the `index`-th episode."""
+        return self.seeds.seed(self.slot, index, self.num_slots, self.seed_round)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> SeedStream:
+        return SeedStream(EpisodeSeeds(**data["seeds"]), int(data["seed_round"]), int(data["slot"]), int(data["num_slots"]))

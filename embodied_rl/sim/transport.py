@@ -23,15 +23,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from embodied_rl.types import SimSpec
+from embodied_rl.sim.rooms import INFO_ROOM, Rooms, room_fields
+from embodied_rl.types import SimSpec, VariableSpec
 
-IDLE, PENDING, READY, ENDED = 0, 1, 2, 3
-"""State of a slot: owned by the caller; owned by the worker; a step is ready; a step is ready and it ended an episode."""
+IDLE, PENDING, READY, ENDED, ABORTED = 0, 1, 2, 3, 4
+"""State of a slot: owned by the caller; owned by the worker; a step is ready; a step is ready and it ended an episode; the episode
+was given up because its simulator failed."""
 
 _ALIGNMENT = 64
 _SPIN_S = 2e-6
 """How long a waiter spins before it yields: about one hand-over between running processes; longer takes the core from others."""
 _YIELDS = 200
+_YIELD_S = 1e-3
 _BLOCK_SLICE_S = 0.02
 """Longest single block: bounds what a missed wake-up can cost, and how late a dead peer is noticed."""
 
@@ -54,11 +57,14 @@ class Layout:
         return Layout(fields, offset)
 
 
-def slab_layout(spec: SimSpec, num_slots: int, num_workers: int) -> Layout:
+def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int = 1) -> Layout:
     """Everything that crosses between manager and workers: one row per slot, one word per worker."""
     n = num_slots
+    action_shape = (n, spec.action.dim) if chunk_size == 1 else (n, chunk_size, spec.action.dim)
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
         "slot_state": ((n,), "uint8"),
+        "begin": ((n,), "uint8"),
+        "begin_seed": ((n,), "int64"),
         "manager_bell": ((1,), "uint32"),
         "manager_waiting": ((1,), "uint32"),
         # A cache line each, so that workers do not slow each other down.
@@ -66,7 +72,9 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int) -> Layout:
         "worker_waiting": ((num_workers, 16), "uint32"),
         "control_pending": ((num_workers, 16), "uint32"),
         "failed": ((num_workers, 16), "uint32"),
-        "action": ((n, spec.action.dim), spec.action.dtype),
+        "progress": ((num_workers, 16), "uint32"),
+        "stepping": ((num_workers, 16), "int32"),
+        "action": (action_shape, spec.action.dtype),
         "reward": ((n,), "float32"),
         "terminated": ((n,), "bool"),
         "truncated": ((n,), "bool"),
@@ -76,10 +84,23 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int) -> Layout:
         "episode_seed": ((n,), "int64"),
         "episode_index": ((n,), "int64"),
         "episode_success_once": ((n,), "bool"),
+        "episode_success_at_end": ((n,), "bool"),
     }
-    for key, part in spec.observation.items():
-        shapes[f"observation/{key}"] = ((n, *part.shape), part.dtype)
-        shapes[f"final_observation/{key}"] = ((n, *part.shape), part.dtype)
+    if chunk_size > 1:
+        shapes |= {
+            "chunk_length": ((n,), "int64"),
+            "chunk_reward": ((n, chunk_size), "float32"),
+            "chunk_success": ((n, chunk_size), "bool"),
+            "executed": ((n, chunk_size), "bool"),
+        }
+    for name in ("observation", "final_observation"):
+        for key, part in spec.tensors.items():
+            shapes[f"{name}/{key}"] = ((n, *part.shape), part.dtype)
+        for key, room in spec.variables.items():
+            shapes |= room_fields(f"{name}/{key}", room, n)
+    shapes |= room_fields("final_info", INFO_ROOM, n)
+    if spec.action.kind == "text":
+        shapes |= room_fields("action", VariableSpec("text", spec.action.max_bytes), n)
     return Layout.of(shapes)
 
 
@@ -109,6 +130,10 @@ class Slab:
     def group(self, prefix: str, start: int, stop: int) -> dict[str, np.ndarray]:
         """Rows [start, stop) of all arrays named ``prefix/key``, by key."""
         return {name.removeprefix(f"{prefix}/"): array[start:stop] for name, array in self.arrays.items() if name.startswith(f"{prefix}/")}
+
+    def rooms(self, name: str, spec: VariableSpec) -> Rooms:
+        """The rooms of one name, of all slots."""
+        return Rooms(name, spec, self.arrays, 0, len(self.arrays[f"room_size/{name}"]))
 
     def close(self) -> None:
         """Drop the arrays and the descriptor; the memory goes when its last user does (views may still be held)."""
@@ -180,10 +205,13 @@ class Bell:
         while clock() < spin_until:
             if ready():
                 return True
+        yield_until = spin_until + _YIELD_S
         for _ in range(_YIELDS):
             os.sched_yield()
             if ready():
                 return True
+            if clock() > yield_until:  # on a busy machine a yield may last as long as another's time slice
+                break
         return self._block(ready, deadline, on_slice)
 
     def _block(self, ready: Callable[[], bool], deadline: float, on_slice: Callable[[], None] | None) -> bool:

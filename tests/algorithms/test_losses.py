@@ -8,10 +8,12 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from embodied_rl.algorithms.losses import (
+    behaviour_cloning_loss,
     entropy_bonus,
     explained_variance,
     kl_estimate,
     masked_mean,
+    policy_gradient_loss,
     ppo_clip_loss,
     value_loss,
 )
@@ -121,3 +123,88 @@ def test_parts_add_up_with_the_whole_denominator() -> None:
     parts = [masked_mean(x[part], mask[part], mask.sum()) for part in (slice(0, 4), slice(4, 10))]
     torch.testing.assert_close(whole, sum(parts, torch.tensor(0.0)))
     assert masked_mean(x, torch.zeros(10, dtype=torch.bool)).item() == 0.0
+
+
+def test_huber_by_hand() -> None:
+    value, returns, old = tensors([1.5, 5.0, -3.0], [1.0, 1.0, 1.0], [1.5, 2.0, -2.5])
+    # Errors 0.5, 4, -4 with delta 2: 0.25 as squared; 2·(2·4 - 2) = 12 beyond.
+    assert value_loss(value=value, returns=returns, kind="huber", huber_delta=2.0)[0].item() == pytest.approx((0.25 + 12 + 12) / 3)
+    # Clipped to old ± 1: 1.5, 3 (error 2: 4 < 12), -3 (12, the same).
+    loss, metrics = value_loss(value=value, returns=returns, old_value=old, clip=1.0, kind="huber", huber_delta=2.0)
+    assert loss.item() == pytest.approx((0.25 + 12 + 12) / 3)
+    assert metrics["value_clip_fraction"].item() == 0.0
+    # Far delta: the squared error.
+    squared, _ = value_loss(value=value, returns=returns)
+    assert value_loss(value=value, returns=returns, kind="huber", huber_delta=1e6)[0].item() == pytest.approx(squared.item())
+
+
+def test_huber_bounds_the_gradient() -> None:
+    (returns,) = tensors([0.0, 0.0, 0.0])
+    value = torch.tensor([0.5, 2.0, 1e6], dtype=torch.float64, requires_grad=True)
+    value_loss(value=value, returns=returns, kind="huber", huber_delta=2.0, denominator=1.0)[0].backward()
+    # 2 e up to delta, 2 delta beyond.
+    assert value.grad is not None
+    assert value.grad.tolist() == [1.0, 4.0, 4.0]
+
+
+def test_value_clipping_stops_the_gradient_of_what_has_moved_too_far() -> None:
+    # Value 5 is clipped to 1 + 0.5; its error 1.5 - 0 is smaller than 5 - 0: the larger counts and pulls. Value 5 with returns 10:
+    # the clipped error 8.5 is larger than 5 and constant: no gradient.
+    value = torch.tensor([5.0, 5.0], dtype=torch.float64, requires_grad=True)
+    returns, old = tensors([0.0, 10.0], [1.0, 1.0])
+    loss, metrics = value_loss(value=value, returns=returns, old_value=old, clip=0.5, denominator=1.0)
+    loss.backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == [10.0, 0.0]
+    assert metrics["value_clip_fraction"].item() == 1.0, "over the explicit denominator: one of two entries, divided by 1"
+
+
+@pytest.mark.parametrize("kind", ["mse", "huber"])
+def test_value_loss_and_entropy_ignore_what_is_masked(kind: str) -> None:
+    mask = torch.tensor([True, False, True])
+    value = torch.tensor([1.0, float("nan"), 2.0], requires_grad=True)
+    arguments = {"returns": torch.tensor([0.0, float("inf"), 0.0]), "old_value": torch.tensor([1.0, float("nan"), 2.0]), "clip": 0.1}
+    loss, _ = value_loss(value=value, mask=mask, kind=kind, huber_delta=10.0, **arguments)  # type: ignore[arg-type]
+    loss.backward()
+    assert loss.item() == pytest.approx((1 + 4) / 2)
+    assert value.grad is not None
+    assert value.grad.tolist() == [1.0, 0.0, 2.0]
+    assert entropy_bonus(entropy=value, mask=mask)[0].item() == pytest.approx(-1.5)
+
+
+def test_value_loss_refuses_nonsense() -> None:
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match="mse or huber"):
+        value_loss(value=x, returns=x, kind="l1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs old_value"):
+        value_loss(value=x, returns=x, clip=0.2)
+    with pytest.raises(ValueError, match="huber_delta must be > 0"):
+        value_loss(value=x, returns=x, kind="huber", huber_delta=0.0)
+    with pytest.raises(ValueError, match=r"returns must have shape \(2,\), got \(2, 1\)"):
+        value_loss(value=x, returns=x[:, None])
+
+
+def test_policy_gradient_by_hand() -> None:
+    log_prob = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True], [True, False]])
+    loss, _ = policy_gradient_loss(log_prob=log_prob, advantage=torch.tensor([2.0, -1.0]), mask=mask)
+    # -(2·-1 + 2·-2 - 1·-3) / 3
+    assert loss.item() == pytest.approx((2 + 4 - 3) / 3)
+    loss.backward()
+    assert log_prob.grad is not None
+    np.testing.assert_allclose(log_prob.grad, np.array([[-2.0, -2.0], [1.0, 0.0]]) / 3)
+
+
+def test_behaviour_cloning_is_cross_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 4, 5, generator=generator, dtype=torch.float64)
+    target = torch.randint(5, (6, 4), generator=generator)
+    mask = torch.rand(6, 4, generator=generator) < 0.7
+    log_prob = logits.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+    expected = torch.nn.functional.cross_entropy(logits[mask], target[mask])
+    assert behaviour_cloning_loss(log_prob=log_prob, mask=mask)[0].item() == pytest.approx(expected.item(), rel=1e-12)
+    # Weights: 2 for the first row, 0 for the others.
+    weight = torch.zeros(6)
+    weight[0] = 2.0
+    loss, _ = behaviour_cloning_loss(log_prob=log_prob, weight=weight, denominator=1.0)
+    assert loss.item() == pytest.approx(-2.0 * log_prob[0].sum().item())

@@ -16,14 +16,16 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
-from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
+from embodied_rl.sim.faults import FaultKind, FaultPolicy, NonFiniteSimulationError, SimFault
 from embodied_rl.sim.manager import EnvManager
 
 COUNTING = "tests.sim.toy:CountingSim"
 
 
 def run_until_fault(misbehave: str, **options) -> tuple[SimFault, list[int]]:
-    manager = EnvManager(SimFactory(COUNTING, kwargs={"misbehave": misbehave, "at": 3, "length": 10}), 2, num_workers=2, **options)
+    manager = EnvManager(
+        SimFactory(COUNTING, kwargs={"misbehave": misbehave, "at": 3, "length": 10}), 2, num_workers=2, faults=FaultPolicy.stop(), **options
+    )
     pids = manager.worker_pids()
     with manager:
         manager.reset()
@@ -139,3 +141,17 @@ def test_descriptors_and_processes_do_not_pile_up() -> None:
             manager.reset()
         counts.append((own.num_fds(), len(own.children())))
     assert counts[0] == counts[1] == counts[2]
+
+
+def test_a_thousand_slabs_leave_nothing_behind() -> None:
+    from embodied_rl.sim.transport import Slab, slab_layout
+    from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+
+    layout = slab_layout(SimSpec("t", {"rgb": TensorSpec((64, 64, 3), "uint8")}, ActionSpec.continuous([-1.0], [1.0])), 16, 4)
+    own, shm = psutil.Process(), set(os.listdir("/dev/shm"))
+    Slab.create(layout).close()
+    before = own.num_fds()
+    for _ in range(1000):
+        Slab.create(layout).close()
+    assert own.num_fds() == before
+    assert set(os.listdir("/dev/shm")) - shm == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 
 import numpy as np
@@ -182,3 +183,47 @@ def test_more_workers_than_cores_warns_with_the_figure() -> None:
         EnvManager(SimFactory(COUNTING), cores + 1, num_workers=cores + 1),
     ):
         pass
+
+
+def test_workers_go_where_they_are_told_and_read_it_back() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with EnvManager(SimFactory(COUNTING), 4, num_workers=2, placement="pack", spare_workers=1) as manager:
+        report = manager.placement_report()
+        for worker, pid in enumerate(manager.worker_pids()):
+            assert report[worker]["cores"] == sorted(os.sched_getaffinity(pid))
+        if len(cores) >= 2:
+            assert set(report[0]["cores"]).isdisjoint(report[1]["cores"])
+        manager.reset()
+        os.kill(manager.worker_pids()[1], signal.SIGKILL)
+        manager.step(np.zeros((4, 1)))
+        assert manager.fault_records
+        assert sorted(os.sched_getaffinity(manager.worker_pids()[1])) == report[1]["cores"]  # the spare went there too
+    with EnvManager(SimFactory(COUNTING), 1, placement="none") as manager:
+        assert manager.placement_report() == [{}]
+
+
+@pytest.mark.parametrize("trouble", [False, True])
+def test_episodes_of_given_seeds_begin_when_they_are_asked_for(trouble: bool) -> None:
+    """Without autoreset an ended slot keeps its last observation until the next episode is given to it."""
+    with EnvManager(SimFactory(COUNTING, kwargs={"length": 3}), 3, num_workers=2, autoreset=False) as manager:
+        manager.reset()
+        manager.begin([2, 0], [77, 55])
+        if trouble:
+            os.kill(manager.worker_pids()[0], signal.SIGKILL)
+        batch = manager.recv([0, 2])
+        assert batch.observation["state"].tolist() == [[55, 0, 0], [77, 0, 0]]
+        assert not batch.done.any()
+        for step in range(3):
+            if trouble and step == 2:
+                os.kill(manager.worker_pids()[1], signal.SIGKILL)
+            manager.send([0, 2], np.array([[1.0], [2.0]]))
+            batch = manager.recv([0, 2])
+        assert batch.terminated.all()
+        assert [(e.slot, e.seed, e.length, e.episode_return) for e in batch.episodes] == [(0, 55, 3, 3.0), (2, 77, 3, 6.0)]
+        assert batch.observation["state"].tolist() == [[55, 3, 3], [77, 3, 6]]
+        manager.send([1], np.array([[1.0]]))  # the slot between goes on by itself
+        manager.begin([0], [99])
+        both = manager.recv()
+        assert both.slots.tolist() == [0, 1]
+        assert both.observation["state"][0].tolist() == [99, 0, 0]
+        assert len(manager.fault_records) == 2 * trouble

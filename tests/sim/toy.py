@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
+from embodied_rl.sim.snapshots import decode_state, encode_state
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 
 class CountingSim:
     """Observation = [seed, steps taken, sum of actions]; ends (terminated) after ``length`` steps; reward = action.
 
-    `misbehave` says what environment of the first worker does at step `at`: raise, exit, hang, nan_observation, nan_reward.
+    `misbehave` says what happens at step `at`: raise, exit, hang, leak, nan_observation, nan_reward. With `once`, the path of a
+    file that does not exist yet, it happens a single time, whichever process comes first; with `victim`, only in the episode of
+    that seed.
     """
 
     def __init__(
-        self, num_envs: int, length: int = 5, misbehave: str | None = None, at: int = 3, image: bool = False, task: str | None = None
+        self,
+        num_envs: int,
+        length: int = 5,
+        misbehave: str | None = None,
+        at: int = 3,
+        image: bool = False,
+        task: str | None = None,
+        once: str | None = None,
+        victim: int | None = None,
+        step_s: float = 0.0,
     ) -> None:
+        self.once, self.victim, self.step_s, self.leaked = once, victim, step_s, b""
         observation = {"state": TensorSpec((3,), "float64")}
         if image:
             observation["rgb"] = TensorSpec((8, 8, 3), "uint8")
@@ -38,14 +53,17 @@ class CountingSim:
         for row, env_id in enumerate(env_ids):
             self.state[env_id, 1] += 1
             self.state[env_id, 2] += actions[row, 0]
-            if self.misbehave and self.state[env_id, 1] == self.at:
-                self._misbehave(env_id)
+            if self.step_s:
+                time.sleep(self.step_s)
             out.reward[env_id] = actions[row, 0]
-            if self.misbehave == "nan_reward" and self.state[env_id, 1] == self.at:
-                out.reward[env_id] = np.nan
+            if self.misbehave and self.state[env_id, 1] == self.at and self._is_time(env_id):
+                self._misbehave(env_id)
+                if self.misbehave == "nan_reward":
+                    out.reward[env_id] = np.nan
             out.terminated[env_id] = self.state[env_id, 1] >= self.length
             out.truncated[env_id] = False
             out.success[env_id] = self.state[env_id, 2] >= 3
+            out.info[env_id] = {"total": float(self.state[env_id, 2]), "path": np.arange(3), "left out": object()}
             self._observe(env_id, out)
 
     def render(self, env_id: int) -> np.ndarray:
@@ -61,7 +79,21 @@ class CountingSim:
         if self.image:
             out.observation["rgb"][env_id] = int(self.state[env_id, 1])
 
+    def _is_time(self, env_id: int) -> bool:
+        if self.victim is not None and self.state[env_id, 0] != self.victim:
+            return False
+        if self.once is None:
+            return True
+        try:
+            os.close(os.open(self.once, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
     def _misbehave(self, env_id: int) -> None:
+        if self.misbehave == "leak":
+            self.leaked = b"x" * (400 * 2**20)  # written to, so that it is resident
+            time.sleep(10)
         if self.misbehave == "raise":
             raise RuntimeError("the gripper fell off")
         if self.misbehave == "exit":
@@ -74,6 +106,86 @@ class CountingSim:
     def _hang_here(self) -> None:
         while True:
             time.sleep(0.01)
+
+
+class SavedCountingSim(CountingSim):
+    """The same with a state that can be saved: exact, or off by 0.25 in its sum (`drifts`)."""
+
+    def __init__(self, num_envs: int, drifts: bool = False, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
+        self.spec = dataclasses.replace(self.spec, snapshots="approximate" if drifts else "exact")
+        self._drifts = drifts
+
+    def snapshot(self, env_id: int) -> bytes:
+        return encode_state(self.state[env_id].copy())
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        self.state[env_id] = decode_state(data)
+        self.state[env_id, 2] += 0.25 * self._drifts
+
+
+class TalkingSim:
+    """Parts of varying size: what it was told, `words` times; a list of the lengths so far; an image that grows by a row a step."""
+
+    def __init__(self, num_envs: int, words: int = 1, length: int = 4, room: int = 1000) -> None:
+        parts = {
+            "text": VariableSpec("text", room),
+            "lengths": VariableSpec("json", 200),
+            "picture": VariableSpec("array", 10_000),
+            "state": TensorSpec((1,)),
+        }
+        self.spec = SimSpec("talk", parts, ActionSpec.text(64))
+        self.words, self.length = words, length
+        self.lengths: list[list[int]] = [[] for _ in range(num_envs)]
+        self.text = [""] * num_envs
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for env_id, seed in zip(env_ids, seeds, strict=True):
+            self.lengths[env_id], self.text[env_id] = [], f"seed {seed}"
+            self._observe(env_id, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        for env_id, action in zip(env_ids, actions, strict=True):
+            self.text[env_id] = " ".join([action] * self.words)
+            self.lengths[env_id].append(len(action))
+            out.reward[env_id] = len(action)
+            out.terminated[env_id] = len(self.lengths[env_id]) >= self.length
+            out.truncated[env_id] = out.success[env_id] = False
+            self._observe(env_id, out)
+
+    def render(self, env_id: int) -> np.ndarray:
+        return np.zeros((2, 2, 3), np.uint8)
+
+    def close(self) -> None:
+        pass
+
+    def _observe(self, env_id: int, out: StepBuffers) -> None:
+        steps = len(self.lengths[env_id])
+        out.observation["text"][env_id] = self.text[env_id]
+        out.observation["lengths"][env_id] = list(self.lengths[env_id])
+        out.observation["picture"][env_id] = np.full((steps + 1, 5, 3), steps, np.uint8)
+        out.observation["state"][env_id] = steps
+
+
+class BentEnv(gymnasium.Env):
+    """Returns an observation of 3 numbers, and at step `at` (once, see `CountingSim`) one of 4."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,))
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+
+    def __init__(self, once: str, at: int = 4) -> None:
+        self.once, self.at, self.steps = once, at, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.steps = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        bent = self.steps == self.at and not os.path.exists(self.once)
+        if bent:
+            open(self.once, "w").close()
+        return np.full(4 if bent else 3, self.steps, np.float32), 1.0, self.steps >= 6, False, {}
 
 
 class NoOpSim:

@@ -12,12 +12,18 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
-from embodied_rl.sim.robots.private_random import PrivateRandom, fingerprint
+from embodied_rl.sim.faults import WrongShapeError
+from embodied_rl.sim.private_random import PrivateRandom, fingerprint
+from embodied_rl.sim.robots.saved_state import EnvState
 from embodied_rl.sim.robots.spaces import SUCCESS_KEYS, action_converter, action_spec, control_hz, observation_parts, row_writer
 from embodied_rl.sim.robots.vector import VectorEnvSim
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers
 
 __all__ = ["GymnasiumSim", "VectorEnvSim", "make", "make_one", "newest", "tasks"]
+
+SAVED_WHOLE = ("gymnasium.envs.classic_control.", "gymnasium.envs.mujoco.")
+"""Where the tasks live whose whole state `EnvState` is tested to save."""
 
 
 def tasks() -> list[str]:
@@ -42,7 +48,12 @@ def make(task: str, num_envs: int, **kwargs: Any) -> GymnasiumSim:
         UserError: the id is not registered, the task rejects `kwargs`, or it has spaces that cannot be adapted.
         MissingExtraError: the task's own packages are missing.
     """
-    return GymnasiumSim([make_one(task, **kwargs) for _ in range(num_envs)], task=task)
+    return GymnasiumSim([make_one(task, **kwargs) for _ in range(num_envs)], task=task, exact_snapshots=saved_whole(task))
+
+
+def saved_whole(task: str) -> bool:
+    """Whether snapshots of a registered task are exact: see `EnvState`."""
+    return str(gymnasium.spec(task).entry_point).startswith(SAVED_WHOLE)
 
 
 def make_one(task: str, extra: str = "all", **kwargs: Any) -> gymnasium.Env:
@@ -82,13 +93,17 @@ class GymnasiumSim:
     Args:
         envs: independent environments of the same task.
         task: name in the spec; by default the registered id.
+        exact_snapshots: the whole state of these environments is known to lie where `EnvState` looks for it. Otherwise the spec
+            says "replay": the state of an unknown environment may be anywhere.
 
     Raises:
         UserError: an observation or action space that cannot be adapted.
     """
 
-    def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None) -> None:
+    def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:
         self.envs = list(envs)
+        shared: dict[str, bytes] = {}
+        self._states = [EnvState(env, shared) for env in self.envs] if exact_snapshots else None  # before the first reset
         first = self.envs[0]
         self._random = [PrivateRandom() for _ in self.envs]
         success_key, self._draws_while_stepping = self._probe(first)
@@ -103,6 +118,7 @@ class GymnasiumSim:
             control_hz=control_hz(first),
             reports_success=success_key is not None,
             can_render=first.render_mode == "rgb_array",
+            snapshots="exact" if exact_snapshots else "replay",
         )
         self._write = row_writer(parts)
         self._plain_state = len(parts) == 1 and parts[0].is_plain_vector
@@ -128,6 +144,15 @@ class GymnasiumSim:
             self._step(env_ids, actions, out)
 
     def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        try:
+            self._step_rows(env_ids, actions, out)
+        except ValueError as error:
+            if not _is_ours(error):
+                raise
+            shapes = {key: part.shape for key, part in self.spec.tensors.items()}
+            raise WrongShapeError(f"A step of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.") from error
+
+    def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         # Plain tasks take about 20 µs a step, so this loop has no call and no look-up that it does not need.
         reward, terminated, truncated, success, infos = out.reward, out.terminated, out.truncated, out.success, out.info
         steps, key, write, observation = self._steps, self._success_key, self._write, out.observation
@@ -147,6 +172,25 @@ class GymnasiumSim:
         frame = self.envs[env_id].render()
         return np.asarray(frame, np.uint8)
 
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`. Raises SnapshotError where the spec does not say "exact"."""
+        env = self._state(env_id).capture()
+        return encode_state(
+            {"task": self.spec.task, "env": env, "random": self._random[env_id].state if self._draws_while_stepping else None}
+        )
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version, or where the spec does not say "exact"."""
+        state, tree = self._state(env_id), decode_state(data)
+        require_task(tree, self.spec.task)
+        state.restore(tree["env"])
+        self._random[env_id].state = tree["random"]
+
+    def _state(self, env_id: int) -> EnvState:
+        if self._states is None:
+            raise SnapshotError(f"Where '{self.spec.task}' keeps its state is not known: its episodes are replayed, not saved.")
+        return self._states[env_id]
+
     def close(self) -> None:
         for env in self.envs:
             env.close()
@@ -163,3 +207,11 @@ class GymnasiumSim:
             *_, step_info = env.step(env.action_space.sample())
             draws = fingerprint() != before
         return next((key for key in SUCCESS_KEYS if key in step_info or key in reset_info), None), draws
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it was raised where we write what a simulator returned, not inside the simulator."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename in (__file__, row_writer.__code__.co_filename)

@@ -14,8 +14,11 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, missing_assets, registered_tasks
-from embodied_rl.sim.robots.maniskill_patches import fast_tensors, no_asset_prompt, no_render_materials
+from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
+from embodied_rl.sim.robots.maniskill_patches import fast_tensors, no_asset_prompt, no_render_materials, quick_rebuild
+from embodied_rl.sim.robots.maniskill_state import EpisodeState
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")
@@ -51,8 +54,10 @@ def make(
         num_envs: environments, each with a scene of its own.
         render: prepare for `render`; needs Vulkan, and costs seconds of start-up and memory.
         render_size: pixels a side of `render`'s picture.
-        camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says.
-        **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+state"), ``control_mode``, ``reward_mode``, ``robot_uids``, …
+        camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says. ``sensor_configs`` of one
+            camera, by its name, goes before it.
+        **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+segmentation+state", …; see `maniskill_observation`),
+            ``control_mode``, ``reward_mode``, ``robot_uids``, ``sensor_configs``, …
 
     Raises:
         MissingExtraError: ManiSkill is not installed.
@@ -72,7 +77,7 @@ class ManiSkillSim:
     """See `make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
 
     Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
-    engine's caches; ``options={"reconfigure": True}`` builds the scene anew and makes the episode exact (about 0.2 s).
+    engine's caches; ``options={"reconfigure": True}`` builds the scene anew and makes the episode exact (some 20 ms, more with cameras).
     """
 
     def __init__(
@@ -81,12 +86,12 @@ class ManiSkillSim:
         registered = registered_tasks()[task]
         made: dict[str, Any] = {"obs_mode": "state", **kwargs}
         made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
-        self._render = render or made["obs_mode"] not in ("state", "state_dict", "none")
+        self._render = check_mode(task, made["obs_mode"]) or render
         if self._render:
-            _require_vulkan(task)
+            require_vulkan(task)
             made |= {"render_mode": "rgb_array", "human_render_camera_configs": {"width": render_size, "height": render_size}}
             if camera_size is not None:
-                made["sensor_configs"] = {"width": camera_size, "height": camera_size}
+                made["sensor_configs"] = {"width": camera_size, "height": camera_size, **made.get("sensor_configs", {})}
             made.setdefault("render_backend", "cpu")
         else:
             made["render_backend"] = "none"
@@ -95,6 +100,7 @@ class ManiSkillSim:
 
         self._torch = torch
         fast_tensors()
+        quick_rebuild()
         # Inference mode from the first tensor on: nothing here is ever differentiated, and each small operation gets cheaper.
         with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its own spaces' precision
@@ -106,20 +112,24 @@ class ManiSkillSim:
                 raise MissingAssetsError(assets_message(task, [str(error.filename)])) from error
             except Exception as error:  # a wrong argument surfaces as any of a dozen types
                 raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
+            self._states = [EpisodeState(env, self._render) for env in self.envs]
             observation, info = self.envs[0].reset(seed=0)
         first = self.envs[0]
+        self.cameras = cameras(observation)
+        """Names of the cameras of an image mode; the parts of the first one carry no name: "rgb", "rgb.<second camera>"."""
         self._robots = action_splits(first.single_action_space)
         self._elapsed = [0] * num_envs
         self._limit: int | None = registered.max_episode_steps
         self.spec = SimSpec(
             task=task,
-            observation={key: TensorSpec(part.shape, str(part.dtype)) for key, part in _named(observation).items()},
+            observation={key: TensorSpec(tuple(part.shape[1:]), dtype_name(part)) for key, part in named_parts(observation).items()},
             action=action_spec(first.single_action_space),
             max_episode_steps=self._limit,
             control_hz=float(first.control_freq),
             instruction=INSTRUCTIONS.get(task),
             reports_success="success" in info,
             can_render=self._render,
+            snapshots="exact",
         )
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
@@ -156,37 +166,38 @@ class ManiSkillSim:
         with self._torch.inference_mode():
             return self.envs[env_id].render().numpy()[0]
 
+    def objects(self, env_id: int = 0) -> dict[int, str]:
+        """{number in segmentation pictures: name of the object or robot link}; 0 is the background and has no name."""
+        return numbered_objects(self.envs[env_id])
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`; the live environment builds its scene anew as well, so that both continue alike (`maniskill_state`)."""
+        saved = self._states[env_id].capture()
+        data = encode_state({"task": self.spec.task, "elapsed": self._elapsed[env_id], "episode": saved})
+        self.restore(env_id, data)
+        return data
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task, robot or version."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        self._states[env_id].restore(tree["episode"])
+        self._elapsed[env_id] = tree["elapsed"]
+
     def close(self) -> None:
         for env in self.envs:
             env.close()
 
     def _write(self, out: StepBuffers, i: int, observation: Any) -> None:
         if isinstance(observation, dict):
-            for key, part in _named(observation).items():
-                out.observation[key][i] = part
+            for key, part in named_parts(observation).items():
+                out.observation[key][i] = part[0].numpy()
         else:
             out.observation["state"][i] = observation.numpy()[0]
 
 
-def _named(observation: Any) -> dict[str, np.ndarray]:
-    """ManiSkill's observation of one environment as our named parts: "state", "rgb", "rgb.<camera>" from the second camera on."""
-    if not isinstance(observation, dict):
-        return {"state": observation.numpy()[0]}
-    parts: dict[str, np.ndarray] = {}
-    if "state" in observation:
-        parts["state"] = observation["state"].numpy()[0]
-    else:
-        from mani_skill.utils import common
-
-        proprioception = {key: observation[key] for key in ("agent", "extra") if key in observation}
-        parts["state"] = common.flatten_state_dict(proprioception, use_torch=True).numpy()[0]
-    for camera, data in observation.get("sensor_data", {}).items():
-        if "rgb" in data:
-            parts[f"rgb.{camera}" if "rgb" in parts else "rgb"] = data["rgb"].numpy()[0]
-    return parts
-
-
-def _require_vulkan(task: str) -> None:
+def require_vulkan(task: str) -> None:
+    """Raise UserError where pictures cannot be drawn."""
     from embodied_rl.sim.rendering import vulkan_available
 
     if not vulkan_available():

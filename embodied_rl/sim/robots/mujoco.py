@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest
+from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest, saved_whole
 
 MAX_SHADOW_MAP = 1024
 """Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""
@@ -34,7 +34,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     envs = [make_one(task, width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:
         cheapen_rendering(env)
-    return GymnasiumSim(envs, task=task)
+    return GymnasiumSim(envs, task=task, exact_snapshots=saved_whole(task))
 
 
 def cheapen_rendering(env: gymnasium.Env) -> None:

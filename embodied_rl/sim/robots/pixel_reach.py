@@ -14,6 +14,8 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.paths import assets_dir
+from embodied_rl.sim.robots.mujoco_state import DataState
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 MAX_EPISODE_STEPS = 50
@@ -60,6 +62,7 @@ class PixelReach:
         self._mujoco = mujoco
         self.model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_reach.xml"))
         self.data = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._states = [DataState(data) for data in self.data]
         self._tip = self.model.site("tip").id
         self._elapsed = [0] * num_envs
         self._pixels, self._image_size, self._render_size = pixels, image_size, render_size
@@ -73,6 +76,7 @@ class PixelReach:
             instruction="move the tip onto the red disc",
             reports_success=True,
             can_render=True,
+            snapshots="exact",
         )
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
@@ -108,6 +112,17 @@ class PixelReach:
         frame = np.empty((self._render_size, self._render_size, 3), np.uint8)
         self._draw(env_id, frame)
         return frame
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`."""
+        return encode_state({"task": self.spec.task, "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()})
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        self._states[env_id].restore(tree["data"])
+        self._elapsed[env_id] = tree["elapsed"]
 
     def close(self) -> None:
         _close_all(self._renderers)

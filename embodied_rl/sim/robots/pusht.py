@@ -1,4 +1,7 @@
-"""gym-pusht: a disc pushes a T onto its outline (Chi et al. 2023, arXiv:2303.04137), from its state or from pixels."""
+"""gym-pusht: a disc pushes a T onto its outline (Chi et al. 2023, arXiv:2303.04137), from its state or from pixels.
+
+Its episodes are replayed, not saved: pymunk warm-starts its solver with the impulses of cached contacts, which cannot be read or set.
+"""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ class VectorEnvSim:
     The vector environment must not reset by itself (autoreset mode DISABLED), because the worker keeps final observations
     and chooses seeds. A SyncVectorEnv is switched over; others are made with ``autoreset_mode="Disabled"``.
 
+    Its episodes cannot be taken up again one by one: to replay one's actions would step all the others.
+
     Args:
         env: the vector environment.
         task: name in the spec; by default the registered id.
@@ -56,6 +58,8 @@ class VectorEnvSim:
             control_hz=control_hz(env),
             reports_success=self._success_key is not None,
             can_render=env.render_mode == "rgb_array",
+            snapshots="none",
+            steps_together=True,
         )
         self._write = row_writer(parts)
         self._to_action = action_converter(env.single_action_space)

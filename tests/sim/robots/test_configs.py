@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from embodied_rl.config import group_names, load_sim_config
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.paths import configs_dir
 from embodied_rl.sim.env import SimFactory
-from embodied_rl.sim.rendering import mujoco_backend
+from embodied_rl.sim.rendering import mujoco_backend, vulkan_available
 from embodied_rl.types import StepBuffers
 
 
@@ -21,9 +21,15 @@ def test_configuration_makes_and_steps(name: str) -> None:
     assert header.startswith("# ")
     if name == "pixel_reach" and mujoco_backend() is None:
         pytest.skip("MuJoCo cannot draw off-screen here")
+    if config.kwargs.get("obs_mode", "state") != "state" and not vulkan_available():
+        pytest.skip("no Vulkan device: pictures cannot be drawn here")
+    if name.endswith("_gpu") and not _cuda():
+        with pytest.raises(UserError, match="finds no CUDA device here"):
+            SimFactory(config.target, config.task, config.kwargs, config.extra).make(1)
+        pytest.skip("no CUDA device")
     try:
         sim = SimFactory(config.target, config.task, config.kwargs, config.extra).make(1)
-    except MissingExtraError as error:
+    except (MissingExtraError, MissingAssetsError) as error:
         pytest.skip(str(error))
     assert sim.spec.task == config.task
     assert sim.spec.reports_success or not config.success_ends_episode
@@ -31,13 +37,22 @@ def test_configuration_makes_and_steps(name: str) -> None:
     out = StepBuffers.allocate(sim.spec, 1)
     sim.reset([0], [1], out)
     first = {key: part.copy() for key, part in out.observation.items()}
-    action = np.ones((1, 1), np.int64) if sim.spec.action.kind == "discrete" else np.array([sim.spec.action.high], np.float32)
+    action: np.ndarray = np.array([sim.spec.action.high], np.float32)
+    if sim.spec.action.kind != "continuous":
+        action = np.ones((1, 1), np.int64) if sim.spec.action.kind == "discrete" else np.array(["\\boxed{1}"], object)
     for _ in range(3):
         sim.step([0], action, out)
-    assert all(np.isfinite(part).all() for part in out.observation.values())
+    assert all(np.isfinite(out.observation[key]).all() for key in sim.spec.tensors)
+    assert all(isinstance(out.observation[key][0], str) for key, part in sim.spec.variables.items() if part.kind == "text")
     assert np.isfinite(out.reward).all()
     assert any((out.observation[key] != first[key]).any() for key in first), "nothing moved"
     sim.close()
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def test_unknown_argument_names_the_configuration_key() -> None:

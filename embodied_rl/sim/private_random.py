@@ -15,7 +15,8 @@ class PrivateRandom:
     """One environment's own state of the process-wide generators `numpy.random` and `random`."""
 
     def __init__(self) -> None:
-        self._state: Any = None
+        self.state: Any = None
+        """(numpy's state, random's state), plain values and an array; None before the first use. Set it to go on from there."""
 
     @contextmanager
     def active(self, seed: int | None = None) -> Iterator[None]:
@@ -24,13 +25,13 @@ class PrivateRandom:
         if seed is not None:
             np.random.seed(seed % 2**32)
             random.seed(seed)
-        elif self._state is not None:
-            np.random.set_state(self._state[0])
-            random.setstate(self._state[1])
+        elif self.state is not None:
+            np.random.set_state(self.state[0])
+            random.setstate(self.state[1])
         try:
             yield
         finally:
-            self._state = np.random.get_state(), random.getstate()
+            self.state = np.random.get_state(), random.getstate()
             np.random.set_state(process[0])
             random.setstate(process[1])
 

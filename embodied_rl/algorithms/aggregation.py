@@ -1,0 +1,183 @@
+"""From a loss per entry to one number: aggregation with an explicit, global denominator.
+
+A mean over what happens to lie in one micro-batch is not the mean over the batch: with ragged masks it weighs the entries of a
+short micro-batch more. So each aggregation here is a *sum over rows* divided by a denominator that the caller knows for the whole
+batch: count the units of every micro-batch on every rank (`global_denominator`), then divide each part by that same number. Parts
+then add up to the whole, values and gradients alike.
+
+Shapes: entries are [B, L] (B rows or sequences, L action units), or [B] with one entry per row. `mask` is bool, and what it hides
+counts for nothing, be it NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from embodied_rl.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+AGGREGATION_MODES: tuple[str, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How entries [B, L] become one number.
+
+    ======================== ============================================== ======================= ==========================
+    mode                     numerator                                      denominator (a count)   known from
+    ======================== ============================================== ======================= ==========================
+    token-mean               sum of all entries                             entries                 DAPO (arXiv:2503.14476)
+    seq-mean-token-sum       sum of all entries                             sequences               REINFORCE
+    seq-mean-token-mean      sum over rows of the row's mean                sequences               GRPO (arXiv:2402.03300)
+    seq-mean-token-sum-norm  sum of all entries / horizon                   sequences               Dr. GRPO (arXiv:2503.20783)
+    ======================== ============================================== ======================= ==========================
+
+    A sequence is a row with at least one entry in the mask. `horizon` is a constant (the limit of generated tokens), never the
+    padded width L, which differs from one micro-batch to the next.
+
+    Raises:
+        ValueError: unknown mode, or a horizon that is missing, not positive or not wanted.
+    """
+
+    mode: Mode = "token-mean"
+    horizon: int | None = None
+    """Entries that a sequence may have; for ``seq-mean-token-sum-norm`` alone."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in AGGREGATION_MODES:
+            raise ValueError(f"Aggregation mode {self.mode!r} is not known.{did_you_mean(str(self.mode), AGGREGATION_MODES)}")
+        if self.mode == "seq-mean-token-sum-norm":
+            if self.horizon is None or self.horizon < 1:
+                raise ValueError(
+                    f"Aggregation '{self.mode}' needs horizon >= 1, the most entries that a sequence may have, got {self.horizon}."
+                )
+        elif self.horizon is not None:
+            raise ValueError(f"horizon={self.horizon} means nothing to aggregation '{self.mode}'; leave it out.")
+
+    def count(self, mask: Tensor) -> Tensor:
+        """What `mask` [B, L] or [B] adds to the denominator: its entries (token-mean) or its sequences; int64 scalar, may be 0."""
+        if self.mode == "token-mean" or mask.dim() == 1:
+            return mask.sum()
+        return mask.any(-1).sum()
+
+    def reduce(self, x: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> Tensor:
+        """The aggregate of `x` [B, L] or [B], a scalar; `denominator` None: the count of this mask (at least 1)."""
+        if self.mode == "token-mean":
+            return masked_mean(x, mask, denominator)
+        total = self._row_values(x, mask).sum()
+        return total / self._denominator(x, mask, denominator)
+
+    def mean(self, x: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> Tensor:
+        """Like `reduce`, but always a mean: what figures such as a share of clipped entries are reported with.
+
+        Over entries for token-mean, over the sequences' means for the others; the denominator is the same as that of `reduce`, so
+        these figures add up over micro-batches as the losses do.
+        """
+        if self.mode in ("token-mean", "seq-mean-token-mean"):
+            return self.reduce(x, mask, denominator)
+        return Aggregation("seq-mean-token-mean").reduce(x, mask, denominator)
+
+    def _row_values(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        rows = row_sum(x, mask)
+        if self.mode == "seq-mean-token-mean":
+            return rows / _row_lengths(x, mask).clamp(min=1).to(rows.dtype)
+        if self.mode == "seq-mean-token-sum-norm":
+            assert self.horizon is not None, "checked when it was made"
+            return rows / self.horizon
+        return rows
+
+    def _denominator(self, x: Tensor, mask: Tensor | None, denominator: float | Tensor | None) -> float | Tensor:
+        if denominator is not None:
+            return denominator
+        return float(max(x.shape[0], 1)) if mask is None else self.count(mask).clamp(min=1)
+
+
+TOKEN_MEAN = Aggregation("token-mean")
+SEQUENCE_TOKEN_MEAN = Aggregation("seq-mean-token-mean")
+
+
+def masked_mean(x: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> Tensor:
+    """Sum of the entries in `mask` (None: all) over `denominator` (None: their number, at least 1)."""
+    if mask is None:
+        return x.sum() / (max(x.numel(), 1) if denominator is None else denominator)
+    # where, not multiplication: NaN * 0 is NaN.
+    total = torch.where(mask, x, torch.zeros_like(x)).sum()
+    return total / (mask.sum().clamp(min=1) if denominator is None else denominator)
+
+
+def row_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[B, L] → [B]: the sum of each row's entries in the mask, such as the log-probability of a whole action; [B] stays, masked."""
+    visible = x if mask is None else torch.where(mask, x, torch.zeros_like(x))
+    return visible if x.dim() == 1 else visible.sum(-1)
+
+
+def _row_lengths(x: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return torch.full((x.shape[0],), 1 if x.dim() == 1 else x.shape[-1], device=x.device)
+    return mask.long() if mask.dim() == 1 else mask.sum(-1)
+
+
+def visible_entries(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
+    """The tensors brought to the shape of the first, with 0 wherever `mask` is False, in at least float32.
+
+    Entries are emptied before any arithmetic and not only after it: a NaN behind the mask would come back in the gradient, where
+    the chain rule multiplies it by a zero. A tensor [B] beside a first one of [B, L] gives its number to the whole row.
+
+    Raises:
+        ValueError: shapes that do not agree, or a mask that is not bool; never a silent broadcast of [B] against [B, 1].
+    """
+    shape = next(iter(tensors.values())).shape
+    if mask is not None and (mask.shape != shape or mask.dtype != torch.bool):
+        raise ValueError(f"mask must be bool of shape {tuple(shape)}, got {mask.dtype} of shape {tuple(mask.shape)}.")
+    result = []
+    for name, x in tensors.items():
+        if x.shape != shape:
+            if len(shape) != 2 or x.shape != shape[:1]:
+                raise ValueError(
+                    f"{name} must have shape {tuple(shape)}{f' or {tuple(shape[:1])}' * (len(shape) == 2)}, got {tuple(x.shape)}."
+                )
+            x = x[:, None].expand(shape)
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()
+        result.append(x if mask is None else torch.where(mask, x, torch.zeros_like(x)))
+    return result
+
+
+def global_denominator(
+    masks: Tensor | Iterable[Tensor],
+    *,
+    aggregation: Aggregation = TOKEN_MEAN,
+    process_group: ProcessGroup | None = None,
+    gradients: Literal["summed", "averaged"] = "summed",
+) -> Tensor:
+    """The denominator of one optimizer step: units in all `masks` (one, or one per micro-batch) of all ranks; float64, at least 1.
+
+    Call it on every rank, with all micro-batches of the step, before the first backward pass. Without an initialised
+    ``torch.distributed`` there is one rank.
+
+    Args:
+        process_group: ranks that share the step; None: all of them.
+        gradients: what happens to the gradients of several ranks. DDP and FSDP *average* them, which divides by the number of ranks
+            once too often; the denominator is then smaller by that factor, so that the average is the gradient of the whole batch.
+    """
+    if gradients not in ("summed", "averaged"):
+        raise ValueError(f"gradients must be summed or averaged, got {gradients!r}.")
+    parts = [masks] if isinstance(masks, Tensor) else list(masks)
+    if not parts:
+        raise ValueError("global_denominator needs the masks of at least one micro-batch; give an all-False mask for a rank without rows.")
+    total = torch.stack([aggregation.count(mask) for mask in parts]).sum().double()
+    num_ranks = 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        num_ranks = torch.distributed.get_world_size(process_group)
+        torch.distributed.all_reduce(total, group=process_group)
+    total = total.clamp(min=1)
+    return total / num_ranks if gradients == "averaged" else total

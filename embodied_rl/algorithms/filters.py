@@ -1,0 +1,146 @@
+"""Which groups are worth training on: pure functions from a finished group to the reason it is dropped for.
+
+Dropped groups are replaced by new ones until the batch is full (dynamic sampling; DAPO, Yu et al. 2025, arXiv:2503.14476); the
+group queue counts them by reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.types import EpisodeGroup
+
+GroupFilter = Callable[[EpisodeGroup], str | None]
+"""None keeps the group; a string is the reason to drop it. The same few strings again and again, since they are counted."""
+
+Over = Literal["mean", "all", "any"]
+"""How the values of a group's episodes are held against a rule: their mean, each of them, or at least one."""
+
+
+def zero_variance(*, tolerance: float = 1e-6) -> GroupFilter:
+    """Drop groups whose scores are all equal: their group-relative advantages are 0.
+
+    Args:
+        tolerance: largest difference between scores, relative to the largest magnitude among them (at least 1), that counts as
+            equal. Sums of float32 rewards differ by rounding alone; exact comparison would let such groups pass.
+
+    Raises (when applied):
+        UserError: the group has one episode, so that every group would be dropped.
+    """
+
+    def apply(group: EpisodeGroup) -> str | None:
+        if group.num_episodes < 2:
+            raise UserError(
+                "The filter zero_variance needs groups of at least two episodes, got one. Raise group_size or leave the filter out."
+            )
+        scores = group.scores
+        spread = scores.max() - scores.min()
+        return "zero_variance" if spread <= tolerance * max(1.0, float(np.abs(scores).max())) else None
+
+    return apply
+
+
+def mean_score(*, minimum: float | None = None, maximum: float | None = None) -> GroupFilter:
+    """Keep groups with minimum <= mean score <= maximum (None: no bound): neither too hard nor too easy. A NaN is dropped.
+
+    With success as reward, (0.1, 0.9) is RLinf-VLA's setting for LIBERO (arXiv:2510.06710).
+    """
+    inside = _bounds("mean_score", minimum, maximum)
+    return lambda group: None if inside(group.mean_score) else "mean_score"
+
+
+def path(*, path: str, minimum: float | None = None, maximum: float | None = None, equals: Any = None, over: Over = "mean") -> GroupFilter:
+    """Keep groups by any value of theirs or of their episodes, named by a dotted path.
+
+    ``success_rate`` or ``number`` is looked up in the group; ``episode.num_steps`` or ``episode.metadata.judge.score`` in each of its
+    episodes. Attributes and keys of mappings are followed alike.
+
+    Args:
+        minimum, maximum: bounds, both included; None: no bound.
+        equals: the value must equal this one; instead of bounds.
+        over: how the episodes' values are held against the rule; `mean` goes with bounds only.
+
+    Raises:
+        UserError: neither bounds nor `equals`, or both; or (when applied) the path leads nowhere.
+    """
+    if (equals is None) == (minimum is None and maximum is None):
+        raise UserError(f"The filter on '{path}' needs either minimum and/or maximum, or equals.")
+    if over not in get_args(Over):
+        raise UserError(f"over={over!r} is not a choice for the filter on '{path}'.{did_you_mean(str(over), get_args(Over))}")
+    first, _, rest = path.partition(".")
+    of_episodes = first == "episode"
+    if of_episodes and equals is not None and over == "mean":
+        raise UserError(f"The filter on '{path}' compares single values: over must be 'all' or 'any' with equals, not 'mean'.")
+    accepts = (lambda value: bool(value == equals)) if equals is not None else _bounds(path, minimum, maximum)
+    reason = f"path:{path}"
+
+    def apply(group: EpisodeGroup) -> str | None:
+        if not of_episodes:
+            return None if accepts(follow(group, path)) else reason
+        values = [follow(episode, rest) for episode in group.episodes]
+        if over == "mean":
+            return None if accepts(float(np.mean(values))) else reason
+        return None if (all if over == "all" else any)(accepts(value) for value in values) else reason
+
+    return apply
+
+
+def follow(start: Any, dotted: str) -> Any:
+    """The value at a dotted path of attributes and keys. Raises UserError naming the part that is missing and what is there."""
+    value = start
+    for name in dotted.split("."):
+        if isinstance(value, Mapping):
+            if name not in value:
+                raise UserError(f"'{dotted}' leads nowhere: there is no '{name}'.{did_you_mean(name, map(str, value))}")
+            value = value[name]
+        elif name and not name.startswith("_") and hasattr(value, name):
+            value = getattr(value, name)
+        else:
+            public = (
+                [known for known in dir(value) if not known.startswith("_")] if type(value).__module__.startswith("embodied_rl") else []
+            )
+            raise UserError(f"'{dotted}' leads nowhere: a {type(value).__name__} has no '{name}'.{did_you_mean(name, public)}")
+    return value
+
+
+FILTERS: dict[str, Callable[..., GroupFilter]] = {"zero_variance": zero_variance, "mean_score": mean_score, "path": path}
+"""What a configuration can name."""
+
+
+def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, ...]:
+    """Filters from a configuration: ``[{name: zero_variance}, {name: mean_score, minimum: 0.1, maximum: 0.9}]``.
+
+    Raises UserError for a name or an argument that is not known.
+    """
+    built = []
+    for setting in settings:
+        name, arguments = str(setting.get("name")), {key: value for key, value in setting.items() if key != "name"}
+        if name not in FILTERS:
+            raise UserError(f"Group filter '{name}' is not known.{did_you_mean(name, FILTERS)}")
+        parameters = inspect.signature(FILTERS[name]).parameters
+        for key in arguments:
+            if key not in parameters:
+                raise UserError(f"Group filter '{name}' has no setting '{key}'.{did_you_mean(str(key), parameters)}")
+        missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in arguments]
+        if missing:
+            raise UserError(f"Group filter '{name}' needs {', '.join(missing)}.")
+        built.append(FILTERS[name](**arguments))
+    return tuple(built)
+
+
+def rejection(filters: Sequence[GroupFilter], group: EpisodeGroup) -> str | None:
+    """The first filter's reason to drop the group; None: all keep it."""
+    return next((reason for apply in filters if (reason := apply(group)) is not None), None)
+
+
+def _bounds(what: str, minimum: float | None, maximum: float | None) -> Callable[[float], bool]:
+    low, high = -np.inf if minimum is None else minimum, np.inf if maximum is None else maximum
+    if not low <= high:
+        raise UserError(f"The filter on '{what}' needs minimum <= maximum, got {minimum!r} and {maximum!r}.")
+    # A NaN is inside no bounds.
+    return lambda value: bool(low <= value <= high)

@@ -1,0 +1,169 @@
+"""Divergence from a reference policy: estimates from samples, as a loss or in the reward, with fixed or adaptive coefficients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
+from embodied_rl.algorithms.ratios import clamp_log_ratio
+from embodied_rl.errors import did_you_mean
+
+KlKind = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(*, log_prob: Tensor, reference_log_prob: Tensor, kind: str) -> Tensor:
+    """Estimators of KL(pi || reference) from samples of pi, entry by entry (Schulman, "Approximating KL divergence", 2020).
+
+    With d = log pi - log reference: k1 = d (unbiased), k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased, never negative).
+
+    Raises:
+        ValueError: another `kind`.
+    """
+    d = clamp_log_ratio(log_prob - reference_log_prob)
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return 0.5 * d * d
+    if kind == "k3":
+        return torch.expm1(-d) + d
+    raise ValueError(f"kind must be k1, k2 or k3, got {kind!r}.")
+
+
+def kl_loss(
+    *,
+    log_prob: Tensor,
+    reference_log_prob: Tensor,
+    kind: KlKind = "k3",
+    straight_through: bool = False,
+    mask: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """KL(pi || reference) as a loss; multiply it by the coefficient.
+
+    An unbiased value does not make an unbiased gradient. On samples of pi, the gradient of k2, E[d grad log pi], is that of the
+    divergence. That of k3 is the gradient of KL(reference || pi) (weights 1 - exp(-d)), which agrees with it near d = 0 and is
+    bounded above. That of k1 is E[grad log pi] = 0: noise and nothing else, so it is refused unless `straight_through` is set,
+    which takes the value of `kind` with the gradient of k2 (Tang and Munos 2025, arXiv:2506.09477).
+
+    Args:
+        log_prob, reference_log_prob: [B, L] or [B]; the gradient goes into the former alone.
+
+    Returns:
+        The loss, and ``kl``, a mean over entries (token-mean) or over sequences' means (the other aggregations).
+
+    Raises:
+        ValueError: unknown `kind`, or k1 without `straight_through`.
+    """
+    if kind == "k1" and not straight_through:
+        raise ValueError(
+            "k1 as a loss has the gradient E[grad log pi] = 0, which regularises nothing. Take k2 or k3, set straight_through=True, "
+            "or put k1 in the reward (embodied_rl.algorithms.rewards.kl_in_reward)."
+        )
+    new, reference = visible_entries(mask, log_prob=log_prob, reference_log_prob=reference_log_prob.detach())
+    per_entry = kl_estimate(log_prob=new, reference_log_prob=reference, kind=kind)
+    if straight_through:
+        gradient = kl_estimate(log_prob=new, reference_log_prob=reference, kind="k2")
+        per_entry = per_entry.detach() + (gradient - gradient.detach())
+    loss = aggregation.reduce(per_entry, mask, denominator)
+    return loss, {"kl": aggregation.mean(per_entry.detach(), mask, denominator)}
+
+
+class KlCoefficient(Protocol):
+    """The factor before a divergence, which may follow the divergence that was measured."""
+
+    @property
+    def value(self) -> float: ...
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """Take the divergence of the last step, measured over `num_samples` samples; return the coefficient from now on."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class FixedKlCoefficient:
+    """The same number always."""
+
+    def __init__(self, value: float) -> None:
+        _require_not_negative("coefficient", value)
+        self.value = value
+
+    def update(self, kl: float, num_samples: int) -> float:
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+class AdaptiveKlCoefficient:
+    """Follow a target divergence (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+
+    e = clip(KL / target - 1, -0.2, 0.2) and value <- value (1 + e n / horizon), with n the samples of the step: a proportional
+    controller on the logarithm of the coefficient.
+
+    Args:
+        value: to begin with; > 0, since a factor never leaves 0.
+        target: divergence in nats, summed or averaged over entries as `update` gets it.
+        horizon: samples after which a constant error of 0.2 has changed the coefficient by a factor of about e^0.2.
+    """
+
+    MAX_ERROR = 0.2
+
+    def __init__(self, value: float, *, target: float, horizon: float) -> None:
+        for name, number in (("coefficient", value), ("target", target), ("horizon", horizon)):
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} of an adaptive KL coefficient must be > 0, got {number}.")
+        self.value = value
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, num_samples: int) -> float:
+        """Raises ValueError when the divergence is NaN or infinite, or the step is so long that the factor could fall to 0."""
+        if not math.isfinite(kl):
+            raise ValueError(f"The measured KL divergence is {kl}; the adaptive coefficient cannot follow it.")
+        if not 0 <= num_samples < self.horizon / self.MAX_ERROR:
+            raise ValueError(
+                f"num_samples must be >= 0 and below {1 / self.MAX_ERROR:g} x horizon ({self.horizon:g}), got {num_samples}: "
+                "the coefficient would fall to 0 or below. Take a larger horizon."
+            )
+        error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
+        self.value *= 1.0 + error * num_samples / self.horizon
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; target and horizon belong to the configuration."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+def make_kl_coefficient(
+    kind: Literal["fixed", "adaptive"], value: float, *, target: float | None = None, horizon: float | None = None
+) -> KlCoefficient:
+    """By name. Raises ValueError for another name, or options that are missing or mean nothing."""
+    if kind == "fixed":
+        if target is not None or horizon is not None:
+            raise ValueError(f"A fixed KL coefficient has no target ({target}) and no horizon ({horizon}); take 'adaptive' for these.")
+        return FixedKlCoefficient(value)
+    if kind == "adaptive":
+        if target is None or horizon is None:
+            raise ValueError(f"An adaptive KL coefficient needs target and horizon, got target={target}, horizon={horizon}.")
+        return AdaptiveKlCoefficient(value, target=target, horizon=horizon)
+    raise ValueError(f"KL coefficient {kind!r} is not known.{did_you_mean(str(kind), ('fixed', 'adaptive'))}")
+
+
+def _require_not_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"KL {name} must be >= 0, got {value}.")

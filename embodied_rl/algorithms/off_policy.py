@@ -1,0 +1,241 @@
+"""Losses for rows that another policy made, and the weights and masks that correct for it.
+
+Three policies may be told apart: *behaviour* (the generator that sampled, perhaps old, perhaps of another numerical precision),
+*proximal* (the trainer's weights before this update, around which PPO keeps), and the one in training. Shapes and denominators are
+those of `losses`. Weights are constants: no gradient flows through them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
+from embodied_rl.algorithms.kl import kl_estimate
+from embodied_rl.algorithms.losses import Metrics, check_clip, ppo_clip_loss, weighted
+from embodied_rl.algorithms.ratios import Level, clamp_log_ratio, log_ratio_at
+
+WeightMode = Literal["clamp", "mask"]
+
+
+def importance_weights(
+    *,
+    log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    high: float,
+    low: float = 0.0,
+    level: Level = "token",
+    mode: WeightMode = "clamp",
+    mask: Tensor | None = None,
+    chunk_id: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, Metrics]:
+    """w = pi / behaviour, bounded: what to multiply a loss with when the generator is not the policy that it should have been.
+
+    ``clamp`` with low = 0 is truncated importance sampling (Ionides 2008; between generator and trainer: Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training"); ``mask`` gives 0 to whatever lies outside
+    [low, high] (Ling Team 2025, arXiv:2510.18855, "IcePop"), with weights kept as they are inside. `level` says whose ratio it is:
+    that of the entry, of its chunk or sequence by geometric mean, or of the whole sequence (`ratios.log_ratio_at`).
+
+    Args:
+        log_prob: [B, L] or [B] of the policy that should have sampled (the trainer's weights before the update).
+        behaviour_log_prob: the same shape, as the generator reported it.
+        chunk_id: [B, L] integers, for level ``chunk``.
+
+    Returns:
+        Weights of the shape of `log_prob`, 0 outside the mask, detached; and ``weight_mean``, ``weight_bounded_fraction`` (the share that
+        was clamped or rejected) and ``behaviour_kl`` (k3 of KL(behaviour || pi), entry by entry).
+
+    Raises:
+        ValueError: bounds out of order, unknown level or mode, shapes that do not agree.
+    """
+    _check_bounds(low, high)
+    if mode not in ("clamp", "mask"):
+        raise ValueError(f"mode of importance weights must be clamp or mask, got {mode!r}.")
+    with torch.no_grad():
+        raw = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
+        inside = (raw >= low) & (raw <= high)
+        weight = raw.clamp(low, high) if mode == "clamp" else torch.where(inside, raw, torch.zeros_like(raw))
+        if mask is not None:
+            weight = torch.where(mask, weight, torch.zeros_like(weight))
+        new, behaviour = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob)
+        kl = kl_estimate(log_prob=behaviour, reference_log_prob=new, kind="k3")
+        metrics = {
+            "weight_mean": aggregation.mean(weight, mask, denominator),
+            "weight_bounded_fraction": aggregation.mean((~inside).to(weight.dtype), mask, denominator),
+            "behaviour_kl": aggregation.mean(kl, mask, denominator),
+        }
+    return weight, metrics
+
+
+def rejection_mask(
+    *,
+    log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    high: float,
+    low: float = 0.0,
+    level: Level = "geometric",
+    token_veto: float = 0.0,
+    mask: Tensor | None = None,
+    chunk_id: Tensor | None = None,
+) -> Tensor:
+    """Entries whose ratio pi / behaviour lies within [low, high], as a bool of the shape of `log_prob`; False outside the mask.
+
+    Use it as a `weight` (``kept.to(dtype)``), not in the place of the mask: the denominator is the number *before* rejection, or
+    the entries that are left would count more the fewer they are.
+
+    Args:
+        level: whose ratio is looked at; ``sequence``, ``geometric`` and ``chunk`` keep or drop the whole of it.
+        token_veto: a row with any entry whose own ratio is below this is dropped as a whole (0: none); a single action that the
+            trainer finds all but impossible is a sign of a broken generator rather than of an old one.
+    """
+    _check_bounds(low, high)
+    if not 0.0 <= token_veto <= 1.0:
+        raise ValueError(f"token_veto must be between 0 and 1, got {token_veto}.")
+    ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
+    kept = (ratio >= low) & (ratio <= high)
+    if token_veto > 0.0:
+        own = log_ratio_at("token", log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask).exp()
+        vetoed = own < token_veto
+        kept = kept & ~(vetoed if vetoed.dim() == 1 else vetoed.any(-1, keepdim=True))
+    return kept if mask is None else kept & mask
+
+
+def decoupled_ppo_loss(
+    *,
+    log_prob: Tensor,
+    proximal_log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    weight_high: float,
+    weight_low: float = 0.0,
+    weight_mode: WeightMode = "mask",
+    weight_level: Level = "token",
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    chunk_id: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, Metrics]:
+    """PPO around a proximal policy that is not the one that sampled (Hilton et al. 2021, arXiv:2110.00641; AReaL, arXiv:2505.24298).
+
+    Sum of w · clip-loss over the kept entries, with r = pi / proximal and w = sg(proximal / behaviour), divided by the number of
+    entries *before* rejection. ``mask`` drops entries whose w lies outside [weight_low, weight_high], ``clamp`` clamps it.
+
+    Returns:
+        The loss, and the metrics of `ppo_clip_loss` and of `importance_weights`.
+    """
+    correction, weight_metrics = importance_weights(
+        log_prob=proximal_log_prob,
+        behaviour_log_prob=behaviour_log_prob,
+        low=weight_low,
+        high=weight_high,
+        level=weight_level,
+        mode=weight_mode,
+        mask=mask,
+        chunk_id=chunk_id,
+        denominator=denominator,
+        aggregation=aggregation,
+    )
+    loss, metrics = ppo_clip_loss(
+        log_prob=log_prob,
+        old_log_prob=proximal_log_prob.detach(),
+        advantage=advantage,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        weight=weighted(correction, weight, mask),
+        mask=mask,
+        denominator=denominator,
+        aggregation=aggregation,
+    )
+    return loss, {**metrics, **weight_metrics}
+
+
+def cispo_loss(
+    *,
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: float = 1.0,
+    clip_high: float,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, Metrics]:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585).
+
+    The ratio's weight is clipped instead of its gradient, so that every entry keeps pulling. The paper has no lower bound:
+    clip_low = 1.
+
+    Returns:
+        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``.
+    """
+    check_clip(clip_low, clip_high)
+    new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage.detach())
+    ratio = clamp_log_ratio(new - old).exp().detach()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = aggregation.reduce(weighted(-clipped * advantages * new, weight, mask), mask, denominator)
+    return loss, _metrics(loss, new, old, clipped != ratio, mask, denominator, aggregation)
+
+
+def topr_loss(
+    *,
+    log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    advantage: Tensor,
+    ratio_low: float = 0.0,
+    ratio_high: float = 1.0,
+    level: Level = "sequence",
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    chunk_id: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> tuple[Tensor, Metrics]:
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286).
+
+    -A log pi where A >= 0, without a ratio: good rows are imitated however unlikely they have become.
+    -sg(clip(pi / behaviour, ratio_low, ratio_high)) A log pi where A < 0: what the policy no longer does is not pushed down further.
+    The ratio is that of the whole sequence, as in the paper; `level` offers the others.
+
+    Returns:
+        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (among all entries, those of A < 0 with a clipped ratio).
+    """
+    _check_bounds(ratio_low, ratio_high)
+    new, old, advantages = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob, advantage=advantage.detach())
+    ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
+    clipped = ratio.clamp(ratio_low, ratio_high)
+    taper = torch.where(advantages < 0, clipped, torch.ones_like(clipped))
+    loss = aggregation.reduce(weighted(-taper * advantages * new, weight, mask), mask, denominator)
+    return loss, _metrics(loss, new, old, (clipped != ratio) & (advantages < 0), mask, denominator, aggregation)
+
+
+def _metrics(
+    loss: Tensor,
+    new: Tensor,
+    old: Tensor,
+    clipped: Tensor,
+    mask: Tensor | None,
+    denominator: float | Tensor | None,
+    aggregation: Aggregation,
+) -> Metrics:
+    with torch.no_grad():
+        kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
+        return {
+            "policy_loss": loss.detach(),
+            "approx_kl": aggregation.mean(kl, mask, denominator),
+            "clip_fraction": aggregation.mean(clipped.to(kl.dtype), mask, denominator),
+        }
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not (0.0 <= low <= high and high > 0.0):
+        raise ValueError(f"Bounds of a ratio must satisfy 0 <= low <= high and high > 0, got low={low}, high={high}.")

@@ -1,0 +1,81 @@
+"""Making the number of rows one that the learner can divide among ranks and micro-batches (ROLL's batch adjustment).
+
+It happens *after* advantages: before, copied or missing rows would bias the statistics of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.rollout.schedule import least_common_multiple
+
+Adjustment = Literal["copy", "delete", "auto", "random_sample"]
+"""copy: fill up with copies of random rows. delete: drop random rows. auto: the nearer of the two; copies where they are equally near
+or nothing would be left. random_sample: exactly one multiple, drawn with replacement."""
+
+
+@dataclass(frozen=True)
+class AdjustedRows:
+    """Which rows to train on, and what each counts for."""
+
+    indices: np.ndarray
+    """[n] int64 rows of the batch; kept rows stay in their order, copies come last."""
+    weight: np.ndarray
+    """[n] float32: 1.0, and 0.0 for copies (unless they were asked to count): multiply the loss mask with it."""
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.indices.size)
+
+
+def adjust_rows(
+    num_rows: int, *, divisors: Sequence[int], mode: Adjustment, seed: int | Sequence[int], count_copies: bool = False
+) -> AdjustedRows:
+    """Choose rows so that their number is a multiple of D, the least common multiple of `divisors` (ranks × micro-batch, say).
+
+    With rem = num_rows mod D: ``copy`` adds D − rem copies, ``delete`` drops rem, ``random_sample`` draws D rows with replacement.
+
+    Args:
+        divisors: what the learner needs the number of rows to be divisible by.
+        seed: with the arguments, all that the result depends on; give (run seed, iteration).
+        count_copies: let copies weigh 1, as in ROLL. By default no row counts twice, and the weighted sum over the result is that
+            over the batch.
+
+    Raises:
+        UserError: there is no row; ``delete`` would leave none; a divisor or the mode is not valid.
+    """
+    if mode not in get_args(Adjustment):
+        raise UserError(f"batch adjustment {mode!r} is not a choice.{did_you_mean(str(mode), get_args(Adjustment))}")
+    if num_rows < 1:
+        raise UserError(f"A batch of {num_rows} rows cannot be adjusted: at least one is needed.")
+    multiple = least_common_multiple(divisors)
+    rng = np.random.default_rng(np.random.SeedSequence(seed))
+    if mode == "random_sample":
+        return AdjustedRows(rng.integers(num_rows, size=multiple), np.ones(multiple, np.float32))
+    rest = num_rows % multiple
+    rows = np.arange(num_rows)
+    if rest == 0:
+        return AdjustedRows(rows, np.ones(num_rows, np.float32))
+    missing = multiple - rest
+    if mode == "copy" or (mode == "auto" and (missing <= rest or num_rows < multiple)):
+        copies = _spread_draw(rng, num_rows, missing)
+        weight = np.concatenate([np.ones(num_rows, np.float32), np.full(missing, float(count_copies), np.float32)])
+        return AdjustedRows(np.concatenate([rows, copies]), weight)
+    if num_rows < multiple:
+        raise UserError(
+            f"Deleting rows of a batch of {num_rows} until {multiple} (the least common multiple of {list(divisors)}) divides their number "
+            "leaves none. Use mode 'copy' or 'auto', more groups per step, or smaller divisors."
+        )
+    kept = np.sort(rng.permutation(num_rows)[rest:])
+    return AdjustedRows(kept, np.ones(kept.size, np.float32))
+
+
+def _spread_draw(rng: np.random.Generator, num_rows: int, count: int) -> np.ndarray:
+    """`count` random rows [count] int64, none of them once more often than another."""
+    rounds = [rng.permutation(num_rows) for _ in range(-(-count // num_rows))]
+    return np.concatenate(rounds)[:count]

@@ -1,0 +1,98 @@
+"""Several domains (tasks, simulators, data sets) in one run: which group belongs to which, and what each of them achieves."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.types import EpisodeGroup
+
+
+class DomainMixture:
+    """Deals group numbers 0, 1, 2, … out to domains in proportion to their weights: a function of the number and the weights alone.
+
+    After every n groups the number of each domain's groups differs from its share n·wᵢ/Σw by at most 1 − 1/(2k − 2), k being the
+    number of domains: the best bound there is (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980).
+    Random draws would stray by √n. The sums are exact (whole numbers), so that every machine deals alike.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """`weights` {domain: weight >= 0}; a domain of weight 0 gets no group. Raises UserError when they make no sense."""
+        if not weights or any(not math.isfinite(weight) or weight < 0 for weight in weights.values()) or not any(weights.values()):
+            raise UserError(f"Domain weights must be numbers >= 0, at least one of them above 0, got {dict(weights)}.")
+        self.weights = {domain: float(weight) for domain, weight in weights.items()}
+        # In a fixed order, so that the order of a configuration file does not matter.
+        self._domains = sorted(domain for domain, weight in self.weights.items() if weight > 0)
+        exact = [Fraction(self.weights[domain]) for domain in self._domains]
+        scale = math.lcm(*(fraction.denominator for fraction in exact))
+        whole = [int(fraction * scale) for fraction in exact]
+        divisor = math.gcd(*whole)
+        self._whole = [number // divisor for number in whole]
+        self._dealt = array("H")
+        self._counts = [0] * len(self._domains)
+
+    @staticmethod
+    def single(domain: str) -> DomainMixture:
+        """All groups of one domain."""
+        return DomainMixture({domain: 1.0})
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Those with a weight above 0, sorted."""
+        return tuple(self._domains)
+
+    def domain_of(self, number: int) -> str:
+        """Domain of group `number` >= 0. The first call with a large number deals all groups up to it (two bytes and about a
+        microsecond per domain for each)."""
+        assert number >= 0, number
+        while len(self._dealt) <= number:
+            self._deal()
+        return self._domains[self._dealt[number]]
+
+    def _deal(self) -> None:
+        total, k = sum(self._whole), len(self._domains)
+        if k == 1:
+            self._dealt.append(0)
+            return
+        n = len(self._dealt) + 1
+        best, best_slack = -1, 0
+        for index, (weight, count) in enumerate(zip(self._whole, self._counts, strict=True)):
+            # Everything times 2(k - 1) · total. A domain may be dealt to when its deficit n·w - count has reached 1/(2k - 2) ...
+            deficit = (2 * k - 2) * (n * weight - count * total)
+            if deficit < total:
+                continue
+            # ... and the one goes first whose deficit reaches 1 - 1/(2k - 2) soonest: (bound - deficit) / weight, cross-multiplied.
+            slack = (2 * k - 3) * total - deficit
+            if best < 0 or slack * self._whole[best] < best_slack * weight:
+                best, best_slack = index, slack
+        assert best >= 0, "deficits sum to 1, so that some domain's reaches 1/(2k - 2)"
+        self._dealt.append(best)
+        self._counts[best] += 1
+
+
+def domain_metrics(groups: Iterable[EpisodeGroup]) -> dict[str, float]:
+    """Figures of a batch for each domain: ``<domain>/groups``, ``score``, ``score_std`` (within a group, mean over groups),
+    ``success``, ``length`` (environment steps of an episode) and ``solved`` / ``unsolved`` (share of groups in which all / no episodes
+    succeed: those teach nothing to a group-relative method).
+    """
+    by_domain: dict[str, list[EpisodeGroup]] = {}
+    for group in groups:
+        by_domain.setdefault(group.domain, []).append(group)
+    metrics: dict[str, float] = {}
+    for domain, members in sorted(by_domain.items()):
+        success = np.array([group.success_rate for group in members])
+        metrics |= {
+            f"{domain}/groups": float(len(members)),
+            f"{domain}/score": float(np.mean(np.concatenate([group.scores for group in members]))),
+            f"{domain}/score_std": float(np.mean([group.scores.std() for group in members])),
+            f"{domain}/success": float(np.mean([episode.success for group in members for episode in group.episodes])),
+            f"{domain}/length": float(np.mean([episode.num_steps for group in members for episode in group.episodes])),
+            f"{domain}/solved": float(np.mean(success == 1.0)),
+            f"{domain}/unsolved": float(np.mean(success == 0.0)),
+        }
+    return metrics

@@ -1,0 +1,209 @@
+"""The pump between simulators and generator for whole episodes: it plays what the group queue asks for and hands it in."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.generation.base import Generator
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.members import Assignment
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import ActionSpec, Episode, EpisodeGroup, Observation, StepBatch
+
+_NOISE_STREAM = 2
+_NOISE_BLOCK = 64
+_TICK_EVERY_S = 1.0
+
+
+class EpisodeNoise:
+    """The randomness of one episode's actions, a function of (run seed, group, member, attempt): the order of arrival changes nothing."""
+
+    def __init__(self, action: ActionSpec, seed: int, assignment: Assignment) -> None:
+        key = [seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM]
+        self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+        self._action = action
+        self._block = self._draw()
+        self._used = 0
+
+    def next(self) -> np.ndarray:
+        """[A] float32: standard normal numbers for continuous actions, uniform ones in [0, 1) for discrete ones."""
+        if self._used == _NOISE_BLOCK:
+            self._block, self._used = self._draw(), 0
+        self._used += 1
+        return self._block[self._used - 1]
+
+    def _draw(self) -> np.ndarray:
+        shape = (_NOISE_BLOCK, self._action.dim)
+        if self._action.kind == "continuous":
+            return self._generator.standard_normal(shape, dtype=np.float32)
+        return self._generator.random(shape, dtype=np.float32)
+
+
+@dataclass
+class EpisodeRecorder:
+    """An episode while it is being played."""
+
+    assignment: Assignment
+    noise: EpisodeNoise
+    observation: list[dict[str, Any]] = field(default_factory=list)
+    action: list[np.ndarray] = field(default_factory=list)
+    log_prob: list[np.ndarray] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+
+    def acted(self, observation: dict[str, Any], action: np.ndarray, log_prob: np.ndarray, version: int) -> None:
+        self.observation.append(observation)
+        self.action.append(action)
+        self.log_prob.append(log_prob)
+        self.version.append(version)
+
+    def finish(self, batch: StepBatch, row: int, success: bool) -> Episode:
+        """The episode, whose last step is a row of `batch`."""
+        observation = {key: _stack([seen[key] for seen in self.observation]) for key in self.observation[0]}
+        return Episode(
+            observation=observation,
+            action=np.stack(self.action),
+            log_prob=np.stack(self.log_prob),
+            reward=np.asarray(self.reward, np.float32),
+            terminated=bool(batch.terminated[row]),
+            truncated=bool(batch.truncated[row]),
+            success=success,
+            seed=self.assignment.seed,
+            domain=self.assignment.domain,
+            policy_version=np.asarray(self.version, np.int64),
+            final_observation={key: _copied(part[row]) for key, part in batch.final_observation.items()},
+        )
+
+
+class GroupCollector:
+    """Fills the queue's groups from a manager made with ``autoreset=False``; slots that have nothing to play stand still.
+
+    With ``min_ready=None`` all running slots move together, so that which observations share a forward pass, and with it the last bit
+    of every number, depends on the seeds alone. With a number the collector takes whatever is ready, and nobody waits for the slowest.
+    """
+
+    def __init__(self, manager: EnvManager, generator: Generator, queue: GroupQueue, *, seed: int, min_ready: int | None = None) -> None:
+        self.manager, self.generator, self.queue = manager, generator, queue
+        self.seed, self.min_ready = seed, min_ready
+        self.times = CollectorTimes()
+        self._playing: dict[int, EpisodeRecorder] = {}
+        self._idle = list(range(manager.num_slots))
+        self._unanswered: dict[int, Observation] = {}
+        self._in_flight = 0
+        self._ticked_at = time.monotonic()
+        self._told = 0
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        """Play until the queue has a batch for the weights `version`.
+
+        Raises:
+            SimFault: see EnvManager.
+            BatchNeverFullError: the queue rejects too many groups, or waited too long.
+        """
+        waited, started = 0.0, time.perf_counter()
+        while (groups := self.queue.take(version)) is None:
+            self._begin_idle()
+            if self._in_flight == 0:
+                raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
+            before = time.perf_counter()
+            batch = self.manager.recv(min_ready=self.min_ready, timeout_s=_TICK_EVERY_S)
+            waited += time.perf_counter() - before
+            self._take_in(batch)
+            self._act()
+            self._tick()
+        self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
+        return groups
+
+    def restart(self) -> None:
+        """Give every running episode up (a resume, an evaluation in between); the queue must be asked anew."""
+        if self._in_flight:
+            self.manager.recv()
+        for recorder in self._playing.values():
+            self.queue.failed(recorder.assignment, "the collector was restarted")
+        self._playing.clear()
+        self._unanswered.clear()
+        self._idle, self._in_flight = list(range(self.manager.num_slots)), 0
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin_idle(self) -> None:
+        begun: list[tuple[int, int]] = []
+        while self._idle and (assignment := self.queue.next_assignment()) is not None:
+            slot = self._idle.pop(0)
+            noise = EpisodeNoise(self.manager.spec.action, self.seed, assignment)
+            self._playing[slot] = EpisodeRecorder(assignment, noise)
+            begun.append((slot, assignment.seed))
+        if begun:
+            slots, seeds = zip(*sorted(begun), strict=True)
+            self.manager.begin(list(slots), list(seeds))
+            self._in_flight += len(slots)
+
+    def _take_in(self, batch: StepBatch) -> None:
+        """Note what came of the actions; episodes that ended are handed in, and what else is ready waits for its next action."""
+        summaries = {episode.slot: episode for episode in batch.episodes}
+        self._in_flight -= len(batch.slots)
+        for row, slot in enumerate(batch.slots.tolist()):
+            recorder = self._playing[slot]
+            if batch.aborted is not None and batch.aborted[row]:
+                self._stop(slot)
+                self.queue.failed(recorder.assignment, "its simulator failed")
+                continue
+            if recorder.action:  # not the observation that it began with
+                recorder.reward.append(float(batch.reward[row]))
+                self.queue.progressed(recorder.assignment)
+            if slot in summaries:
+                self._stop(slot)
+                self.queue.finished(recorder.assignment, recorder.finish(batch, row, summaries[slot].success_once))
+            elif self.queue.should_stop(recorder.assignment):
+                self._stop(slot)
+            else:
+                self._unanswered[slot] = {key: _copied(part[row]) for key, part in batch.observation.items()}
+        # Of this batch or, in lockstep, of one before: another member's end may have made these superfluous.
+        for slot in [slot for slot in self._unanswered if self.queue.should_stop(self._playing[slot].assignment)]:
+            del self._unanswered[slot]
+            self._stop(slot)
+
+    def _stop(self, slot: int) -> None:
+        del self._playing[slot]
+        self._idle.append(slot)
+        self._idle.sort()
+
+    def _act(self) -> None:
+        if not self._unanswered:
+            return
+        slots = sorted(self._unanswered)
+        rows = [self._unanswered[slot] for slot in slots]
+        observation = {key: _stack([row[key] for row in rows]) for key in rows[0]}
+        noise = np.stack([self._playing[slot].noise.next() for slot in slots])
+        self.generator.send(np.asarray(slots), observation, noise)
+        acted = self.generator.recv()
+        for row, slot in enumerate(slots):
+            self._playing[slot].acted(rows[row], acted.action[row], acted.log_prob[row], acted.version)
+        self.manager.send(slots, self.manager.spec.action.denormalise(acted.action))
+        self._in_flight += len(slots)
+        self._unanswered.clear()
+
+    def _tick(self) -> None:
+        if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:
+            self._ticked_at = time.monotonic()
+            self.queue.tick()  # what it gives up is dropped when its slot comes back
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _stack(values: list[Any]) -> np.ndarray:
+    """[n, ...]; an object array where the values are not arrays of one shape."""
+    first = values[0]
+    if isinstance(first, (np.ndarray, np.generic)) and all(np.shape(value) == np.shape(first) for value in values):
+        return np.stack(values)
+    stacked = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        stacked[row] = value
+    return stacked

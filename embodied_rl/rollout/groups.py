@@ -1,0 +1,439 @@
+"""The group queue: which episodes to play next, and which finished groups make the next training batch.
+
+```
+            next_assignment              finished / failed                    take(v)                  published(v + 1)
+ (waiting) ────────────────▶ unfinished ───────────────────▶ ready ──────────────────────▶ training ─────────────────▶ gone
+                                 │ failed, stale               │ filtered, stale            (consumed)
+                                 └────────────▶ rejected ◀─────┘        a rejected group frees its place at once; a new one takes it
+```
+
+The collector *consumes* assignments and is *unblocked by* places: (max_staleness + 1) · groups_per_step of them, each held from
+admission to publication. The trainer *consumes* batches and *waits for* groups. At every moment
+
+    admitted = consumed + filtered + stale + failed + in flight
+
+in groups, and started = accepted + failed + timed out + abandoned + running in episodes; both are asserted after each transition.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.rollout.domains import DomainMixture
+from embodied_rl.rollout.members import Assignment, OpenGroup
+from embodied_rl.rollout.schedule import GroupQueueConfig, choose_batch, free_places, group_seed
+from embodied_rl.types import Episode, EpisodeGroup
+
+_FORMAT_VERSION = 1
+
+
+class BatchNeverFullError(UserError):
+    """So many groups were rejected, or the trainer waited for so long, that the batch will hardly ever be full."""
+
+
+@dataclass(frozen=True)
+class GroupCounts:
+    """What became of the groups of a run."""
+
+    admitted: int = 0
+    consumed: int = 0
+    """Handed to the trainer."""
+    filtered: int = 0
+    stale: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    """Unfinished, or finished and not yet consumed."""
+
+    @property
+    def add_up(self) -> bool:
+        return self.admitted == self.consumed + self.filtered + self.stale + self.failed + self.in_flight
+
+
+@dataclass(frozen=True)
+class EpisodeCounts:
+    """What became of the episodes (attempts) of a run."""
+
+    started: int = 0
+    accepted: int = 0
+    """Finished in time to be part of their group, whatever became of it."""
+    failed: int = 0
+    timed_out: int = 0
+    abandoned: int = 0
+    """Not needed any more while they ran: their group was complete without them, or gone."""
+    running: int = 0
+
+    @property
+    def add_up(self) -> bool:
+        return self.started == self.accepted + self.failed + self.timed_out + self.abandoned + self.running
+
+
+class GroupQueue:
+    """Groups of episodes between the collector and the trainer; see the picture above. Safe to call from several threads."""
+
+    def __init__(
+        self,
+        config: GroupQueueConfig,
+        *,
+        seed: int,
+        domains: DomainMixture,
+        filters: Sequence[Callable[[EpisodeGroup], str | None]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            seed: the run's; with domain and number, all that a group's seed depends on.
+            filters: from a complete group to the reason why it is dropped, or None (`embodied_rl.algorithms.filters`).
+            clock: seconds; for timeouts alone.
+        """
+        self.config = config
+        self.seed = seed
+        self.domains = domains
+        self.version = 0
+        """Of the weights that were published last."""
+        self._filters = tuple(filters)
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._open: dict[int, OpenGroup] = {}
+        self._ready: dict[int, EpisodeGroup] = {}
+        self._training: list[EpisodeGroup] = []
+        self._waiting: list[tuple[int, int, int]] = []  # heap of (group, member, attempt); entries of groups that are gone stay behind
+        self._redo: list[int] = []  # heap of numbers that were in flight when the state was saved
+        self._next_number = 0
+        self._total = GroupCounts()
+        self._by_domain: dict[str, GroupCounts] = {}
+        self._episodes = EpisodeCounts()
+        self._reasons: Counter[str] = Counter()  # of rejected groups and of failed episodes since the last batch
+        self._rejected = 0  # groups since the last batch
+        self._waiting_since_s: float | None = None
+
+    # --- the collector's side ----------------------------------------------------------------------------------------
+
+    def next_assignment(self) -> Assignment | None:
+        """The next episode to play; None: there is no place now, ask again after anything has changed.
+
+        Groups that are admitted come first, by number: retries and members not yet begun. Raises BatchNeverFullError when more groups
+        than allowed were rejected since the last batch.
+        """
+        with self._lock:
+            while self._waiting and self._waiting[0][0] not in self._open:
+                heapq.heappop(self._waiting)
+            if not self._waiting and not self._admit():
+                return None
+            number, member, attempt = heapq.heappop(self._waiting)
+            assignment = self._open[number].start(member, attempt, self.version, self._clock())
+            self._count_episodes(started=1, running=1)
+            return assignment
+
+    def finished(self, assignment: Assignment, episode: Episode) -> bool:
+        """Hand in a whole episode; False when it is not needed any more (`should_stop`). NaN or infinity in it is a failure.
+
+        Raises:
+            ValueError: the episode's seed or domain is not the assignment's.
+            UserError: a filter cannot be applied to the group.
+        """
+        with self._lock:
+            if (episode.seed, episode.domain) != (assignment.seed, assignment.domain):
+                raise ValueError(
+                    f"The episode handed in for group {assignment.group} has seed {episode.seed} of domain '{episode.domain}', "
+                    f"but seed {assignment.seed} of domain '{assignment.domain}' was asked for: episodes were mixed up."
+                )
+            if self.should_stop(assignment):
+                return False
+            if not episode.is_finite:
+                self._lose(assignment, "failed", "a reward or log-probability is NaN or infinite")
+                return False
+            group = self._open[assignment.group]
+            group.accept(assignment.member, episode)
+            self._count_episodes(accepted=1, running=-1)
+            if len(group.accepted) == self.config.group_size:
+                self._complete(group)
+            return True
+
+    def failed(self, assignment: Assignment, reason: str) -> None:
+        """Give up an episode that could not be finished; it is begun again while retries last, else its group may fail."""
+        with self._lock:
+            if not self.should_stop(assignment):
+                self._lose(assignment, "failed", reason)
+
+    def progressed(self, assignment: Assignment) -> None:
+        """Note that an episode has moved on by a message; what `step_timeout_s` is measured from."""
+        with self._lock:
+            if not self.should_stop(assignment):
+                self._open[assignment.group].running[assignment.member].progressed_s = self._clock()
+
+    def should_stop(self, assignment: Assignment) -> bool:
+        """Whether an episode is not needed any more: its group is complete or gone, or this attempt was given up or handed in."""
+        with self._lock:
+            group = self._open.get(assignment.group)
+            attempt = None if group is None else group.running.get(assignment.member)
+            return attempt is None or attempt.assignment != assignment
+
+    def tick(self) -> list[Assignment]:
+        """Give up what has timed out, and return it: its slots are to be stopped. Call it every second or so.
+
+        Raises BatchNeverFullError when the trainer has waited longer than `batch_timeout_s`; the message says for what.
+        """
+        with self._lock:
+            now, config = self._clock(), self.config
+            late = [
+                (attempt.assignment, what)
+                for group in self._open.values()
+                for attempt in group.running.values()
+                if (what := attempt.overdue(now, config.step_timeout_s, config.episode_timeout_s)) is not None
+            ]
+            given_up = []
+            for assignment, what in late:
+                # Losing one may end its group, and with it the others of this list.
+                if not self.should_stop(assignment):
+                    self._lose(assignment, "timed_out", what)
+                    given_up.append(assignment)
+            waited_s = 0.0 if self._waiting_since_s is None else now - self._waiting_since_s
+            if config.batch_timeout_s is not None and waited_s > config.batch_timeout_s:
+                raise BatchNeverFullError(
+                    f"The trainer has waited {waited_s:.0f} s for a batch (groups.batch_timeout_s). {self.describe()}"
+                )
+            return given_up
+
+    # --- the trainer's side ------------------------------------------------------------------------------------------
+
+    def take(self, version: int) -> list[EpisodeGroup] | None:
+        """A full batch of `groups_per_step` groups, ascending by number, to be trained on now; None: wait.
+
+        Everything in it has an age of at most `max_staleness`, measured here; what is older is dropped.
+
+        Raises:
+            ValueError: `version` is not the published one, or the batch before was not published.
+            BatchNeverFullError: more groups than allowed were rejected since the last batch.
+        """
+        with self._lock:
+            if version != self.version:
+                raise ValueError(f"take({version}), but the weights published last are version {self.version}: call published first.")
+            if self._training:
+                raise ValueError(
+                    f"take({version}) again: the batch of version {version} is being trained on. Call published({version + 1})."
+                )
+            self._drop_stale()
+            ready = {number: group.oldest_version for number, group in self._ready.items()}
+            unfinished = {number: group.oldest_version(version) for number, group in self._open.items()}
+            numbers = choose_batch(self.config, version=version, ready=ready, unfinished=unfinished)
+            if numbers is None:
+                if self._waiting_since_s is None:
+                    self._waiting_since_s = self._clock()
+                self._raise_if_hopeless()
+                return None
+            for number in numbers:
+                self._training.append(self._ready.pop(number))
+                self._count(self._training[-1].domain, consumed=1, in_flight=-1)
+            assert all(group.age(version) <= self.config.max_staleness for group in self._training)
+            self._waiting_since_s, self._rejected = None, 0
+            self._reasons.clear()
+            return list(self._training)
+
+    def published(self, version: int) -> None:
+        """Weights `version` are in the generator: the batch they were trained on frees its places, and all that waits is older now.
+
+        Raises ValueError when versions do not grow.
+        """
+        with self._lock:
+            if version <= self.version:
+                raise ValueError(f"published({version}), but version {self.version} was published before: versions must grow.")
+            self.version = version
+            self._training = []
+            self._drop_stale()
+
+    # --- what is going on --------------------------------------------------------------------------------------------
+
+    def counts(self) -> GroupCounts:
+        """Over the whole run, resumed ones included."""
+        return self._total
+
+    def domain_counts(self) -> dict[str, GroupCounts]:
+        """{domain: counts}, of the domains that had a group."""
+        with self._lock:
+            return dict(self._by_domain)
+
+    def episode_counts(self) -> EpisodeCounts:
+        """Over the whole run, resumed ones included."""
+        return self._episodes
+
+    def metrics(self) -> dict[str, float]:
+        """Counts as flat figures: ``groups/<outcome>``, ``groups/<domain>/<outcome>``, ``episodes/<outcome>``, and of now
+        ``groups/ready``, ``groups/held`` and ``groups/age_max`` (of what is ready)."""
+        with self._lock:
+            figures = {f"groups/{name}": float(value) for name, value in asdict(self._total).items()}
+            for domain, counts in sorted(self._by_domain.items()):
+                figures |= {f"groups/{domain}/{name}": float(value) for name, value in asdict(counts).items()}
+            figures |= {f"episodes/{name}": float(value) for name, value in asdict(self._episodes).items()}
+            ages = [group.age(self.version) for group in self._ready.values()]
+            return figures | {
+                "groups/ready": float(len(self._ready)),
+                "groups/held": float(self._num_held),
+                "groups/age_max": float(max(ages, default=0)),
+            }
+
+    def describe(self, most: int = 5) -> str:
+        """What the queue is waiting for, in a few sentences: counts, reasons of rejection, and the episodes that run longest."""
+        with self._lock:
+            now, total = self._clock(), self._total
+            running = sorted((a for g in self._open.values() for a in g.running.values()), key=lambda attempt: attempt.started_s)
+            text = (
+                f"Version {self.version}: {len(self._ready)} groups ready of the {self.config.groups_per_step} of a batch, "
+                f"{len(self._open)} unfinished with {len(running)} episodes running; {self._rejected} groups rejected since the last batch. "
+                f"Whole run: admitted {total.admitted} = consumed {total.consumed} + filtered {total.filtered} + stale {total.stale} "
+                f"+ failed {total.failed} + in flight {total.in_flight}."
+            )
+            if self._reasons:
+                text += " Reasons: " + "; ".join(f"{count} × {reason}" for reason, count in self._reasons.most_common(most)) + "."
+            if running:
+                longest = (f"group {a.assignment.group} member {a.assignment.member} ({now - a.started_s:.0f} s)" for a in running[:most])
+                text += " Running longest: " + ", ".join(longest) + "."
+            return text
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs, JSON-able. Episodes are not in it: groups in flight (and a batch not yet published) are asked for
+        again, with the same numbers and seeds, so that nothing is lost silently."""
+        with self._lock:
+            counts = {}
+            for domain, whole in self._by_domain.items():
+                unpublished = sum(group.domain == domain for group in self._training)
+                back = whole.in_flight + unpublished
+                counts[domain] = asdict(replace(whole, admitted=whole.admitted - back, consumed=whole.consumed - unpublished, in_flight=0))
+            episodes = replace(self._episodes, abandoned=self._episodes.abandoned + self._episodes.running, running=0)
+            return {
+                "format": _FORMAT_VERSION,
+                "seed": self.seed,
+                "weights": dict(self.domains.weights),
+                "version": self.version,
+                "next_number": self._next_number,
+                "redo": sorted([*self._open, *self._ready, *self._redo, *(group.number for group in self._training)]),
+                "counts": counts,
+                "episodes": asdict(episodes),
+                "rejected": self._rejected,
+                "reasons": dict(self._reasons),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue. Raises IncompatibleCheckpointError when the run's seed or the domains' weights differ: other episodes would follow."""
+        with self._lock:
+            assert self._next_number == 0, "only a new queue can take up a saved state"
+            found = {"format": _FORMAT_VERSION, "seed": self.seed, "weights": dict(self.domains.weights)}
+            for name, value in found.items():
+                if state[name] != value:
+                    raise IncompatibleCheckpointError(
+                        f"The checkpoint's group queue has {name}={state[name]}, this run {value}: it would ask for other episodes. "
+                        "Resume with the checkpoint's setting."
+                    )
+            self.version = int(state["version"])
+            self._next_number = int(state["next_number"])
+            self._redo = sorted(int(number) for number in state["redo"])
+            self._by_domain = {domain: GroupCounts(**counts) for domain, counts in state["counts"].items()}
+            self._total = GroupCounts(**{f.name: sum(getattr(c, f.name) for c in self._by_domain.values()) for f in fields(GroupCounts)})
+            self._episodes = EpisodeCounts(**state["episodes"])
+            self._rejected = int(state["rejected"])
+            self._reasons = Counter(state["reasons"])
+
+    # --- transitions -------------------------------------------------------------------------------------------------
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._open) + len(self._ready) + len(self._training)
+
+    def _admit(self) -> bool:
+        """Open the next group, those of a resumed run first; False when there is no place."""
+        if free_places(self.config, num_held=self._num_held, num_unfinished=len(self._open)) == 0:
+            return False
+        self._raise_if_hopeless()
+        if self._redo:
+            number = heapq.heappop(self._redo)
+        else:
+            number, self._next_number = self._next_number, self._next_number + 1
+        domain = self.domains.domain_of(number)
+        self._open[number] = OpenGroup(number, domain, group_seed(self.seed, domain, number), self.version)
+        for member in range(self.config.rollouts_per_group):
+            heapq.heappush(self._waiting, (number, member, 0))
+        self._count(domain, admitted=1, in_flight=1)
+        return True
+
+    def _complete(self, group: OpenGroup) -> None:
+        complete = group.complete()
+        reason = next((reason for apply in self._filters if (reason := apply(complete)) is not None), None)
+        if reason is not None:
+            self._reject(group.number, "filtered", reason)
+            return
+        self._abandon(self._open.pop(group.number))
+        self._ready[group.number] = complete
+        self._count(group.domain)
+
+    def _lose(self, assignment: Assignment, outcome: str, reason: str) -> None:
+        """End one attempt without an episode, and its group with it when too few members are left."""
+        group = self._open[assignment.group]
+        del group.running[assignment.member]
+        self._count_episodes(**{outcome: 1, "running": -1})
+        self._reasons[f"episode {outcome}: {_first_line(reason)}"] += 1
+        if assignment.attempt < self.config.max_retries:
+            heapq.heappush(self._waiting, (group.number, assignment.member, assignment.attempt + 1))
+            return
+        group.num_lost += 1
+        if self.config.rollouts_per_group - group.num_lost < self.config.group_size:
+            self._reject(group.number, "failed", f"{group.num_lost} members lost")
+
+    def _reject(self, number: int, outcome: str, reason: str) -> None:
+        """End a group that is unfinished or ready: it frees its place."""
+        if number in self._open:
+            opened = self._open.pop(number)
+            self._abandon(opened)
+            domain = opened.domain
+        else:
+            domain = self._ready.pop(number).domain
+        self._rejected += 1
+        self._reasons[f"group {outcome}: {_first_line(reason)}"] += 1
+        self._count(domain, in_flight=-1, **{outcome: 1})
+
+    def _drop_stale(self) -> None:
+        """Reject the ready groups that are too old, and the unfinished ones that cannot but become so."""
+        oldest_allowed = self.version - self.config.max_staleness
+        stale = [number for number, group in self._ready.items() if group.oldest_version < oldest_allowed]
+        stale += [n for n, g in self._open.items() if g.cannot_be_as_young_as(oldest_allowed, self.config)]
+        for number in sorted(stale):
+            self._reject(number, "stale", f"older than {self.config.max_staleness} versions")
+
+    def _abandon(self, group: OpenGroup) -> None:
+        self._count_episodes(abandoned=len(group.running), running=-len(group.running))
+        group.running.clear()
+
+    def _raise_if_hopeless(self) -> None:
+        if self._rejected > self.config.rejected_limit:
+            raise BatchNeverFullError(
+                f"{self._rejected} groups were rejected since the last batch, more than groups.max_rejected_per_step allows "
+                f"({self.config.rejected_limit}). {self.describe()} Loosen the filters, choose tasks that are neither too hard nor too easy "
+                "for the policy, mend what fails, or raise the limit."
+            )
+
+    def _count(self, domain: str, **changes: int) -> None:
+        before = self._by_domain.get(domain, GroupCounts())
+        self._by_domain[domain] = replace(before, **{name: getattr(before, name) + change for name, change in changes.items()})
+        self._total = replace(self._total, **{name: getattr(self._total, name) + change for name, change in changes.items()})
+        assert self._total.add_up, self._total
+        assert self._total.in_flight == len(self._open) + len(self._ready), (self._total, len(self._open), len(self._ready))
+        assert self._num_held <= self.config.num_places, (self._num_held, self.config)
+
+    def _count_episodes(self, **changes: int) -> None:
+        before = self._episodes
+        self._episodes = replace(before, **{name: getattr(before, name) + change for name, change in changes.items()})
+        assert self._episodes.add_up, self._episodes
+        assert self._episodes.running >= 0, self._episodes
+
+
+def _first_line(text: str, most: int = 120) -> str:
+    """So that reasons with tracebacks or addresses stay readable."""
+    line = (text.strip().splitlines() or ["(no reason given)"])[0]
+    return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,0 +1,170 @@
+"""Slots of a slab as the manager's callers see them: actions in, a StepBatch out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.sim.crew import Crew
+from embodied_rl.sim.rooms import INFO_ROOM
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, memory_of
+from embodied_rl.types import EpisodeSummary, StepBatch
+
+
+class SlotViews:
+    """A set of slots, ascending. Of a contiguous range the batch holds views, made once; of others copies, made by each call."""
+
+    def __init__(self, crew: Crew, slots: range | np.ndarray, chunk_size: int) -> None:
+        assert crew.slab is not None, "the manager is closed"
+        self.crew, self.slots, self._chunk_size = crew, slots, chunk_size
+        self._arrays = crew.slab.arrays
+        self._is_range = isinstance(slots, range)
+        self._rows: Any = slice(slots.start, slots.stop) if isinstance(slots, range) else slots
+        self._size = len(slots)
+        self.bells = [crew.bells[worker] for worker in dict.fromkeys(crew.worker_of[self._rows].tolist())]
+        state = self._arrays["slot_state"]
+        self._state = memory_of(state[self._rows]) if self._is_range else None
+        self._whole_state = state
+        self._marks = {mark: bytes([mark]) * self._size for mark in (IDLE, PENDING, READY)}
+        self.idle = self._marks[IDLE]
+        self._action = self._arrays["action"][self._rows] if self._is_range else None
+        self._text = crew.action_rooms() if crew.spec.action.kind == "text" else None
+        self._rooms = {
+            f"{prefix}/{key}": crew.slab.rooms(f"{prefix}/{key}", room)
+            for prefix in ("observation", "final_observation")
+            for key, room in crew.spec.variables.items()
+        }
+        self._template = self._gather() if self._is_range else None
+
+    # ---- marks ------------------------------------------------------------------------------------------------------
+
+    def marks(self) -> bytes:
+        return self._state.tobytes() if self._state is not None else self._whole_state[self._rows].tobytes()
+
+    def mark(self, mark: int) -> None:
+        if self._state is not None:
+            self._state[:] = self._marks[mark]
+        else:
+            self._whole_state[self._rows] = mark
+
+    def is_ready(self) -> bool:
+        """Whether every slot has a step waiting."""
+        marks = self.marks()
+        return marks == self._marks[READY] or min(marks, default=READY) >= READY
+
+    def may_send(self) -> bool:
+        """Whether no slot is being stepped."""
+        return PENDING not in self.marks()
+
+    # ---- actions ----------------------------------------------------------------------------------------------------
+
+    def put_actions(self, actions: Any) -> Any:
+        """Write actions into the slab; returns a copy of what was written, one entry per slot. Raises ValueError."""
+        if self._text is not None:
+            return self._put_texts(actions)
+        if self._chunk_size > 1:
+            return self._put_chunks(np.asarray(actions))
+        if self._action is not None:
+            self._action[:] = actions
+            return self._action.copy()
+        own = np.asarray(actions)
+        self._arrays["action"][self._rows] = own
+        return self._arrays["action"][self._rows]
+
+    def _put_chunks(self, actions: np.ndarray) -> np.ndarray:
+        action = self._arrays["action"]
+        if actions.ndim != 3 or actions.shape[0] != self._size or not 1 <= actions.shape[1] <= self._chunk_size:
+            raise ValueError(
+                f"Chunks must be [{self._size}, k, {action.shape[2]}] with 1 ≤ k ≤ {self._chunk_size}, got {list(actions.shape)}."
+            )
+        length = actions.shape[1]
+        if self._is_range:
+            action[self._rows, :length] = actions
+        else:
+            action[self._rows[:, None], np.arange(length)] = actions
+        self._arrays["chunk_length"][self._rows] = length
+        return action[self._rows][:, :length].copy()
+
+    def _put_texts(self, actions: Any) -> list[str]:
+        assert self._text is not None
+        if isinstance(actions, str) or len(actions) != self._size:
+            raise ValueError(f"One text for each of {self._size} slots is needed, got {actions!r:.80}.")
+        for slot, action in zip(self.slots, actions, strict=True):
+            self._text.write(int(slot), str(action))
+        return [str(action) for action in actions]
+
+    # ---- batches ----------------------------------------------------------------------------------------------------
+
+    def batch(self, marks: bytes | None) -> StepBatch:
+        """What lies in the slab; `marks`: the slots' marks where an episode ended in one of them."""
+        batch = self._template if self._template is not None else self._gather()
+        if self._rooms:
+            batch = dataclasses.replace(
+                batch, observation=batch.observation | self._values("observation"), final_observation=dict(batch.final_observation)
+            )
+        if marks is None:
+            return batch
+        ended = [int(slot) for slot, mark in zip(self.slots, marks, strict=True) if mark == ENDED]
+        aborted = np.frombuffer(marks, np.uint8) == ABORTED
+        return dataclasses.replace(
+            batch,
+            final_observation=batch.final_observation | self._values("final_observation"),
+            episodes=tuple(self._summary(slot) for slot in ended),
+            aborted=aborted if aborted.any() else None,
+        )
+
+    def clear_outcome(self) -> None:
+        """Before a batch that holds observations alone."""
+        for name in ("reward", "terminated", "truncated", "success"):
+            self._arrays[name][self._rows] = 0
+
+    def _gather(self) -> StepBatch:
+        """Views of a range, or copies of scattered rows."""
+        arrays, rows, spec = self._arrays, self._rows, self.crew.spec
+
+        def optional(name: str) -> np.ndarray | None:
+            return arrays[name][rows] if name in arrays else None
+
+        return StepBatch(
+            slots=np.arange(self.slots.start, self.slots.stop) if isinstance(self.slots, range) else self.slots,
+            observation={key: arrays[f"observation/{key}"][rows] for key in spec.tensors},
+            reward=arrays["reward"][rows],
+            terminated=arrays["terminated"][rows],
+            truncated=arrays["truncated"][rows],
+            success=arrays["success"][rows],
+            final_observation={key: arrays[f"final_observation/{key}"][rows] for key in spec.tensors},
+            episodes=(),
+            chunk_reward=optional("chunk_reward"),
+            chunk_success=optional("chunk_success"),
+            executed=optional("executed"),
+        )
+
+    def _values(self, prefix: str) -> dict[str, np.ndarray]:
+        slots = [int(slot) for slot in self.slots]
+        return {key: self._rooms[f"{prefix}/{key}"].read_all(slots) for key in self.crew.spec.variables}
+
+    def _summary(self, slot: int) -> EpisodeSummary:
+        arrays = self._arrays
+        assert self.crew.slab is not None
+        return EpisodeSummary(
+            slot=slot,
+            index=int(arrays["episode_index"][slot]),
+            seed=int(arrays["episode_seed"][slot]),
+            episode_return=float(arrays["episode_return"][slot]),
+            length=int(arrays["episode_length"][slot]),
+            success_once=bool(arrays["episode_success_once"][slot]),
+            success_at_end=bool(arrays["episode_success_at_end"][slot]),
+            terminated=bool(arrays["terminated"][slot]),
+            final_info=self.crew.slab.rooms("final_info", INFO_ROOM).read(slot) or {},
+        )
+
+
+def ascending(slots: Sequence[int] | np.ndarray, actions: Any) -> tuple[Sequence[int] | np.ndarray, Any]:
+    """Slots in order, each with its own action."""
+    order = np.argsort(slots, kind="stable").tolist()
+    if order == list(range(len(order))):
+        return slots, actions
+    return [int(slots[row]) for row in order], [actions[row] for row in order]

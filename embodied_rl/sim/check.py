@@ -1,0 +1,300 @@
+"""check_sim(): is this simulator well-behaved? Plays it in this process and in new ones, and reports what holds and what does not.
+
+The properties are those that the environment manager stands on (`embodied_rl.sim.env.SimEnv`): an episode is a function of its
+seed and its actions alone, rows are written completely and nobody else's, nothing resets by itself, a snapshot continues as its
+spec says. ``python -m embodied_rl.catalog check SIM`` prints the report.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.checks import rows, seeds, snapshots
+from embodied_rl.sim.checks.episodes import Part, Player, Trajectory, random_actions
+from embodied_rl.sim.checks.session import Failed, Session, Skipped
+from embodied_rl.sim.env import SimEnv, SimFactory, adapt
+
+Outcome = Literal["pass", "fail", "skip"]
+_DETERMINISM, _EXACT, _ALONE = ("determinism",), ("determinism", "history"), ("determinism", "history", "siblings", "place")
+
+CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Session], str]], ...] = (
+    ("spec", (), rows.spec_is_sound),
+    ("determinism", (), seeds.deterministic),
+    ("new_process", _DETERMINISM, seeds.deterministic_elsewhere),
+    ("history", _DETERMINISM, seeds.independent_of_history),
+    ("spaces", (), rows.spaces_are_kept),
+    ("actions", ("spec", "spaces"), rows.actions_are_accepted),
+    ("other_rows", (), rows.other_rows_are_left_alone),
+    ("kept_rows", ("determinism", "spaces"), rows.nothing_is_kept),
+    ("info", (), rows.info_is_plain),
+    ("seeds", (), seeds.seeds_matter),
+    ("siblings", _DETERMINISM, seeds.independent_of_siblings),
+    ("order", _DETERMINISM, seeds.independent_of_order),
+    ("place", _DETERMINISM, seeds.independent_of_place),
+    ("global_random", _DETERMINISM, seeds.independent_of_global_random),
+    ("step_limit", (), seeds.keeps_its_limit),
+    ("reset_after_end", (*_EXACT, "spaces", "siblings"), seeds.resets_after_its_end),
+    ("no_autoreset", (), seeds.never_resets_by_itself),
+    ("render", (), rows.renders),
+    ("snapshot", _ALONE, snapshots.snapshots_continue),
+    ("snapshot_new_process", (*_ALONE, "new_process", "snapshot"), snapshots.snapshots_travel),
+    ("replay", (*_ALONE, "new_process"), snapshots.replays),
+    ("close", (), rows.closes_twice),
+)
+"""(name, names of checks that must not have failed, function), in the order in which they run."""
+_MARK = {"pass": "ok  ", "fail": "FAIL", "skip": "skip"}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One property."""
+
+    name: str
+    outcome: Outcome
+    detail: str
+    """One line: what was compared, or what went wrong and how to mend it."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check_sim` found; ``str()`` is a table."""
+
+    task: str
+    num_envs: int
+    results: tuple[CheckResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed. What was skipped (no rendering, no snapshots) does not count."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the properties that do not hold."""
+        return tuple(result.name for result in self.results if result.outcome == "fail")
+
+    def __getitem__(self, name: str) -> CheckResult:
+        return next(result for result in self.results if result.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"task": self.task, "num_envs": self.num_envs, "ok": self.ok, "results": [asdict(result) for result in self.results]}
+
+    def __str__(self) -> str:
+        width = max(len(result.name) for result in self.results)
+        lines = [f"{self.task}, {self.num_envs} environments in one process"]
+        lines += [f"  {_MARK[r.outcome]}  {r.name:<{width}}  {r.seconds:6.2f} s  {r.detail}" for r in self.results]
+        count = {outcome: sum(result.outcome == outcome for result in self.results) for outcome in _MARK}
+        lines.append(f"{count['pass']} hold, {count['fail']} do not, {count['skip']} could not be asked.")
+        return "\n".join(lines)
+
+
+def check_sim(
+    factory: SimFactory | Callable[..., Any],
+    num_envs: int = 3,
+    steps: int = 100,
+    *,
+    continuation_steps: int = 200,
+    longest_episode: int = 1000,
+    seed: int = 0,
+    new_processes: bool = True,
+    timeout_s: float = 300.0,
+) -> CheckReport:
+    """Prove what can be proved about a simulator by playing it.
+
+    Every comparison is of observations, rewards, flags and success, bit by bit; where they differ, the line says where first and by
+    how much. Properties that depend on one that does not hold are skipped.
+
+    Args:
+        factory: as a worker would build it; or a class or function that `SimFactory.target` could name (it takes ``num_envs`` and
+            returns a SimEnv or VectorEnv, or takes nothing and returns a gymnasium.Env).
+        num_envs: environments in the process; below 2, what needs neighbours is skipped.
+        steps: length of the compared episodes, at most.
+        continuation_steps: steps compared after a restored snapshot, at most.
+        longest_episode: how long to wait for an episode to end.
+        seed: of the actions and episodes.
+        new_processes: also compare with new Python processes; a factory that cannot be imported there (a lambda, a class of
+            ``__main__``) skips these.
+        timeout_s: for each new process.
+
+    Raises:
+        UserError: the simulator cannot be built because of the user's arguments, missing packages or assets.
+        ValueError: an argument below 1.
+    """
+    for name, value in (("num_envs", num_envs), ("steps", steps), ("continuation_steps", continuation_steps)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}.")
+    named = factory if isinstance(factory, SimFactory) else _importable(factory)
+
+    def build(count: int) -> SimEnv:
+        return factory.make(count) if isinstance(factory, SimFactory) else adapt(factory, count, None, {})
+
+    elsewhere = functools.partial(_play_elsewhere, named if new_processes else "new processes were not asked for", num_envs, timeout_s)
+    started = time.perf_counter()
+    try:
+        session = Session(build, num_envs, steps, continuation_steps, longest_episode, seed, elsewhere)
+    except UserError:
+        raise
+    except Exception as error:
+        task = str(getattr(factory, "target", getattr(factory, "__qualname__", factory)))
+        return CheckReport(task, num_envs, (CheckResult("build", "fail", _described(error), time.perf_counter() - started),))
+    results = [CheckResult("build", "pass", f"{num_envs} environments", time.perf_counter() - started)]
+    with _own_random_state():
+        try:
+            for name, needs, body in CHECKS:
+                results.append(_run(name, needs, body, session, results))
+        finally:
+            with suppress(Exception):  # the check "close" has told
+                session.close()
+    return CheckReport(session.spec.task, num_envs, tuple(results))
+
+
+def _run(name: str, needs: tuple[str, ...], body: Callable[[Session], str], session: Session, earlier: list[CheckResult]) -> CheckResult:
+    broken = [result.name for result in earlier if result.outcome == "fail" and result.name in needs]
+    started = time.perf_counter()
+    outcome: Outcome
+    if broken:
+        outcome, detail = "skip", f"means something only once '{broken[0]}' holds"
+    else:
+        try:
+            outcome, detail = "pass", body(session)
+        except Skipped as reason:
+            outcome, detail = "skip", str(reason)
+        except Failed as reason:
+            outcome, detail = "fail", str(reason)
+        except Exception as error:
+            outcome, detail = "fail", _described(error)
+    if outcome == "fail":
+        session.broken.add(name)
+    return CheckResult(name, outcome, detail, time.perf_counter() - started)
+
+
+def _described(error: Exception) -> str:
+    """One line with the place in the simulator where an exception came from."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        place = f" ({Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name})"
+        trace = trace.tb_next
+    text = " ".join(str(error).split())
+    return f"raised {type(error).__name__}: {text[:300]}{place}"
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """The checks disturb the process-wide generators on purpose; give them back as they were."""
+    import random
+
+    import numpy as np
+
+    states: tuple[Any, Any] = (np.random.get_state(), random.getstate())  # noqa: NPY002
+    torch = sys.modules.get("torch")
+    torch_state = torch.random.get_rng_state() if torch is not None else None
+    try:
+        yield
+    finally:
+        np.random.set_state(states[0])  # noqa: NPY002
+        random.setstate(states[1])
+        if torch is not None:
+            torch.random.set_rng_state(torch_state)
+
+
+# ---- new processes --------------------------------------------------------------------------------------------------
+
+
+def _importable(factory: Callable[..., Any]) -> SimFactory | str:
+    """How another process would find this class or function; where it cannot, the reason."""
+    kwargs: dict[str, Any] = {}
+    while isinstance(factory, functools.partial) and not factory.args:
+        kwargs = {**factory.keywords, **kwargs}
+        factory = factory.func
+    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
+    if module in (None, "__main__") or not name.isidentifier() or getattr(sys.modules.get(str(module)), name, None) is not factory:
+        return "a new process cannot import this factory: give SimFactory('package.module:Name') to check there too"
+    return SimFactory(f"{module}:{name}", kwargs=kwargs)
+
+
+def _play_elsewhere(
+    factory: SimFactory | str,
+    num_envs: int,
+    timeout_s: float,
+    parts: Mapping[int, Part],
+    num_steps: int,
+    options: Mapping[str, Any] | None,
+    snapshot: tuple[bytes, int] | None,
+) -> dict[int, Trajectory]:
+    """Play `parts` in a new interpreter. With a snapshot (bytes, position), restore the one environment of `parts` from it and
+    play on: then the keys of the result count episodes. A text in place of the factory is the reason why there is none."""
+    if isinstance(factory, str):
+        raise Skipped(factory)
+    try:
+        request = json.dumps(
+            {
+                "factory": {"target": factory.target, "task": factory.task, "kwargs": dict(factory.kwargs), "extra": factory.extra},
+                "num_envs": num_envs,
+                "parts": {str(i): part.to_dict() for i, part in parts.items()},
+                "num_steps": num_steps,
+                "options": options,
+                "position": None if snapshot is None else snapshot[1],
+            }
+        )
+    except TypeError as error:
+        raise Skipped(f"the simulator's arguments cannot be written as JSON for a new process: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="check_sim-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(request, encoding="utf-8")
+        if snapshot is not None:
+            (folder / "snapshot.bin").write_bytes(snapshot[0])
+        # Another hash seed: an episode must not depend on the order of a set of strings.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "20231"}
+        command = [sys.executable, "-m", "embodied_rl.sim.check", str(folder)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False, errors="replace"
+            )
+        except subprocess.TimeoutExpired:
+            raise Failed(f"a new process did not finish within {timeout_s:g} s") from None
+        if done.returncode != 0:
+            told = [line for line in done.stderr.splitlines() if line.strip()] or ["(it printed nothing)"]
+            raise Failed(f"a new process ended with status {done.returncode}: {told[-1][:300]}")
+        return {int(path.stem): Trajectory.load(path) for path in folder.glob("*.npz")}
+
+
+def _answer(folder: Path) -> None:
+    """The new interpreter's side of `_play_elsewhere`."""
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    sim = SimFactory(**request["factory"]).make(request["num_envs"])
+    parts = {int(i): Part.from_dict(part) for i, part in request["parts"].items()}
+    player, options = Player(sim, request["num_envs"]), request["options"]
+    if request["position"] is None:
+        player.reset(parts, options)
+        played = player.run(request["num_steps"])
+    else:
+        ((env_id, part),) = parts.items()
+        if sim.spec.steps_together:
+            player.reset({env_id: Part(0, random_actions(sim.spec, len(part.actions), 0))})
+        data = (folder / "snapshot.bin").read_bytes()
+        episodes = snapshots.continued(player, env_id, data, part, request["position"], request["num_steps"], options)
+        played = dict(enumerate(episodes))
+    for number, trajectory in played.items():
+        trajectory.save(folder / f"{number}.npz")
+    sim.close()
+
+
+if __name__ == "__main__":
+    _answer(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # native libraries may hang in their exit handlers

@@ -1,0 +1,265 @@
+"""Episodes played with a bare `SimEnv` and kept as arrays, so that two of them can be compared bit by bit.
+
+Used by `embodied_rl.sim.check`, in the process that checks and in the new interpreters that it starts.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.types import SimSpec, StepBuffers
+
+SCALARS = ("reward", "terminated", "truncated", "success")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one environment plays: a seed, and the actions it takes whatever happens."""
+
+    seed: int
+    actions: np.ndarray
+    """[T, A] in the simulator's units, or an object array [T] of `str`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed, "actions": self.actions.tolist(), "dtype": str(self.actions.dtype)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Part:
+        # A float32 survives JSON: it becomes a float64, whose decimal form is exact.
+        return Part(int(data["seed"]), np.array(data["actions"], dtype=data["dtype"]))
+
+
+@dataclass
+class Trajectory:
+    """Everything one environment put out. Observations begin with the reset's (or, after a restore, with the first step's)."""
+
+    observation: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """{key: [rows]} of parts of fixed size."""
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    """{key: [canonical text]} of parts of varying size; see `canonical`."""
+    scalars: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in SCALARS})
+    """{reward, terminated, truncated, success: one per step}."""
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.scalars["reward"])
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last step ended the episode."""
+        return self.num_steps > 0 and bool(self.scalars["terminated"][-1] or self.scalars["truncated"][-1])
+
+    def tail(self, steps: int) -> Trajectory:
+        """What came after the first `steps` steps, as a restored environment shows it."""
+        return Trajectory(
+            {key: rows[steps + 1 :] for key, rows in self.observation.items()},
+            {key: rows[steps + 1 :] for key, rows in self.variables.items()},
+            {name: values[steps:] for name, values in self.scalars.items()},
+        )
+
+    def flat(self, row: int) -> np.ndarray:
+        """[D] float64: all numbers of one observation."""
+        return np.concatenate(
+            [np.zeros(0), *(np.asarray(self.observation[key][row], np.float64).ravel() for key in sorted(self.observation))]
+        )
+
+    def same_observation(self, row: int, other: Trajectory, other_row: int) -> bool:
+        return all(rows[row].tobytes() == other.observation[key][other_row].tobytes() for key, rows in self.observation.items()) and all(
+            rows[row] == other.variables[key][other_row] for key, rows in self.variables.items()
+        )
+
+    def save(self, path: Path) -> None:
+        """Write as .npz without pickled objects."""
+        arrays = {f"o/{key}": np.array(rows) for key, rows in self.observation.items()}
+        arrays |= {f"v/{key}": np.frombuffer(json.dumps(rows).encode(), np.uint8) for key, rows in self.variables.items()}
+        arrays |= {f"s/{name}": np.array(values) for name, values in self.scalars.items()}
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+    @staticmethod
+    def load(path: Path) -> Trajectory:
+        found = Trajectory()
+        with np.load(path, allow_pickle=False) as arrays:
+            for name, array in arrays.items():
+                kind, _, key = name.partition("/")
+                if kind == "o":
+                    found.observation[key] = list(array)
+                elif kind == "v":
+                    found.variables[key] = json.loads(array.tobytes())
+                else:
+                    found.scalars[key] = list(array)
+        return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two episodes part."""
+
+    what: str
+    step: int
+    """0 is the reset."""
+    drift: float
+    """Largest absolute difference of any observed number or reward over the steps that both have."""
+
+    def __str__(self) -> str:
+        place = "at the reset" if self.step == 0 else f"at step {self.step}"
+        return f"{self.what} differs first {place}; largest difference {self.drift:.2g}"
+
+
+def difference(expected: Trajectory, actual: Trajectory, first_step: int = 0) -> Difference | None:
+    """Compare bit by bit; None when nothing differs. `first_step` is the number of the observations' first row."""
+    found: list[tuple[int, str]] = []
+    drift = 0.0
+    for key, rows in expected.observation.items():
+        others = actual.observation[key]
+        both = list(zip(rows, others, strict=False))
+        if parted := [row for row, (a, b) in enumerate(both) if a.tobytes() != b.tobytes()]:
+            found.append((first_step + parted[0], f"observation '{key}'"))
+            drift = max(drift, *(_distance(*both[row]) for row in parted))
+    for key, texts in expected.variables.items():
+        if parted := [row for row, (a, b) in enumerate(zip(texts, actual.variables[key], strict=False)) if a != b]:
+            found.append((first_step + parted[0], f"observation '{key}'"))
+            drift = np.inf
+    shift = max(first_step, 1)
+    for name, values in expected.scalars.items():
+        both = list(zip(np.asarray(values), np.asarray(actual.scalars[name]), strict=False))
+        if parted := [row for row, (a, b) in enumerate(both) if a.tobytes() != b.tobytes()]:
+            found.append((shift + parted[0], f"'{name}'"))
+            if name == "reward":
+                drift = max(drift, *(_distance(*both[row]) for row in parted))
+    if not found and expected.num_steps != actual.num_steps:
+        return Difference(f"the length, {actual.num_steps} steps instead of {expected.num_steps},", shift + actual.num_steps, drift)
+    if not found:
+        return None
+    step, what = min(found, key=lambda one: one[0])  # of those of one step, an observation comes first
+    return Difference(what, step, drift)
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
+
+
+def canonical(value: Any) -> str:
+    """A value of a part of varying size as text that is equal exactly where the values are."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype.str}{value.shape}{base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()}"
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
+
+
+def random_actions(spec: SimSpec, num_steps: int, seed: int) -> np.ndarray:
+    """Actions within the simulator's bounds: [num_steps, A], or an object array of short texts."""
+    rng, action = np.random.default_rng(seed), spec.action
+    if action.kind == "text":
+        texts = np.empty(num_steps, dtype=object)
+        texts[:] = [f"\\boxed{{{rng.integers(0, 10)}}}" if rng.random() < 0.9 else str(rng.integers(0, 100)) for _ in range(num_steps)]
+        return texts
+    if action.kind == "discrete":
+        return rng.integers(0, action.num_actions, (num_steps, 1))
+    low, high = np.nan_to_num(action.low, neginf=-1.0), np.nan_to_num(action.high, posinf=1.0)  # the check "spec" will tell
+    return rng.uniform(low, high, (num_steps, action.dim)).astype(np.float32)
+
+
+class Player:
+    """Plays `Part`s in the environments of one simulator. An environment whose episode has ended is not stepped again.
+
+    A simulator that steps all environments together gets all of them at every step; those that nobody asked about, or whose
+    episode is over, play on unrecorded.
+
+    Args:
+        out: rows for the simulator to fill; None: plain memory.
+        before: called before every reset and step with the rows.
+        after_step: called after every step with the actions that the simulator was given and must not have kept.
+    """
+
+    def __init__(
+        self,
+        sim: SimEnv,
+        num_envs: int,
+        out: StepBuffers | None = None,
+        *,
+        before: Callable[[StepBuffers], object] | None = None,
+        after_step: Callable[[np.ndarray], object] | None = None,
+    ) -> None:
+        self.sim, self.num_envs = sim, num_envs
+        self.out = out if out is not None else StepBuffers.allocate(sim.spec, num_envs)
+        self._before, self._after_step = before, after_step
+        self._parts: dict[int, Part] = {}
+        self._position: dict[int, int] = {}
+        self._live: dict[int, Trajectory] = {}
+        self.trajectories: dict[int, Trajectory] = {}
+
+    def reset(self, parts: Mapping[int, Part], options: Mapping[str, Any] | None = None) -> None:
+        """Begin the episodes of `parts` in their order; forgets what was played before."""
+        chosen = dict(parts)
+        if self.sim.spec.steps_together:
+            length = len(next(iter(parts.values())).actions)
+            chosen |= {i: companion(self.sim.spec, i, length) for i in range(self.num_envs) if i not in chosen}
+        self._parts, self._position = chosen, dict.fromkeys(chosen, 0)
+        if self._before is not None:
+            self._before(self.out)
+        self.sim.reset(list(chosen), [part.seed for part in chosen.values()], self.out, options)
+        self.trajectories = {i: Trajectory() for i in parts}
+        self._live = dict(self.trajectories)
+        for i, trajectory in self.trajectories.items():
+            self._record_observation(i, trajectory)
+
+    def adopt(self, env_id: int, part: Part, position: int) -> None:
+        """Record an environment from now on that was restored after `position` steps of `part`; forgets the others."""
+        self._parts = {**(self._parts if self.sim.spec.steps_together else {}), env_id: part}
+        self._position[env_id] = position
+        self.trajectories = {env_id: Trajectory({key: [] for key in self.sim.spec.tensors}, {key: [] for key in self.sim.spec.variables})}
+        self._live = dict(self.trajectories)
+
+    def run(self, num_steps: int) -> dict[int, Trajectory]:
+        """Step up to `num_steps` times, until every episode has ended or run out of actions."""
+        for _ in range(num_steps):
+            self._live = {i: t for i, t in self._live.items() if not t.ended and self._position[i] < len(self._parts[i].actions)}
+            if not self._live:
+                break
+            self.step(list(self._parts) if self.sim.spec.steps_together else [i for i in self._parts if i in self._live])
+        return self.trajectories
+
+    def step(self, ids: list[int]) -> None:
+        """One step of these environments."""
+        rows = [self._parts[i].actions[self._position[i] % len(self._parts[i].actions)] for i in ids]
+        actions = np.empty(len(ids), dtype=object) if self.sim.spec.action.kind == "text" else np.stack(rows)
+        actions[:] = rows
+        if self._before is not None:
+            self._before(self.out)
+        self.sim.step(ids, actions, self.out)
+        if self._after_step is not None:
+            self._after_step(actions)
+        for i in ids:
+            self._position[i] += 1
+            if (trajectory := self._live.get(i)) is not None:
+                for name, values in trajectory.scalars.items():
+                    values.append(getattr(self.out, name)[i].copy())
+                self._record_observation(i, trajectory)
+        if self.sim.spec.steps_together:
+            self._restart_the_others(ids)
+
+    def _restart_the_others(self, ids: list[int]) -> None:
+        """Where all are stepped together, an episode that is over begins again, as it would under a manager."""
+        over = [i for i in ids if self.out.terminated[i] or self.out.truncated[i]]
+        waits = any(not t.ended for t in self._live.values())
+        if over and waits:
+            self.sim.reset(over, [self._parts[i].seed for i in over], self.out)
+
+    def _record_observation(self, i: int, trajectory: Trajectory) -> None:
+        for key in self.sim.spec.tensors:
+            trajectory.observation.setdefault(key, []).append(np.array(self.out.observation[key][i]))
+        for key in self.sim.spec.variables:
+            trajectory.variables.setdefault(key, []).append(canonical(self.out.observation[key][i]))
+
+
+def companion(spec: SimSpec, env_id: int, num_steps: int) -> Part:
+    """Something to play for an environment that is only there beside others."""
+    return Part(900_001 + env_id, random_actions(spec, num_steps, 900_001 + env_id))

@@ -1,0 +1,207 @@
+"""An episode is a function of its seed and its actions: each check returns a line, or raises `Failed` or `Skipped`."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.sim.checks.episodes import Difference, Part, Player, Trajectory, difference, random_actions
+from embodied_rl.sim.checks.session import Failed, Session, Skipped, same
+from embodied_rl.types import StepBuffers
+
+RECONFIGURE = {"reconfigure": True}
+LARGE_SEED = 2**31 - 2
+_HELD_OUT_SEED = 2**30 + 7
+
+
+def deterministic(s: Session) -> str:
+    with s.fresh() as sim:
+        player = Player(sim, s.num_envs)
+        player.reset(s.parts)
+        same(s.reference, player.run(s.steps), "a second simulator with the same seeds and actions")
+    return f"two simulators: {s.described(s.reference)}"
+
+
+def deterministic_elsewhere(s: Session) -> str:
+    same(s.reference, s.elsewhere(s.parts, s.steps), "a new process with the same seeds and actions")
+    return f"a new process: {s.described(s.reference)}"
+
+
+def independent_of_history(s: Session) -> str:
+    """Plain resets first; where they drift, with "reconfigure", which is then what the other checks begin episodes with."""
+
+    def again(options: dict[str, Any] | None) -> Difference | None:
+        for number, length in ((100, 2 * s.steps), (200, min(s.steps, 7))):  # a long one, and one left in the middle
+            player = Player(s.sim, s.num_envs)
+            player.reset({i: s.part(number + i, length) for i in range(s.num_envs)}, options)
+            player.run(length)
+        player = Player(s.sim, s.num_envs)
+        player.reset(s.parts, options)
+        found = [difference(s.reference[i], trajectory) for i, trajectory in player.run(s.steps).items()]
+        return max((one for one in found if one is not None), key=lambda one: one.drift, default=None)
+
+    plain = again(None)
+    if plain is None:
+        return f"after other episodes: {s.described(s.reference)}"
+    rebuilt = again(RECONFIGURE)
+    if rebuilt is not None:
+        raise Failed(f"after other episodes {plain}; options={{'reconfigure': True}} does not mend it")
+    s.options = dict(RECONFIGURE)
+    return f"exact with options={{'reconfigure': True}}; after a plain reset {plain}"
+
+
+def resets_after_its_end(s: Session) -> str:
+    ended = _play_to_the_end(s)
+    with s.exact() as player:
+        player.reset(ended, s.options)
+        player.run(s.longest_episode)
+        player.reset({i: s.parts[i] for i in ended}, s.options)
+        same(s.reference, player.run(s.steps), "after an episode that ended by itself")
+    return f"{len(ended)} environment{'s' if len(ended) > 1 else ''} ended by themselves and began again as if new"
+
+
+def _play_to_the_end(s: Session) -> dict[int, Part]:
+    """Parts whose episodes end within `longest_episode` steps."""
+    if s.played_out is None:
+        parts = {i: s.part(300 + i, s.longest_episode) for i in range(s.num_envs)}
+        with s.exact() as player:
+            player.reset(parts, s.options)
+            s.played_out = {i: (parts[i], trajectory) for i, trajectory in player.run(s.longest_episode).items()}
+    ended = {i: part for i, (part, trajectory) in s.played_out.items() if trajectory.ended}
+    if not ended:
+        raise Skipped(f"no episode ended within {s.longest_episode} steps of random actions")
+    return ended
+
+
+def keeps_its_limit(s: Session) -> str:
+    """A spec that names a limit promises that the simulator truncates there by itself."""
+    limit = s.spec.max_episode_steps
+    if limit is None:
+        raise Skipped("the spec names no max_episode_steps: sim.max_episode_steps cuts episodes, where it is given")
+    if limit > s.longest_episode:
+        raise Skipped(f"the limit of {limit} steps is beyond the {s.longest_episode} that are played")
+    with suppress(Skipped):
+        _play_to_the_end(s)
+    assert s.played_out is not None
+    for i, (_, trajectory) in s.played_out.items():
+        if trajectory.num_steps > limit or (trajectory.num_steps == limit and not trajectory.ended):
+            raise Failed(f"the spec says max_episode_steps={limit}, and environment {i} goes on after step {limit}")
+    return f"no episode is longer than {limit} steps"
+
+
+def never_resets_by_itself(s: Session) -> str:
+    """The last observation must be the episode's own.
+
+    Two signs of a new episode in its place, both only where the next step is not over as well: it looks like a first observation
+    while the one before it does not, or (episodes cut by a limit) it is the same whatever was done before.
+    """
+    ended = _play_to_the_end(s)
+    first = [s.reference[i].flat(0) for i in s.reference]
+    player = Player(s.sim, s.num_envs)
+    for number in range(12):
+        player.reset({i: s.part(400 + number * s.num_envs + i) for i in range(s.num_envs)}, s.options)
+        first += [trajectory.flat(0) for trajectory in player.trajectories.values()]
+    low, high = np.min(first, axis=0), np.max(first, axis=0)
+    low, high = low - (high - low), high + (high - low)
+
+    def looks_new(observation: np.ndarray) -> bool:
+        return bool(((low <= observation) & (observation <= high)).all())
+
+    for i, part in ended.items():
+        with s.exact() as player:
+            player.reset({i: part}, s.options)
+            played = player.run(s.longest_episode)[i]
+            if not _goes_on(player, i):
+                continue
+            length = played.num_steps
+            if length > 1 and looks_new(played.flat(length)) and not looks_new(played.flat(length - 1)):
+                raise Failed(f"the observation of environment {i} at its end (step {length}) is the first of another episode")
+            other = Part(part.seed, random_actions(s.spec, len(part.actions), part.seed + 1))
+            player.reset({i: other}, s.options)
+            again = player.run(s.longest_episode)[i]
+        cut = bool(played.scalars["truncated"][-1] and again.ended and again.num_steps == length > 1)
+        if cut and played.same_observation(length, again, length) and not played.same_observation(length - 1, again, length - 1):
+            raise Failed(f"the observation of environment {i} at its limit (step {length}) owes nothing to its actions: another episode's")
+    return "the last observation is the episode's own"
+
+
+def _goes_on(player: Player, env_id: int) -> bool:
+    """Whether a step after the end is an ordinary one; a simulator may refuse it."""
+    together = player.sim.spec.steps_together
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gymnasium's, about just this
+            player.step(list(range(player.num_envs)) if together else [env_id])
+    except Exception:
+        return False
+    return not (player.out.terminated[env_id] or player.out.truncated[env_id])
+
+
+def seeds_matter(s: Session) -> str:
+    seeds = [s.parts[0].seed, s.parts[0].seed + 1, _HELD_OUT_SEED, LARGE_SEED]
+    played: list[Trajectory] = []
+    for seed in seeds:
+        with s.exact() as player:
+            player.reset({0: Part(seed, s.parts[0].actions)}, s.options)
+            played.append(player.run(s.steps)[0])
+    alike = [(a, b) for b in range(len(seeds)) for a in range(b) if difference(played[a], played[b]) is None]
+    if len(alike) == len(seeds) * (len(seeds) - 1) // 2:
+        raise Failed(f"seeds {', '.join(map(str, seeds))} all give the same episode: `reset` does not use its seed")
+    if alike:
+        a, b = alike[0]
+        raise Failed(f"seeds {seeds[a]} and {seeds[b]} give the same episode")
+    return f"seeds {', '.join(map(str, seeds))} give different episodes"
+
+
+def independent_of_siblings(s: Session) -> str:
+    if s.num_envs < 2:
+        raise Skipped("needs num_envs >= 2")
+    with s.exact() as player:
+        player.reset({0: s.parts[0]}, s.options)  # where all are stepped together, the others play something else
+        same(s.reference, player.run(s.steps), "beside other neighbours" if s.spec.steps_together else "without its neighbours")
+    others = {i: s.part(500 + i) for i in range(1, s.num_envs)}
+    with s.exact() as player:
+        player.reset({0: s.parts[0], **others}, s.options)
+        same(s.reference, {0: player.run(s.steps)[0]}, "beside neighbours that play other episodes")
+    return "environment 0 alone and beside other episodes: the same"
+
+
+def independent_of_order(s: Session) -> str:
+    if s.num_envs < 2:
+        raise Skipped("needs num_envs >= 2")
+    with s.exact() as player:
+        player.reset(dict(reversed(s.parts.items())), s.options)
+        same(s.reference, player.run(s.steps), "reset and stepped in reverse order")
+    return "reset and stepped in reverse order: the same"
+
+
+def independent_of_place(s: Session) -> str:
+    if s.num_envs < 2:
+        raise Skipped("needs num_envs >= 2")
+    place = {i: (i + 1) % s.num_envs for i in range(s.num_envs)}
+    with s.exact() as player:
+        player.reset({place[i]: part for i, part in s.parts.items()}, s.options)
+        moved = player.run(s.steps)
+    same(s.reference, {i: moved[place[i]] for i in s.parts}, "played by the next environment of the process")
+    return "each episode played by another environment: the same"
+
+
+def independent_of_global_random(s: Session) -> str:
+    counter = iter(range(10**9))
+
+    def disturb(_: StepBuffers) -> None:
+        state = next(counter)
+        np.random.seed(state)  # noqa: NPY002
+        random.seed(state)
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(state)
+
+    with s.exact(before=disturb) as player:
+        player.reset(s.parts, s.options)
+        same(s.reference, player.run(s.steps), "with the process-wide random generators seeded anew before every call")
+    return "numpy.random and random seeded anew before every call: the same"

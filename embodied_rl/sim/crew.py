@@ -1,0 +1,204 @@
+"""The worker processes of one simulator, and the shared memory between them and their manager."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.process import WorkerProcess
+from embodied_rl.sim.transport import Bell, Slab, memory_of, slab_layout
+from embodied_rl.types import SimSpec, VariableSpec
+
+
+@dataclass(frozen=True)
+class CrewPlan:
+    """How many workers, with what slots, where, and how long they may take."""
+
+    num_slots: int
+    num_workers: int
+    chunk_size: int = 1
+    autoreset: bool = True
+    max_episode_steps: int | None = None
+    success_ends_episode: bool = False
+    step_timeout_s: float = 60.0
+    start_timeout_s: float = 180.0
+    placements: Sequence[dict[str, Any]] | None = None
+    """Of each worker, as `Placement.to_dict`; None: wherever the scheduler puts it."""
+    spare_workers: int = 0
+    """Workers built ahead that take a failed one's place without the time that building takes."""
+
+    @property
+    def ranges(self) -> list[range]:
+        """Slots of each worker: contiguous, as equal as can be."""
+        bounds = [round(worker * self.num_slots / self.num_workers) for worker in range(self.num_workers + 1)]
+        return [range(first, last) for first, last in itertools.pairwise(bounds)]
+
+
+class Crew:
+    """`begin` starts the processes, which build their simulators side by side with whatever comes next; `finish` waits for them.
+
+    `processes` is the list of everything that runs, to be closed by whoever owns it.
+    """
+
+    def __init__(self, factory: SimFactory, plan: CrewPlan, processes: list[WorkerProcess]) -> None:
+        self.factory, self.plan = factory, plan
+        self.ranges = plan.ranges
+        self.worker_of = np.repeat(np.arange(plan.num_workers), [len(slots) for slots in self.ranges])
+        self.workers: list[WorkerProcess] = []
+        self.spares: list[WorkerProcess] = []
+        self._were_spares: list[WorkerProcess] = []
+        self.applied: list[dict[str, Any]] = [{} for _ in self.ranges]
+        """What each worker says about its cores and memory nodes."""
+        self.slab: Slab | None = None
+        self.spec: SimSpec
+        self._processes = processes
+
+    def begin(self) -> None:
+        """Start all workers; does not wait."""
+        self.workers = [self._spawn(index) for index in range(self.plan.num_workers)]
+
+    def finish(self) -> None:
+        """Wait until all workers have built their simulators, and share the memory with them.
+
+        Raises:
+            SimFault: a worker failed to build.
+            UserError: the simulator rejects its configuration, or there is not enough shared memory.
+        """
+        specs = [self.receive_spec(index) for index in range(len(self.workers))]
+        self.spec = specs[0]
+        if any(spec != self.spec for spec in specs):
+            raise UserError(f"The workers' simulators differ: {[spec.to_dict() for spec in specs]}.")
+        if self.spec.action.kind == "text" and self.plan.chunk_size > 1:
+            raise UserError(f"Task '{self.spec.task}' takes text, which has no chunks: chunk_size must be 1, got {self.plan.chunk_size}.")
+        layout = slab_layout(self.spec, self.plan.num_slots, self.plan.num_workers, self.plan.chunk_size)
+        try:
+            self.slab = Slab.create(layout)
+        except OSError as error:
+            raise UserError(
+                f"{layout.num_bytes / 2**20:.0f} MiB of shared memory cannot be had: {error}. Fewer sim.num_slots need less."
+            ) from error
+        arrays = self.slab.arrays
+        arrays["stepping"][:] = -1
+        self.state = memory_of(arrays["slot_state"])
+        self.bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
+        self.bells = [Bell(arrays["worker_bell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.plan.num_workers)]
+        for index in range(len(self.workers)):
+            self.share(index)
+        for worker in self.workers:
+            worker.receive(self.plan.start_timeout_s, "map the shared memory")
+        self.refill_spares()
+
+    def receive_spec(self, index: int) -> SimSpec:
+        """A worker's first message. Raises SimFault or UserError."""
+        message, _ = self.workers[index].receive(self.plan.start_timeout_s, "build its simulator")
+        self.applied[index] = message["placement"]
+        problems = message["placement"].get("problems")
+        if problems and index == 0:
+            warnings.warn(f"Placement of the simulators: {'; '.join(map(str, problems))}.", stacklevel=2)
+        return SimSpec.from_dict(message["spec"])
+
+    def share(self, index: int, *, awaits_resume: bool = False) -> None:
+        """Hand a worker the slab and its slots; it answers when it has mapped it.
+
+        `awaits_resume`: slots may be marked already, and the worker must not step them before it has taken up their episodes.
+        """
+        assert self.slab is not None, "finish() comes first"
+        slots, plan, worker = self.ranges[index], self.plan, self.workers[index]
+        assignment = {
+            "worker": index,
+            "start": slots.start,
+            "stop": slots.stop,
+            "num_slots": plan.num_slots,
+            "max_episode_steps": plan.max_episode_steps,
+            "success_ends_episode": plan.success_ends_episode,
+            "chunk_size": plan.chunk_size,
+            "autoreset": plan.autoreset,
+            "awaits_resume": awaits_resume,
+            "placement": self._placement(index) if worker in self._were_spares else None,
+        }
+        layout = self.slab.layout
+        worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment})
+        worker.channel.send_fd(self.slab.fd)
+
+    def replace(self, index: int) -> bool:
+        """Put a new worker in the place of one that is gone; True when it was a spare, whose simulator is (being) built already."""
+        size = len(self.ranges[index])
+        for spare in self.spares:
+            if spare.num_envs == size and spare.alive():
+                self.spares.remove(spare)
+                self._were_spares.append(spare)
+                spare.index = index
+                self.workers[index] = spare
+                return True
+        self.workers[index] = self._spawn(index)
+        return False
+
+    def remove(self, index: int) -> None:
+        """End a failed worker and clean its words in the slab; nothing of it writes there afterwards."""
+        worker = self.workers[index]
+        worker.kill()
+        if worker in self._processes:
+            self._processes.remove(worker)
+        if self.slab is not None:
+            for name in ("worker_waiting", "control_pending", "failed"):
+                self.slab.arrays[name][index] = 0
+
+    def refill_spares(self) -> None:
+        """Start spares until there are as many as planned."""
+        self.spares = [spare for spare in self.spares if spare.alive()]
+        while len(self.spares) < self.plan.spare_workers:
+            self.spares.append(self._spawn(0, spare=True))
+
+    def stop(self) -> None:
+        """End all processes; the slab stays."""
+        own = [*self.workers, *self.spares]
+        for worker in own:
+            worker.release()
+        for worker in own:
+            worker.close()
+            if worker in self._processes:
+                self._processes.remove(worker)
+        self.workers, self.spares = [], []
+
+    def close(self) -> None:
+        """End all processes and let go of the memory."""
+        self.stop()
+        if self.slab is not None:
+            self.slab.close()
+            self.slab = None
+
+    def observation(self, slot: int) -> dict[str, Any]:
+        """Copy of the observation of one slot, parts of varying size included."""
+        assert self.slab is not None
+        rows = {key: self.slab.arrays[f"observation/{key}"][slot].copy() for key in self.spec.tensors}
+        return rows | {key: self.slab.rooms(f"observation/{key}", room).read(slot) for key, room in self.spec.variables.items()}
+
+    def action_rooms(self) -> Any:
+        """Rooms of text actions."""
+        assert self.slab is not None
+        return self.slab.rooms("action", VariableSpec("text", self.spec.action.max_bytes))
+
+    def _placement(self, index: int) -> dict[str, Any] | None:
+        return None if self.plan.placements is None else self.plan.placements[index]
+
+    def _spawn(self, index: int, *, spare: bool = False) -> WorkerProcess:
+        """A spare takes its place when it knows which one it is."""
+        placement = None if spare else self._placement(index)
+        threads = 1 if placement is None else max(1, int(placement["threads"]))
+        setup = {
+            "factory": dataclasses.asdict(self.factory),
+            "num_envs": len(self.ranges[index]),
+            "placement": placement,
+            "threads": threads,
+        }
+        worker = WorkerProcess(index, setup, threads=threads)
+        self._processes.append(worker)
+        return worker

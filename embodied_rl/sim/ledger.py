@@ -1,0 +1,195 @@
+"""What the manager knows about every slot's running episode: enough to take it up again in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
+from embodied_rl.sim.transport import ABORTED, ENDED, PENDING
+
+_TRIM_AT = 4096
+_FORMAT = "embodied_rl episode snapshot"
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A running episode of one slot, to be taken up again in any slot of any manager of the same simulator.
+
+    `to_bytes` is a versioned format without pickle; its exactness is the simulator's (`SimSpec.snapshots`).
+    """
+
+    task: str
+    chunk_size: int
+    stream: SeedStream
+    """Seeds of this episode and those after it."""
+    index: int
+    """The episode's number in its stream."""
+    base: Mapping[str, Any] | None
+    """The simulator's state, the counts and the observation from where `actions` go on; None: the episode's first reset."""
+    options: Mapping[str, Any]
+    """Options of the first reset."""
+    actions: tuple[Any, ...]
+    """Messages since `base`: actions [A], chunks [k, A] or texts."""
+    observation: Mapping[str, Any]
+    """{key: value} that the slot's owner saw last."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the episode."""
+        return self.stream.seed(self.index)
+
+    def to_bytes(self) -> bytes:
+        fields = {**vars(self), "stream": self.stream.to_dict(), "actions": list(self.actions)}
+        return encode_state({"format": _FORMAT, "version": _FORMAT_VERSION, **fields})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Snapshot:
+        """Raises SnapshotError when the bytes are no snapshot, damaged, or of another version."""
+        fields = decode_state(data)
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            raise SnapshotError("These bytes are not an episode snapshot of embodied_rl.")
+        version = fields.pop("version", None)
+        if version != _FORMAT_VERSION:
+            raise SnapshotError(f"The episode snapshot is of version {version}; this embodied_rl reads version {_FORMAT_VERSION}.")
+        try:
+            fields["stream"] = SeedStream.from_dict(fields["stream"])
+            return Snapshot(**{**fields, "actions": tuple(fields["actions"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise SnapshotError(f"The episode snapshot lacks a field or holds a wrong one: {error!r}.") from error
+
+
+class EpisodeLedger:
+    """Seeds, episode numbers and the actions since each episode's start (or last snapshot), for all slots.
+
+    Actions are noted once a message, whatever the number of slots; a slot's own are picked out when they are needed.
+    """
+
+    def __init__(self, num_slots: int, *, keep_actions: bool, max_messages: int = 200_000) -> None:
+        """`max_messages`: beyond so many an episode's beginning is forgotten, and it can only be taken up from a snapshot."""
+        self.num_slots, self.keep_actions, self._max_messages = num_slots, keep_actions, max_messages
+        self.streams = [SeedStream(EpisodeSeeds.training(0), 0, slot, num_slots) for slot in range(num_slots)]
+        self.index = np.zeros(num_slots, np.int64)
+        self.base: list[Mapping[str, Any] | None] = [None] * num_slots
+        self.prior: list[tuple[Any, ...]] = [()] * num_slots
+        """Actions before the log's own, of episodes that came from a snapshot."""
+        self.options: list[Mapping[str, Any]] = [{}] * num_slots
+        self._start = np.zeros(num_slots, np.int64)
+        self._log: list[tuple[Sequence[int] | np.ndarray, Any]] = []
+        self._offset = 0
+        self._trim_at = _TRIM_AT
+
+    def begin_all(self, seeds: EpisodeSeeds, seed_round: int, options: Mapping[str, Any]) -> None:
+        """New episodes everywhere, counted from 0."""
+        self.streams = [SeedStream(seeds, seed_round, slot, self.num_slots) for slot in range(self.num_slots)]
+        self.index[:] = 0
+        self.base, self.prior, self.options = [None] * self.num_slots, [()] * self.num_slots, [options] * self.num_slots
+        self._log.clear()
+        self._offset = 0
+        self._start[:] = 0
+
+    def begin(self, slot: int, seed: int) -> None:
+        """A new episode of a given seed in one slot."""
+        self.streams[slot] = SeedStream(EpisodeSeeds.given(seed), 0, slot, self.num_slots)
+        self.index[slot] = 0
+        self.base[slot], self.prior[slot], self.options[slot] = None, (), {}
+        self._start[slot] = self._offset + len(self._log)
+
+    def sent(self, slots: Sequence[int] | np.ndarray, actions: Any) -> None:
+        """Note a message; `actions` has one entry per slot and must be the ledger's own."""
+        if self.keep_actions:
+            self._log.append((slots, actions))
+            if len(self._log) >= self._trim_at:
+                self._trim()
+
+    def ended(self, slots: Iterable[int]) -> None:
+        """The episodes of these slots are over and the next ones began."""
+        now = self._offset + len(self._log)
+        for slot in slots:
+            self.index[slot] += 1
+            self._start[slot] = now
+            self.base[slot], self.prior[slot], self.options[slot] = None, (), {}
+
+    def rebase(self, slot: int, base: Mapping[str, Any]) -> None:
+        """From now on the episode goes on from this state."""
+        self.base[slot], self.prior[slot] = base, ()
+        self._start[slot] = self._offset + len(self._log)
+
+    def load(self, slot: int, snapshot: Snapshot) -> None:
+        """The slot takes up a snapshot's episode."""
+        self.streams[slot], self.index[slot] = snapshot.stream, snapshot.index
+        self.base[slot], self.prior[slot], self.options[slot] = snapshot.base, snapshot.actions, snapshot.options
+        self._start[slot] = self._offset + len(self._log)
+
+    def is_lost(self, slot: int) -> bool:
+        """Whether the episode cannot be taken up again, because its beginning was forgotten or actions are not kept."""
+        return bool(self._start[slot] < 0) or not self.keep_actions
+
+    def actions(self, slot: int) -> list[Any]:
+        """Messages to a slot since its base, oldest first."""
+        own = [actions[_position(slots, slot)] for slots, actions in self._log[self._start[slot] - self._offset :] if _holds(slots, slot)]
+        return [*self.prior[slot], *own]
+
+    def point(self, slot: int) -> tuple[int, int]:
+        """(episode number, messages since its base): where an episode stands."""
+        return int(self.index[slot]), len(self.actions(slot))
+
+    def resume_item(self, slot: int, mark: int, observation: Mapping[str, Any] | None, *, abort: bool, cautious: bool) -> dict[str, Any]:
+        """What a worker needs to take the slot's episode up where its owner believes it to be.
+
+        `mark` is the slot's state in the slab: a step that is pending will be done again, one that is ready was done, and after an
+        end that nobody fetched yet the next episode is the running one.
+        """
+        over = mark in (ENDED, ABORTED)
+        actions = [] if over or abort else self.actions(slot)
+        if mark == PENDING:
+            actions = actions[:-1]
+        return {
+            "slot": slot,
+            "stream": self.streams[slot].to_dict(),
+            "index": int(self.index[slot]) + over,
+            "base": None if over else self.base[slot],
+            "options": {} if over else dict(self.options[slot]),
+            "actions": actions,
+            "observation": None if mark == PENDING else observation,
+            "publish": mark == PENDING,
+            "abort": abort,
+            "cautious": cautious,
+        }
+
+    def snapshot(self, slot: int, mark: int, observation: Mapping[str, Any], task: str, chunk_size: int) -> Snapshot:
+        """The slot's episode as `mark` and `observation` show it."""
+        item = self.resume_item(slot, mark, observation, abort=False, cautious=False)
+        return Snapshot(
+            task=task,
+            chunk_size=chunk_size,
+            stream=self.streams[slot],
+            index=item["index"],
+            base=item["base"],
+            options=item["options"],
+            actions=tuple(item["actions"]),
+            observation=observation,
+        )
+
+    def _trim(self) -> None:
+        """Forget what no running episode needs any more."""
+        first = int(self._start[self._start >= 0].min(initial=self._offset + len(self._log)))
+        if self._offset + len(self._log) - first > self._max_messages:
+            self._start[self._start < self._offset + len(self._log) - self._max_messages // 2] = -1
+            first = int(self._start[self._start >= 0].min(initial=self._offset + len(self._log)))
+        del self._log[: first - self._offset]
+        self._offset = first
+        self._trim_at = len(self._log) + _TRIM_AT
+
+
+def _holds(slots: Sequence[int] | np.ndarray, slot: int) -> bool:
+    return bool(slot in slots) if isinstance(slots, range) else bool(np.any(np.asarray(slots) == slot))
+
+
+def _position(slots: Sequence[int] | np.ndarray, slot: int) -> int:
+    return slots.index(slot) if isinstance(slots, range) else int(np.flatnonzero(np.asarray(slots) == slot)[0])

@@ -1,0 +1,210 @@
+"""gym-aloha: two ViperX arms that hand over a cube or put a peg into a socket (Zhao et al. 2023, arXiv:2304.13705).
+
+gym-aloha draws three pictures in every step, which is most of its time (5 steps a second on a CPU core), and has no observation of
+the state. Its scenes, rewards and starting positions are used here as they are, and only the pictures that were asked for are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
+
+TASKS = {
+    "AlohaTransferCube-v0": ("transfer_cube", "pick up the cube with the right arm and hand it over to the left arm"),
+    "AlohaInsertion-v0": ("insertion", "insert the peg into the socket"),
+}
+"""Id → scene and instruction."""
+
+OBSERVATIONS = ("state", "pixels", "pixels_agent_pos")
+MAX_EPISODE_STEPS = 300
+SUCCESS_REWARD = 4
+"""gym-aloha's reward counts stages, 0 to 4; the last one is success."""
+
+ARM_JOINTS = 6
+JOINTS = 2 * (ARM_JOINTS + 1)
+
+
+def tasks() -> list[str]:
+    """Task ids. Raises MissingExtraError where gym-aloha is not installed."""
+    _gym_aloha()
+    return sorted(TASKS)
+
+
+def make(task: str, num_envs: int, **kwargs: Any) -> AlohaSim:
+    """`num_envs` environments of one task: see `AlohaSim` for the arguments."""
+    return AlohaSim(num_envs, task, **kwargs)
+
+
+class AlohaSim:
+    """Actions [14] are target positions: six joints in radians and the gripper from 0 (closed) to 1 (open), left arm, then right.
+
+    Snapshots are exact: MuJoCo's integration state and the elapsed steps.
+
+    Args:
+        num_envs: environments in this process.
+        task: "AlohaTransferCube-v0" or "AlohaInsertion-v0".
+        observation: "state" is ``state`` [35] or [42]: joint positions 14 and velocities 14 (grippers normalised), then the objects'
+            poses, position and quaternion; "pixels" the camera as ``rgb``; "pixels_agent_pos" the same and ``agent_pos`` [14].
+        camera: observed camera: "top", "angle", "front_close", "left_pillar" or "right_pillar".
+        image_height: pixels of the observed picture.
+        image_width: pixels of the observed picture.
+        max_episode_steps: steps until an episode is truncated, 50 a second.
+        max_target_step_rad: a joint's target is moved to within this of its present position, because the physics of these scenes
+            diverges under targets far away (random ones, say); recorded demonstrations stay well below it. None: as gym-aloha, no limit.
+        render_size: pixels a side of `render`'s picture.
+
+    Raises:
+        MissingExtraError: gym-aloha or dm_control is not installed.
+        UserError: unknown task, observation or camera.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        task: str,
+        observation: str = "state",
+        camera: str = "top",
+        image_height: int = 240,
+        image_width: int = 320,
+        max_episode_steps: int = MAX_EPISODE_STEPS,
+        max_target_step_rad: float | None = 1.0,
+        render_size: int = 256,
+    ) -> None:
+        if task not in TASKS:
+            raise UserError(f"gym-aloha task '{task}' is not known.{did_you_mean(task, TASKS)}")
+        if observation not in OBSERVATIONS:
+            raise UserError(f"gym-aloha observation '{observation}' is not known.{did_you_mean(observation, OBSERVATIONS)}")
+        self._scene, instruction = TASKS[task]
+        self._library = _gym_aloha()
+        self._task, first = _load(self._scene)
+        import mujoco
+
+        self._mujoco = mujoco
+        self.model = first.model.ptr
+        # All environments share one model: dm_control's Physics are views of it and of their own MjData.
+        self.physics = [first, *(type(first).from_model(first.model) for _ in range(num_envs - 1))]
+        self._drawing = Drawing(self.model)
+        self._drawing.check_camera(camera)
+        self._camera, self._render_size, self._limit = camera, render_size, int(max_episode_steps)
+        reach = np.inf if max_target_step_rad is None else float(max_target_step_rad)
+        self._reach = np.tile([*[reach] * ARM_JOINTS, np.inf], 2)
+        self._elapsed = [0] * num_envs
+        self._substeps = round(self._library.constants.DT / self.model.opt.timestep)
+        self._state_kind = int(mujoco.mjtState.mjSTATE_INTEGRATION)
+        parts: dict[str, TensorSpec] = {}
+        if observation == "state":
+            parts["state"] = TensorSpec((2 * JOINTS + self._task.get_env_state(first).size,))
+        else:
+            parts["rgb"] = TensorSpec((image_height, image_width, 3), "uint8")
+        if observation == "pixels_agent_pos":
+            parts["agent_pos"] = TensorSpec((JOINTS,))
+        low, high = _action_bounds(self.model)
+        self.spec = SimSpec(
+            task=task,
+            observation=parts,
+            action=ActionSpec.continuous(low, high),
+            max_episode_steps=self._limit,
+            control_hz=round(1.0 / self._library.constants.DT, 6),
+            instruction=instruction,
+            reports_success=True,
+            can_render=True,
+            snapshots="exact",
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for i, seed in zip(env_ids, seeds, strict=True):
+            physics = self.physics[i]
+            # gym-aloha places its objects by a seed of 32 bits, handed over in a variable of its module.
+            sample = self._library.utils.sample_box_pose if self._scene == "transfer_cube" else self._library.utils.sample_insertion_pose
+            self._library.tasks.sim.BOX_POSE[0] = np.concatenate(np.atleast_2d(sample(int(seed) % 2**32)))
+            with physics.reset_context():
+                self._task.initialize_episode(physics)
+            self._elapsed[i] = 0
+            self._observe(i, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):
+            physics = self.physics[i]
+            present = self._task.get_qpos(physics)
+            self._task.before_step(np.clip(action, present - self._reach, present + self._reach), physics)
+            physics.step(self._substeps)
+            reward = self._task.get_reward(physics)
+            self._elapsed[i] += 1
+            out.reward[i], out.success[i], out.terminated[i] = reward, reward == SUCCESS_REWARD, False
+            out.truncated[i] = self._elapsed[i] >= self._limit
+            out.info[i] = {"stage": int(reward)}
+            self._observe(i, out)
+
+    def snapshot(self, env_id: int) -> bytes:
+        state = np.empty(self._mujoco.mj_stateSize(self.model, self._state_kind))
+        self._mujoco.mj_getState(self.model, self.physics[env_id].data.ptr, state, self._state_kind)
+        return encode_state({"task": self.spec.task, "state": state, "elapsed": self._elapsed[env_id]})
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        target = self.physics[env_id].data.ptr
+        self._mujoco.mj_setState(self.model, target, tree["state"], self._state_kind)
+        # dm_control integrates first and derives positions and velocities afterwards, so the next step needs them for this state.
+        self._mujoco.mj_forward(self.model, target)
+        self._mujoco.mj_setState(self.model, target, tree["state"], self._state_kind)  # the warm start, which that call moved
+        self._elapsed[env_id] = tree["elapsed"]
+
+    def render(self, env_id: int) -> np.ndarray:
+        return self._picture(env_id, (self._render_size, self._render_size))
+
+    def close(self) -> None:
+        self._drawing.close()
+        for physics in self.physics:
+            physics.free()
+
+    def _observe(self, i: int, out: StepBuffers) -> None:
+        physics, parts = self.physics[i], out.observation
+        if "state" in parts:
+            positions, velocities = self._task.get_qpos(physics), self._task.get_qvel(physics)
+            parts["state"][i] = np.concatenate([positions, velocities, self._task.get_env_state(physics)])
+        if "rgb" in parts:
+            self._picture(i, parts["rgb"].shape[1:3], out=parts["rgb"][i])
+        if "agent_pos" in parts:
+            parts["agent_pos"][i] = self._task.get_qpos(physics)
+
+    def _picture(self, i: int, size: tuple[int, ...], out: np.ndarray | None = None) -> np.ndarray:
+        return self._drawing.frame(self.physics[i].data.ptr, self._camera, size[0], size[1], out=out)
+
+
+def _load(scene: str) -> tuple[Any, Any]:
+    """gym-aloha's task object and its scene as dm_control's Physics."""
+    from dm_control import mujoco as dm_mujoco
+    from gym_aloha.constants import ASSETS_DIR
+    from gym_aloha.tasks.sim import InsertionTask, TransferCubeTask
+
+    task = TransferCubeTask() if scene == "transfer_cube" else InsertionTask()
+    return task, dm_mujoco.Physics.from_xml_path(str(ASSETS_DIR / f"bimanual_viperx_{scene}.xml"))
+
+
+def _action_bounds(model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The actuators' ranges: gym-aloha's own action space says [-1, 1], where the arms cannot even keep their starting pose.
+
+    The model has two actuators for each gripper, one a finger; its action is one number in [0, 1].
+    """
+    low, high = model.actuator_ctrlrange.T
+    one_arm = ARM_JOINTS + 2
+    bounds = [([*side[:ARM_JOINTS], end], [*side[one_arm : one_arm + ARM_JOINTS], end]) for side, end in ((low, 0.0), (high, 1.0))]
+    return np.concatenate(bounds[0]), np.concatenate(bounds[1])
+
+
+def _gym_aloha() -> Any:
+    try:
+        import gym_aloha.constants
+        import gym_aloha.tasks.sim
+        import gym_aloha.utils
+    except ImportError as error:
+        raise MissingExtraError("gym-aloha", "aloha", error) from error
+    return gym_aloha

@@ -1,0 +1,331 @@
+"""LIBERO (Liu et al. 2023, arXiv:2306.03310): 130 tabletop tasks in words, each with 50 fixed initial states, on robosuite.
+
+Protocol of the benchmark: an episode starts from one of the task's stored states, ten steps without motion let the objects settle,
+and the limit is 220 (spatial), 280 (object), 300 (goal), 400 (90) or 520 (10, "long") steps. The package brings task descriptions
+and initial states; meshes and textures are fetched once (see `assets_folder`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.files import write_atomic
+from embodied_rl.sim.robots.libero_states import INIT_STATES, chosen_states, read_init_states
+from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, quiet_import
+from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
+
+STEP_LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_90": 400, "libero_10": 520}
+"""Suite → steps; OpenVLA's (arXiv:2406.09246), which others follow."""
+
+SETS = tuple(STEP_LIMITS)
+"""Tasks of `make` that stand for several: the suites."""
+
+SETTLING_STEPS = 10
+NO_MOTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+"""No motion of the arm, gripper open."""
+
+OBSERVATIONS = ("rgb", "state")
+ORIENTATIONS = {"upright": (1, 1), "raw": (-1, 1), "rotated": (1, -1)}
+"""Name → steps along rows and columns of an upright picture. LIBERO's data sets store pictures bottom row first ("raw"); OpenVLA and its
+successors turn those by 180 degrees ("rotated"), which mirrors left and right."""
+
+ASSET_FOLDERS = ("articulated_objects", "scenes", "stable_hope_objects", "stable_scanned_objects", "textures", "turbosquid_objects")
+ASSETS_REPOSITORY = "lerobot/libero-assets"
+
+
+def tasks() -> list[str]:
+    """The 130 tasks as "suite/task name". Raises MissingExtraError where LIBERO is not installed; needs no assets."""
+    return [f"{suite}/{name}" for suite, names in _suites().items() for name in names]
+
+
+def suites() -> dict[str, list[str]]:
+    """{suite: task names in the benchmark's order}. Raises MissingExtraError where LIBERO is not installed."""
+    return {suite: list(names) for suite, names in _suites().items()}
+
+
+def instruction(task: str) -> str:
+    """What a task ("suite/name") asks for, as the benchmark puts it: the name in words, without its scene."""
+    name = task.partition("/")[2]
+    if name[:1].isupper():  # "KITCHEN_SCENE3_turn_on_the_stove"
+        name = name.partition("SCENE")[2].partition("_")[2]
+    return name.replace("_", " ")
+
+
+def make(task: str, num_envs: int, **kwargs: Any) -> LiberoSim:
+    """`num_envs` LIBERO environments: see `LiberoSim` for the arguments."""
+    return LiberoSim(num_envs, task, **kwargs)
+
+
+class LiberoSim(RobosuiteSim):
+    """One task, or a whole suite, whose tasks take turns from episode to episode.
+
+    Actions [7] are OSC_POSE deltas of the end effector (position, axis-angle) and the gripper (-1 open, 1 closed); the reward is 1
+    at success. An episode is a function of its seed: of n tasks, seed s takes number s mod n and its stored state
+    (s // n) mod (number of states); as many consecutive seeds as there are pairs visit each pair once.
+
+    Args:
+        num_envs: environments in this process.
+        task: "libero_spatial/3" (number in its suite), "libero_goal/put_the_bowl_on_the_stove", or a suite, "libero_spatial".
+        observation: "rgb": the cameras, and ``state`` [8]: position of the end effector in metres, its orientation as axis-angle,
+            positions of the two fingers. "state": the robot's and the objects' state as one vector, without cameras; a single task only.
+        init_states: which of the 50 stored states episodes start from. "split": the last ten for held-out seeds (evaluation), the first
+            forty for training seeds, so that the two never meet. "train" or "test": those parts for all seeds. "all": all 50,
+            as published results have it (policies trained on recorded data that never saw these states).
+        image_size: pixels a side of the observed pictures.
+        cameras: the first is ``rgb``, the others ``rgb.<camera>``.
+        orientation: "upright", "raw" or "rotated": see `ORIENTATIONS`.
+        assets_dir: folder of the meshes and textures; None: see `assets_folder`.
+        max_episode_steps: None: the suite's limit, counted after settling.
+        render_size: pixels a side of `render`'s picture (always upright).
+
+    Raises:
+        MissingExtraError: LIBERO or robosuite is not installed.
+        MissingAssetsError: meshes and textures are not there; the message holds the command that fetches them.
+        UserError: unknown suite, task, observation, camera or choice of states.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        task: str,
+        observation: str = "rgb",
+        init_states: str = "split",
+        image_size: int = 224,
+        cameras: Sequence[str] = ("agentview", "robot0_eye_in_hand"),
+        orientation: str = "upright",
+        assets_dir: str | None = None,
+        max_episode_steps: int | None = None,
+        render_size: int = 256,
+    ) -> None:
+        for kind, name, known in (
+            ("observation", observation, OBSERVATIONS),
+            ("choice of init_states", init_states, INIT_STATES),
+            ("orientation", orientation, ORIENTATIONS),
+        ):
+            if name not in known:
+                raise UserError(f"LIBERO {kind} '{name}' is not known.{did_you_mean(name, known)}")
+        self.tasks = _expand(task)
+        if observation == "state" and len(self.tasks) > 1:
+            raise UserError(f"The objects of the tasks of '{task}' differ: observe a suite with observation=rgb, or choose one task.")
+        self._which, self._flip = init_states, ORIENTATIONS[orientation]
+        self._observe_robot = observation == "rgb"
+        _import_libero(Path(assets_dir).expanduser() if assets_dir is not None else None)
+        suite = self.tasks[0].partition("/")[0]
+        self._present = [self.tasks[0]] * num_envs
+        super().__init__(
+            [lambda: _build(self.tasks[0]) for _ in range(num_envs)],
+            task=task,
+            observe_objects=True,
+            cameras=tuple(cameras) if observation == "rgb" else (),
+            image_size=(image_size, image_size),
+            max_episode_steps=STEP_LIMITS[suite] if max_episode_steps is None else max_episode_steps,
+            render_camera="agentview",
+            render_size=render_size,
+            instruction=instruction(self.tasks[0]) if len(self.tasks) == 1 else None,
+            multisampling=True,  # as LIBERO's own pictures, pixel by pixel
+        )
+        if len(self.tasks) > 1:
+            self.spec = _with_instructions(self.spec)
+
+    def task_of(self, seed: int) -> tuple[str, int]:
+        """The task of an episode and the number of its initial state."""
+        return episode_of(self.tasks, self._which, int(seed))
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        super().step(env_ids, actions, out)
+        out.terminated[list(env_ids)] = False  # LIBERO's "done" is success: reported, and no end by itself
+
+    def _begin(self, i: int, seed: int) -> Mapping[str, np.ndarray]:
+        from robosuite.utils.errors import RandomizationError
+
+        task, number = self.task_of(seed)
+        if task != self._present[i]:
+            self.envs[i].close()
+            self.envs[i], self._present[i] = _build(task), task
+        env, states = self.envs[i], _init_states(task)
+        # The stored state holds every joint; what LIBERO places at random besides (cabinets, stoves) is the same at every reset.
+        np.random.seed(0)  # noqa: NPY002  (LIBERO draws from it)
+        for attempt in range(100):
+            try:
+                env.reset()
+                break
+            except RandomizationError:
+                if attempt == 99:
+                    raise
+        if len(states[number]) != 1 + env.sim.model.nq + env.sim.model.nv:
+            raise UserError(f"The initial states of LIBERO task '{task}' are of another version than its assets.")
+        env.sim.set_state_from_flattened(states[number])
+        env.sim.forward()
+        env._post_process()
+        env._update_observables(force=True)
+        for _ in range(SETTLING_STEPS):
+            observation, *_ = env.step(NO_MOTION)
+        return observation
+
+    def _state(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
+        if not self._observe_robot:
+            return super()._state(observation)
+        angle = axis_angle(observation["robot0_eef_quat"])
+        return np.concatenate([observation["robot0_eef_pos"], angle, observation["robot0_gripper_qpos"]])
+
+    def _write(self, i: int, observation: Mapping[str, np.ndarray], out: StepBuffers) -> None:
+        super()._write(i, observation, out)
+        for key in self._cameras:
+            frame = out.observation[key][i]
+            frame[:] = frame[:: self._flip[0], :: self._flip[1]].copy()
+        if "instruction" in out.observation:
+            out.observation["instruction"][i] = instruction(self._present[i])
+
+
+def episode_of(tasks: Sequence[str], which: str, seed: int) -> tuple[str, int]:
+    """The task of an episode and the number of its initial state: see `LiberoSim` and `chosen_states`."""
+    number, task = divmod(seed, len(tasks))
+    states = chosen_states(which, seed)
+    return tasks[task], states[number % len(states)]
+
+
+def axis_angle(quaternion: np.ndarray) -> np.ndarray:
+    """[3] rotation vector of a unit quaternion [4] (x, y, z, w), of length in [0, 2π] as in robosuite: the quaternion's sign counts."""
+    sine = np.linalg.norm(quaternion[:3])
+    if sine < 1e-12:
+        return np.zeros(3)
+    return quaternion[:3] / sine * (2.0 * np.arctan2(sine, quaternion[3]))
+
+
+def assets_folder(assets_dir: Path | None = None) -> Path:
+    """Where LIBERO's meshes and textures are: `assets_dir`, the package's own folder, or ``~/.cache/libero/assets``.
+
+    Raises:
+        MissingAssetsError: nowhere; the message holds the command that fetches them.
+    """
+    download = Path("~/.cache/libero/assets").expanduser()
+    places = [assets_dir] if assets_dir is not None else [_package() / "assets", download]
+    for place in places:
+        if all((place / name).is_dir() for name in ASSET_FOLDERS):
+            return place
+    tried = " and ".join(f"'{place}'" for place in places)
+    raise MissingAssetsError(
+        f"LIBERO needs its meshes and textures, which are not in {tried} (folders {', '.join(ASSET_FOLDERS)}). "
+        f"Get them: hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir ~/.cache/libero/assets "
+        "(or point sim.kwargs.assets_dir at libero/libero/assets of a checkout of LIBERO)."
+    )
+
+
+def _expand(task: str) -> list[str]:
+    """Full names of the task or of the suite's tasks."""
+    known = _suites()
+    suite, _, name = task.partition("/")
+    if suite not in known:
+        raise UserError(f"LIBERO suite '{suite}' is not known.{did_you_mean(suite, known)}")
+    if not name:
+        return [f"{suite}/{each}" for each in known[suite]]
+    if name.isdigit() and int(name) < len(known[suite]):
+        name = known[suite][int(name)]
+    if name not in known[suite]:
+        choices = f" Or a number below {len(known[suite])}." if name.isdigit() else ""
+        raise UserError(f"LIBERO task '{task}' is not known.{choices}{did_you_mean(name, known[suite])}")
+    return [f"{suite}/{name}"]
+
+
+def _with_instructions(spec: SimSpec) -> SimSpec:
+    import dataclasses
+
+    parts: dict[str, TensorSpec | VariableSpec] = {**spec.observation, "instruction": VariableSpec("text", 1024)}
+    return dataclasses.replace(spec, observation=parts, instruction=None)
+
+
+def _build(task: str) -> Any:
+    """LIBERO's environment of one task, without pictures of its own."""
+    import robosuite
+    from libero.libero.envs import TASK_MAPPING
+    from libero.libero.envs.bddl_utils import get_problem_info
+
+    description = str(_package() / "bddl_files" / f"{task}.bddl")
+    problem = get_problem_info(description)["problem_name"]
+    check_name("problem", problem, TASK_MAPPING)
+    arguments = {key: value for key, value in FIXED_ARGUMENTS.items() if key != "use_object_obs"}
+    return TASK_MAPPING[problem](
+        description,
+        robots=["Panda"],
+        controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),
+        initialization_noise=None,
+        control_freq=20,
+        **arguments,
+    )
+
+
+@lru_cache(maxsize=16)
+def _init_states(task: str) -> np.ndarray:
+    return read_init_states(_package() / "init_files" / f"{task}.pruned_init")
+
+
+def _import_libero(assets_dir: Path | None) -> None:
+    """Import LIBERO with a configuration file, without which its first import asks a question and waits for the answer."""
+    folder = assets_folder(assets_dir)
+    os.environ["LIBERO_CONFIG_PATH"] = str(configuration_folder())
+    with quiet_import():
+        try:
+            libero: Any = importlib.import_module("libero.libero")
+            importlib.import_module("libero.libero.envs")
+        except ImportError as error:
+            raise MissingExtraError("LIBERO", "libero", error) from error
+    # Its own search would go to the network where it finds nothing.
+    libero._assets_path_cache = str(folder)
+
+
+def configuration_folder() -> Path:
+    """A folder with LIBERO's configuration file: the user's own where there is one, else one of ours in the user's cache."""
+    chosen = Path(os.environ.get("LIBERO_CONFIG_PATH") or "~/.libero").expanduser()
+    if (chosen / "config.yaml").is_file():
+        return chosen
+    import yaml
+
+    package = _package()
+    paths = {
+        "benchmark_root": str(package),
+        "bddl_files": str(package / "bddl_files"),
+        "init_states": str(package / "init_files"),
+        "datasets": str(package.parent / "datasets"),
+        "assets": str(package / "assets"),
+    }
+    text = yaml.safe_dump(paths)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = cache / "embodied_rl" / f"libero-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    if not (folder / "config.yaml").is_file():
+        write_atomic(folder / "config.yaml", text)
+    return folder
+
+
+@lru_cache(maxsize=1)
+def _package() -> Path:
+    """The folder of ``libero.libero``, found without importing it. Raises MissingExtraError."""
+    try:
+        found = importlib.util.find_spec("libero")  # a namespace around the package proper
+    except ImportError:
+        found = None
+    for place in (found.submodule_search_locations or []) if found is not None else []:
+        if (Path(place) / "libero" / "bddl_files").is_dir():
+            return Path(place) / "libero"
+    raise MissingExtraError("LIBERO", "libero")
+
+
+@lru_cache(maxsize=1)
+def _suites() -> dict[str, list[str]]:
+    """LIBERO's own table, read from its source: the package around it would import torch, and ask its question."""
+    source = (_package() / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "libero_task_map":
+            table = ast.literal_eval(statement.value)
+            return {suite: list(table[suite]) for suite in STEP_LIMITS}
+    raise UserError("LIBERO's table of tasks was not found in the installed package: its version is not one that is known to work.")

@@ -1,0 +1,313 @@
+"""ManiSkill 3 (Tao et al. 2024, arXiv:2410.00425) on a CUDA device: all environments of a process in one simulation.
+
+They advance together, in one call of the physics engine. A step's results cross from the device into pinned memory once, all parts
+at a time, and from there into the rows. Run one process for each GPU: ``num_workers`` is their number, ``pipeline_groups`` 1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.sim.robots.maniskill import INSTRUCTIONS, REWARD_MODES, require_vulkan, tasks
+from embodied_rl.sim.robots.maniskill_assets import assets_message, missing_assets, registered_tasks
+from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
+from embodied_rl.sim.robots.maniskill_patches import no_asset_prompt, no_render_materials
+from embodied_rl.sim.robots.spaces import action_spec, action_splits
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
+
+__all__ = ["HostBuffers", "ManiSkillGpuSim", "make", "tasks"]
+
+_RESERVED = ("num_envs", "sim_backend", "render_mode", "reconfiguration_freq")
+
+
+def make(
+    task: str,
+    num_envs: int,
+    device: str = "cuda",
+    render: bool = False,
+    render_size: int = 256,
+    camera_size: int | None = None,
+    **kwargs: Any,
+) -> ManiSkillGpuSim:
+    """`num_envs` environments of one ManiSkill task in one simulation on a GPU.
+
+    Args:
+        task: id such as "PushCube-v1".
+        num_envs: environments, all in one scene graph.
+        device: "cuda" or "cuda:1"; "cpu" runs the same code for a single environment, which is how it is tested without a GPU.
+        render: prepare for `render`; needs Vulkan.
+        render_size: pixels a side of `render`'s picture.
+        camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says.
+        **kwargs: ManiSkill's own: ``obs_mode``, ``control_mode``, ``reward_mode``, ``robot_uids``, ``sim_config``, …
+
+    Raises:
+        MissingExtraError: ManiSkill is not installed.
+        MissingAssetsError: the task's meshes are not on this machine; the message holds the command that fetches them.
+        UserError: unknown task, rejected argument, no such CUDA device, or no Vulkan where pictures are asked for.
+    """
+    registered = registered_tasks()
+    if task not in registered:
+        raise UserError(f"ManiSkill task '{task}' is not known.{did_you_mean(task, registered)}")
+    for name in _RESERVED:
+        if name in kwargs:
+            raise UserError(f"ManiSkill task '{task}': '{name}' is chosen by the simulator on the GPU and cannot be given.")
+    backend = physics_backend(task, device, num_envs)
+    missing = missing_assets(task)
+    if missing:
+        raise MissingAssetsError(assets_message(task, missing))
+    return ManiSkillGpuSim(task, num_envs, backend, render, render_size, camera_size, kwargs)
+
+
+def physics_backend(task: str, device: str, num_envs: int) -> str:
+    """ManiSkill's name of the physics engine on a device. Raises UserError where the device does not exist or cannot do it."""
+    kind, _, index = str(device).partition(":")
+    if kind == "cpu" and not index:
+        if num_envs != 1:
+            raise UserError(
+                f"ManiSkill task '{task}': on a CPU a simulation holds one environment, and {num_envs} were asked for. "
+                "Take embodied_rl.sim.robots.maniskill:make, which makes one for each."
+            )
+        return "physx_cpu"
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise UserError(f"ManiSkill task '{task}': device='{device}' is not a choice: 'cuda', 'cuda:<number>' or 'cpu'.")
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise UserError(
+            f"ManiSkill task '{task}' was asked for on a GPU, and torch {torch.__version__} finds no CUDA device here. "
+            "embodied_rl.sim.robots.maniskill:make runs it on the CPU (sim=maniskill_pushcube, for one)."
+        )
+    if index and int(index) >= count:
+        raise UserError(f"ManiSkill task '{task}': device='{device}' does not exist; there are {count}, cuda:0 to cuda:{count - 1}.")
+    return f"physx_cuda:{index}" if index else "physx_cuda"
+
+
+class HostBuffers:
+    """Memory of the host, pinned where the source is a GPU, into which tensors are copied all at once.
+
+    A copy into pinned memory runs beside the others and beside the CPU; there is one wait for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Any] = {}
+
+    def fetch(self, tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Arrays that hold the tensors' values until the next call; shapes and dtypes must stay the same from call to call."""
+        import torch
+
+        on_gpu = False
+        for name, tensor in tensors.items():
+            source = tensor.detach()
+            if name not in self._buffers:
+                self._buffers[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            buffer = self._buffers[name]
+            assert buffer.shape == source.shape, f"{name}: {tuple(source.shape)} after {tuple(buffer.shape)}"
+            assert buffer.dtype == source.dtype, f"{name}: {source.dtype} after {buffer.dtype}"
+            buffer.copy_(source, non_blocking=source.is_cuda)
+            on_gpu |= source.is_cuda
+        if on_gpu:
+            torch.cuda.synchronize()
+        return {name: self._buffers[name].numpy() for name in tensors}
+
+
+class ManiSkillGpuSim:
+    """See `make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
+
+    Seeds: ManiSkill draws the initial states of all environments that are reset together from one generator, seeded with the first
+    one's seed. Here each environment draws for itself, so that its initial state follows from its own seed. Physics on a GPU is
+    not reproducible beyond that, and controllers with targets (``…_target_…``) lose theirs when a neighbour is reset.
+
+    Snapshots hold the simulation's poses and velocities, not the caches of the physics engine nor the controllers: approximate.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int,
+        backend: str,
+        render: bool,
+        render_size: int,
+        camera_size: int | None,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        registered = registered_tasks()[task]
+        made: dict[str, Any] = {"obs_mode": "state", **kwargs}
+        made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
+        self._render = check_mode(task, made["obs_mode"]) or render
+        made |= _rendering(task, backend, render_size, camera_size, made) if self._render else {"render_backend": "none"}
+        made |= {"sim_backend": backend, "num_envs": num_envs, "reconfiguration_freq": 0}
+        import torch
+
+        self._torch = torch
+        self.num_envs = num_envs
+        with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.env = registered.make(**made)
+            except UserError:
+                raise
+            except FileNotFoundError as error:
+                raise MissingAssetsError(assets_message(task, [str(error.filename)])) from error
+            except Exception as error:
+                raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
+            observation, info = self.env.reset(seed=list(range(num_envs)))
+        self.cameras = cameras(observation)
+        """Names of the cameras of an image mode; the parts of the first one carry no name."""
+        self._robots = action_splits(self.env.single_action_space)
+        self._host = HostBuffers()
+        self._elapsed = np.zeros(num_envs, np.int64)
+        self._seeds = np.arange(num_envs, dtype=np.int64)
+        self._limit: int | None = registered.max_episode_steps
+        self.spec = SimSpec(
+            task=task,
+            observation={key: TensorSpec(tuple(part.shape[1:]), dtype_name(part)) for key, part in named_parts(observation).items()},
+            action=action_spec(self.env.single_action_space),
+            max_episode_steps=self._limit,
+            control_hz=float(self.env.control_freq),
+            instruction=INSTRUCTIONS.get(task),
+            reports_success="success" in info,
+            can_render=self._render,
+            snapshots="approximate",
+            steps_together=True,
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        """Resets these environments and no other. ``options={"reconfigure": True}`` needs all of them: it builds the scene anew."""
+        reconfigure = bool((options or {}).get("reconfigure"))
+        if reconfigure and len(env_ids) != self.num_envs:
+            raise UserError(
+                f"ManiSkill task '{self.spec.task}' holds its {self.num_envs} environments in one scene: only all of them together "
+                f"can be reset with reconfigure=True, and {len(env_ids)} were asked for."
+            )
+        for i, seed in zip(env_ids, seeds, strict=True):
+            self._seeds[i] = seed
+        chosen = self._torch.as_tensor(list(env_ids), dtype=self._torch.int64, device=self.env.device)
+        passed = {**(options or {}), "env_idx": chosen}
+        with self._torch.inference_mode(), self._own_draws(env_ids), no_render_materials(active=reconfigure and not self._render):
+            observation, _ = self.env.reset(seed=self._seeds.tolist(), options=passed)
+        self._elapsed[list(env_ids)] = 0
+        self._write(out, env_ids, self._host.fetch(named_parts(observation)))
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """One control step of all environments. Raises UserError when asked for some of them only."""
+        if len(env_ids) != self.num_envs:
+            raise UserError(
+                f"'{self.spec.task}' steps its {self.num_envs} environments together and was asked for {len(env_ids)} of them: "
+                "set sim.pipeline_groups=1."
+            )
+        rows = np.empty((self.num_envs, self.spec.action.dim), np.float32)
+        rows[np.asarray(env_ids)] = actions
+        with self._torch.inference_mode():
+            batch: Any = self._torch.from_numpy(rows).to(self.env.device, non_blocking=True)
+            if self._robots:
+                batch = {robot: batch[:, columns] for robot, columns in self._robots.items()}
+            observation, reward, _, _, info = self.env.step(batch)
+            parts = named_parts(observation)
+            scalars = {key: value for key, value in info.items() if hasattr(value, "numel") and value.numel() == self.num_envs}
+            fetched = self._host.fetch({**parts, "/reward": reward, **{f"/{key}": value for key, value in scalars.items()}})
+        self._elapsed += 1
+        self._write(out, env_ids, {key: fetched[key] for key in parts})
+        out.reward[:] = fetched["/reward"].reshape(-1)
+        out.terminated[:] = fetched["/fail"].reshape(-1).astype(bool) if "fail" in scalars else False
+        out.success[:] = fetched["/success"].reshape(-1).astype(bool) if "success" in scalars else False
+        out.truncated[:] = self._limit is not None and self._elapsed >= self._limit
+        columns = {key: fetched[f"/{key}"].reshape(-1).tolist() for key in scalars}
+        for i in range(self.num_envs):
+            out.info[i] = {key: column[i] for key, column in columns.items()}
+
+    def snapshot(self, env_id: int) -> bytes:
+        """Poses and velocities of one environment, what the task adds to them, and the steps that it has taken."""
+        with self._torch.inference_mode():
+            state = map_tree(self.env.get_state_dict(), lambda tensor: tensor[env_id : env_id + 1].cpu().numpy())
+        return encode_state(
+            {"task": self.spec.task, "state": state, "elapsed": int(self._elapsed[env_id]), "seed": int(self._seeds[env_id])}
+        )
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """Put an environment where another one was. Raises SnapshotError for bytes of another task."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        device = self.env.device
+        with self._torch.inference_mode():
+            chosen = self._torch.tensor([env_id], device=device)
+            self.env.set_state_dict(map_tree(tree["state"], lambda array: self._torch.as_tensor(array, device=device)), chosen)
+            self.env._elapsed_steps[env_id] = tree["elapsed"]
+        self._elapsed[env_id], self._seeds[env_id] = tree["elapsed"], tree["seed"]
+
+    def render(self, env_id: int) -> np.ndarray:
+        """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""
+        if not self._render:
+            raise UserError(
+                f"ManiSkill task '{self.spec.task}' was made without rendering: pass render=True (configuration: +sim.kwargs.render=true)."
+            )
+        with self._torch.inference_mode():
+            return self.env.render()[env_id].cpu().numpy()
+
+    def objects(self) -> dict[int, str]:
+        """{number in segmentation pictures: name of the object or robot link}; 0 is the background and has no name."""
+        return numbered_objects(self.env)
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _write(self, out: StepBuffers, env_ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+        """Rows of the named environments; the whole block at once where all of them are meant."""
+        for key, array in arrays.items():
+            if len(env_ids) == self.num_envs:
+                out.observation[key][: self.num_envs] = array
+            else:
+                rows = list(env_ids)
+                out.observation[key][rows] = array[rows]
+
+    @contextmanager
+    def _own_draws(self, env_ids: Sequence[int]) -> Iterator[None]:
+        """While the body resets, let each environment draw its initial state from generators of its own seed.
+
+        ManiSkill's reset seeds torch with the seed of the first environment and numpy's generators of all of them, those in
+        mid-episode included; these are put back.
+        """
+        env, torch = self.env, self._torch
+        initialize = env._initialize_episode
+        before = list(env._batched_episode_rng.rngs)
+
+        def one_by_one(env_idx: Any, options: dict) -> None:
+            whole, first = env.scene._reset_mask, env._episode_rng
+            for index in env_idx:
+                i = int(index)
+                env.scene._reset_mask = torch.zeros_like(whole)
+                env.scene._reset_mask[i] = True
+                env._episode_rng = env._batched_episode_rng[i]
+                torch.manual_seed(int(self._seeds[i]))  # ManiSkill has forked torch's generators around this call
+                initialize(index[None], options)
+            env.scene._reset_mask, env._episode_rng = whole, first
+
+        with mock.patch.object(env, "_initialize_episode", one_by_one):
+            yield
+        for i in set(range(self.num_envs)) - {int(i) for i in env_ids}:
+            env._batched_episode_rng[i] = before[i]
+
+
+def map_tree(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Nested dictionaries with every leaf replaced by ``function(leaf)``."""
+    return {key: map_tree(value, function) for key, value in tree.items()} if isinstance(tree, Mapping) else function(tree)
+
+
+def _rendering(task: str, backend: str, render_size: int, camera_size: int | None, made: Mapping[str, Any]) -> dict[str, Any]:
+    require_vulkan(task)
+    chosen: dict[str, Any] = {
+        "render_mode": "rgb_array",
+        "human_render_camera_configs": {"width": render_size, "height": render_size},
+        "render_backend": made.get("render_backend", "cpu" if backend == "physx_cpu" else backend.replace("physx_", "")),
+    }
+    if camera_size is not None:
+        chosen["sensor_configs"] = {"width": camera_size, "height": camera_size, **made.get("sensor_configs", {})}
+    return chosen

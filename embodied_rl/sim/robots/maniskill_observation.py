@@ -1,0 +1,69 @@
+"""ManiSkill's nested observations as our named parts: the same names for one scene on a CPU and for thousands on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from embodied_rl.errors import UserError, did_you_mean
+
+TEXTURES = ("rgb", "depth", "segmentation", "position", "normal", "albedo")
+"""What a camera can be asked for, joined by "+" in an observation mode."""
+
+MODES = ("state", "state_dict", "rgbd", "pointcloud", *TEXTURES)
+"""Observation modes by themselves; textures, "state" and "state_dict" also combine: "rgb+segmentation+state"."""
+
+
+def check_mode(task: str, obs_mode: str) -> bool:
+    """Whether an observation mode needs pictures. Raises UserError for one that cannot be adapted."""
+    if obs_mode in ("state", "state_dict", "rgbd", "pointcloud"):
+        return obs_mode in ("rgbd", "pointcloud")
+    for word in str(obs_mode).split("+"):
+        if word not in (*TEXTURES, "state", "state_dict"):
+            raise UserError(
+                f"ManiSkill task '{task}': obs_mode='{obs_mode}' is not a choice.{did_you_mean(word, MODES)} "
+                "The textures of cameras and the state combine with '+', as in rgb+segmentation+state."
+            )
+    return any(word in TEXTURES for word in str(obs_mode).split("+"))
+
+
+def cameras(observation: Any) -> tuple[str, ...]:
+    """Names of the cameras, in the order of the parts: the first one's parts carry no name."""
+    return tuple(observation.get("sensor_data", {})) if isinstance(observation, Mapping) else ()
+
+
+def named_parts(observation: Any) -> dict[str, Any]:
+    """Tensors [n, ...] by the names of our parts.
+
+    ``state`` is flat: all that the task shows of the simulation where the mode has "state", else the robot's own joints and what
+    the task adds to them. Of the first camera ``rgb`` [H, W, 3] uint8, ``depth`` [H, W, 1] int16 in millimetres, ``segmentation``
+    [H, W, 1] int16 with the number of the object (0: background) and ``position`` [H, W, 3] int16 in millimetres; of every further
+    camera ``rgb.<camera>`` and so on. A point cloud is ``pointcloud`` [P, 4] float32 (metres, and 1 where there is a surface),
+    with ``pointcloud.rgb`` and ``pointcloud.segmentation``.
+    """
+    if not isinstance(observation, Mapping):
+        return {"state": observation}
+    parts: dict[str, Any] = {}
+    if "state" in observation:
+        parts["state"] = observation["state"]
+    else:
+        from mani_skill.utils import common
+
+        shown = {key: observation[key] for key in ("agent", "extra") if key in observation}
+        parts["state"] = common.flatten_state_dict(shown, use_torch=True)
+    for index, (camera, textures) in enumerate(observation.get("sensor_data", {}).items()):
+        for texture, picture in textures.items():
+            parts[f"{texture}.{camera}" if index else texture] = picture
+    for key, points in observation.get("pointcloud", {}).items():
+        parts["pointcloud" if key == "xyzw" else f"pointcloud.{key}"] = points
+    return parts
+
+
+def dtype_name(tensor: Any) -> str:
+    """numpy's name of a tensor's dtype: "float32" of torch.float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def numbered_objects(env: Any) -> dict[int, str]:
+    """{number in segmentation pictures: name of the object or robot link}."""
+    return {int(number): str(thing.name) for number, thing in env.unwrapped.segmentation_id_map.items()}

@@ -1,0 +1,206 @@
+"""Saves and restores one ManiSkill environment on the CPU.
+
+PhysX keeps caches (contacts, islands, the broad phase) that can be neither read nor set, and that change the last bits of what
+follows. So both the restored and the saved environment build their scene anew and set the same state: from then on they are equal
+bit by bit, while an environment that was never saved differs from them by about 1e-6, in contact by up to some 1e-2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.sim.robots.maniskill_patches import no_render_materials
+from embodied_rl.sim.robots.saved_state import Packer, Unpacker, Unsavable
+from embodied_rl.sim.snapshots import SnapshotError
+
+_LEFT = frozenset({"_last_obs", "_init_raw_obs", "_init_raw_state", "segmentation_id_map"})
+"""Attributes that nothing but a reset to a given state reads, or of which only shapes are read, and what building the scene sets anew."""
+
+
+class EpisodeState:
+    """Captures and restores the episode of one environment; must be made before its first reset.
+
+    Args:
+        env: a ManiSkill environment of one scene (`physx_cpu`).
+        renders: it was made with a rendering device.
+    """
+
+    def __init__(self, env: Any, renders: bool) -> None:
+        self._env, self._renders = env, renders
+        # What a scene holds (the size of a peg, say) follows from the seed it was built with, which a plain reset does not change.
+        self._scene_seed = int(env._episode_seed[0])
+        build = env._reconfigure
+
+        def build_and_remember(options: Any) -> None:
+            self._scene_seed = int(env._episode_seed[0])
+            build(options)
+
+        env._reconfigure = build_and_remember
+
+    def capture(self) -> dict[str, Any]:
+        """A tree for `encode_state`; `restore` must follow also in the environment it was taken from."""
+        packer = _TorchPacker()
+        return {
+            "scene_seed": self._scene_seed,
+            "episode_seed": int(self._env._episode_seed[0]),
+            "physics": _physics(self._env.scene),
+            "attributes": {name: packer.attributes(owner) for name, owner in _owners(self._env)},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Build the scene anew and set what `capture` gave; some 20 ms, more with cameras.
+
+        Raises:
+            SnapshotError: the state is of another task or robot.
+        """
+        import torch
+
+        with torch.inference_mode(), no_render_materials(active=not self._renders):
+            self._env.reset(seed=state["scene_seed"], options={"reconfigure": True})
+            if self._env.reconfiguration_freq == 0 and state["episode_seed"] != state["scene_seed"]:
+                self._env.reset(seed=state["episode_seed"])  # what the episode drew beside what is saved
+            owners = dict(_owners(self._env))
+            if owners.keys() != state["attributes"].keys():
+                raise SnapshotError(
+                    f"Snapshot was taken from a robot with {', '.join(state['attributes'])}; this one has {', '.join(owners)}. "
+                    "Restore it into a simulator made with the same arguments."
+                )
+            _set_physics(self._env.scene, state["physics"])
+            unpacker = _TorchUnpacker()
+            for name, attributes in state["attributes"].items():
+                unpacker.attributes(owners[name], attributes)
+
+
+def _owners(env: Any) -> Iterator[tuple[str, Any]]:
+    """The Python objects with an episode's state: the environment, its robots and their controllers."""
+    yield "env", env
+    if env.agent is not None:
+        agents = {"agent": env.agent, **{f"agent {name}": agent for name, agent in getattr(env.agent, "agents_dict", {}).items()}}
+        for name, agent in agents.items():
+            yield name, agent
+            for mode, controller in getattr(agent, "controllers", {}).items():
+                yield f"{name} {mode}", controller
+                for part, inner in getattr(controller, "controllers", {}).items():
+                    yield f"{name} {mode} {part}", inner
+
+
+def _physics(scene: Any) -> dict[str, Any]:
+    """State of every body of the scene, registered for ManiSkill's own state or not."""
+    articulations, actors = {}, {}
+    for name, articulation in scene.articulations.items():
+        body = articulation._objs[0]
+        articulations[name] = {
+            "root": _pose(body.root_pose),
+            "root_velocity": np.concatenate([body.root_linear_velocity, body.root_angular_velocity]),
+            "qpos": np.array(body.qpos),
+            "qvel": np.array(body.qvel),
+            "qf": np.array(body.qf),
+            "targets": [(np.array(joint.drive_target), np.array(joint.drive_velocity_target)) for joint in body.active_joints],
+        }
+    for name, actor in scene.actors.items():
+        state = {"pose": _pose(actor._objs[0].pose)}
+        if actor.px_body_type == "dynamic":
+            body = actor._bodies[0]
+            state["velocity"] = np.concatenate([body.linear_velocity, body.angular_velocity])
+        actors[name] = state
+    return {"articulations": articulations, "actors": actors}
+
+
+def _set_physics(scene: Any, state: dict[str, Any]) -> None:
+    for kind, present in (("articulations", scene.articulations), ("actors", scene.actors)):
+        if state[kind].keys() != present.keys():
+            raise SnapshotError(f"Snapshot was taken from a scene with the {kind} {sorted(state[kind])}; this one has {sorted(present)}.")
+    for name, saved in state["articulations"].items():
+        body = scene.articulations[name]._objs[0]
+        body.root_pose = _to_pose(saved["root"])
+        body.root_linear_velocity, body.root_angular_velocity = np.split(saved["root_velocity"], 2)
+        body.qpos, body.qvel, body.qf = saved["qpos"], saved["qvel"], saved["qf"]
+        for joint, (position, velocity) in zip(body.active_joints, saved["targets"], strict=True):
+            joint.drive_target, joint.drive_velocity_target = position, velocity
+    for name, saved in state["actors"].items():
+        actor = scene.actors[name]
+        actor._objs[0].pose = _to_pose(saved["pose"])
+        if "velocity" in saved:
+            actor._bodies[0].linear_velocity, actor._bodies[0].angular_velocity = np.split(saved["velocity"], 2)
+
+
+def _pose(pose: Any) -> np.ndarray:
+    return np.concatenate([pose.p, pose.q])
+
+
+def _to_pose(row: np.ndarray) -> Any:
+    import sapien
+
+    return sapien.Pose(row[:3], row[3:])
+
+
+class _TorchPacker(Packer):
+    """Knows tensors, ManiSkill's poses and its lists of random generators beside what `Packer` knows."""
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        if name in _LEFT:
+            raise Unsavable
+        return super()._attribute(name, value)
+
+    def _special(self, value: Any) -> Any:
+        import torch
+        from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
+        from mani_skill.utils.structs.pose import Pose
+
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, Pose):
+            return ("pose", self.node(value.raw_pose))
+        if isinstance(value, BatchedRNG):
+            return ("generators", [self.node(generator) for generator in value.rngs])
+        return None
+
+    def _tensor(self, tensor: Any) -> Any:
+        """As for arrays: the storage, once, and where in it the tensor lies."""
+        if tensor.device.type != "cpu" or tensor.layout.__repr__() != "torch.strided":
+            raise Unsavable
+        storage = tensor.untyped_storage()
+        key = ("storage", storage.data_ptr())
+        memory: Any
+        if storage.nbytes() and key in self._seen:
+            memory = self._seen[key]
+        else:
+            self._seen[key if storage.nbytes() else ("empty", id(tensor))] = len(self._seen)
+            memory = np.frombuffer(ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b"", np.uint8)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return ("tensor", dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), memory)
+
+
+class _TorchUnpacker(Unpacker):
+    packer = _TorchPacker
+
+    def _special(self, node: Any) -> Any:
+        if node[0] == "tensor":
+            return self._tensor(*node[1:])
+        if node[0] == "pose":
+            from mani_skill.utils.structs.pose import Pose
+
+            return Pose(raw_pose=self.node(node[1]))
+        if node[0] == "generators":
+            from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
+
+            return BatchedRNG(rngs=[self.node(item) for item in node[1]])
+        return super()._special(node)
+
+    def _tensor(self, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, memory: Any) -> Any:
+        import torch
+
+        if isinstance(memory, np.ndarray):
+            storage = torch.empty(memory.size, dtype=torch.uint8)
+            storage.numpy()[:] = memory
+            self._seen.append(storage)
+        else:
+            storage = self._seen[memory]
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise SnapshotError(f"Snapshot holds a tensor of dtype '{dtype}' that this torch does not have.")
+        return storage.view(kind).as_strided(shape, stride, offset)

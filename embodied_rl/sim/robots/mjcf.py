@@ -1,0 +1,263 @@
+"""An MJCF file of your own as a simulator: MuJoCo (Todorov et al. 2012) with the model's actuators as the action.
+
+Reward and success are Python functions of (model, data), named in the configuration. All environments of a process share
+one model and one drawing context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.paths import assets_dir
+from embodied_rl.registry import load_target
+from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
+
+STATE_PARTS = ("qpos", "qvel", "sensors", "act", "mocap")
+"""What the observation ``state`` can be made of, each flat: generalised positions and velocities, sensor readings, actuator
+activations, positions (3) then quaternions (4) of the mocap bodies."""
+
+
+def tasks() -> list[str]:
+    """Names of the scenes that come with the package (assets/mujoco); the path of any other MJCF file is a task as well."""
+    return sorted(path.stem for path in (assets_dir() / "mujoco").glob("*.xml"))
+
+
+def make(num_envs: int, task: str, **kwargs: Any) -> MjcfSim:
+    """`num_envs` environments of one MJCF file: see `MjcfSim` for the arguments."""
+    unknown = [name for name in kwargs if name not in inspect.signature(MjcfSim).parameters]
+    if unknown:
+        takes = [name for name in inspect.signature(MjcfSim).parameters if name not in ("num_envs", "task")]
+        raise UserError(f"The MJCF simulator does not take {', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], takes)}")
+    return MjcfSim(num_envs, task, **kwargs)
+
+
+class MjcfSim:
+    """Actions are the actuators' controls within their ``ctrlrange``; positions start at a keyframe or at ``qpos0``, with noise.
+
+    Snapshots are exact: MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces,
+    mocap poses) and the elapsed steps.
+
+    Args:
+        num_envs: environments in this process.
+        task: path of an MJCF file, or the name of a scene of this package (see `tasks`).
+        frame_skip: physics steps of one control step.
+        max_episode_steps: control steps until an episode is truncated.
+        observe: parts of the observation ``state``, in this order: see `STATE_PARTS`.
+        reward: ``package.module:function`` of (model, data) → float, called after each control step with everything in
+            ``data`` computed for the new state; None: no reward.
+        success: as `reward`, → bool; None: the task has no notion of success.
+        terminated: as `reward`, → bool: the task's own end.
+        keyframe: name or number of the keyframe that episodes start from; None: ``qpos0`` at rest.
+        reset_noise: episodes start with uniform noise in [-reset_noise, reset_noise] on every joint's position and velocity (in the
+            tangent space, so that quaternions stay of unit length).
+        randomise: ``package.module:function`` of (model, data, rng: numpy.random.Generator) → None, called after that: places goals, say.
+            The model is shared by all environments: it must change `data` alone.
+        camera: also observe ``rgb`` [image_size, image_size, 3] from this camera; None: no picture.
+        image_size: pixels a side of the observed picture.
+        render_camera: camera of `render`: a name, or -1, the free camera.
+        render_size: pixels a side of `render`'s picture.
+        instruction: what the robot is asked to do, in words.
+
+    Raises:
+        UserError: no such file, an MJCF error, an actuator without ``ctrlrange``, an unknown keyframe, camera or function.
+        MissingExtraError: MuJoCo is not installed.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        task: str,
+        frame_skip: int = 5,
+        max_episode_steps: int = 1000,
+        observe: Sequence[str] = ("qpos", "qvel", "sensors"),
+        reward: str | None = None,
+        success: str | None = None,
+        terminated: str | None = None,
+        keyframe: str | int | None = None,
+        reset_noise: float = 0.0,
+        randomise: str | None = None,
+        camera: str | None = None,
+        image_size: int = 96,
+        render_camera: str | int = -1,
+        render_size: int = 256,
+        instruction: str | None = None,
+    ) -> None:
+        _check_numbers(frame_skip, max_episode_steps, reset_noise)
+        self._mujoco = _mujoco()
+        self.model = load_model(task)
+        # A diverging simulation shows as NaN, which is noticed, instead of jumping back to the start, which is not.
+        self.model.opt.disableflags |= self._mujoco.mjtDisableBit.mjDSBL_AUTORESET
+        self.data = [self._mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._reward, self._success, self._terminated = _function(reward), _function(success), _function(terminated)
+        self._randomise = _function(randomise)
+        self._keyframe = self._keyframe_index(keyframe, task)
+        self._frame_skip, self._limit, self._noise = int(frame_skip), int(max_episode_steps), float(reset_noise)
+        self._state_of = self._state_reader(observe)
+        self._drawing = Drawing(self.model)
+        self._camera, self._render_camera, self._render_size = camera, render_camera, render_size
+        for name in (camera, render_camera):
+            if isinstance(name, str):
+                self._drawing.check_camera(name)
+        self._elapsed = [0] * num_envs
+        self._state_spec = int(self._mujoco.mjtState.mjSTATE_INTEGRATION)
+        self._state_size = self._mujoco.mj_stateSize(self.model, self._state_spec)
+        self._signature = _signature(self._mujoco, self.model)
+        parts = {"state": TensorSpec((self._state_of(self.data[0]).size,))} if observe else {}
+        if camera is not None:
+            parts["rgb"] = TensorSpec((image_size, image_size, 3), "uint8")
+        self.spec = SimSpec(
+            task=task,
+            observation=parts,
+            action=action_spec(self.model),
+            max_episode_steps=self._limit,
+            control_hz=round(1.0 / (self.model.opt.timestep * self._frame_skip), 6),
+            instruction=instruction,
+            reports_success=success is not None,
+            can_render=True,
+            snapshots="exact",
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for i, seed in zip(env_ids, seeds, strict=True):
+            data, rng = self.data[i], np.random.default_rng(int(seed))
+            if self._keyframe is None:
+                self._mujoco.mj_resetData(self.model, data)
+            else:
+                self._mujoco.mj_resetDataKeyframe(self.model, data, self._keyframe)
+            if self._noise:
+                self._mujoco.mj_integratePos(self.model, data.qpos, rng.uniform(-self._noise, self._noise, self.model.nv), 1.0)
+                data.qvel[:] += rng.uniform(-self._noise, self._noise, self.model.nv)
+            if self._randomise is not None:
+                self._randomise(self.model, data, rng)
+            self._mujoco.mj_forward(self.model, data)
+            self._elapsed[i] = 0
+            self._observe(i, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        model = self.model
+        for i, controls in zip(env_ids, actions, strict=True):
+            data = self.data[i]
+            data.ctrl[:] = controls
+            self._mujoco.mj_step(model, data, self._frame_skip)
+            self._mujoco.mj_forward(model, data)  # mj_step leaves sensors and positions of bodies one physics step behind
+            self._elapsed[i] += 1
+            out.reward[i] = 0.0 if self._reward is None else float(self._reward(model, data))
+            out.success[i] = self._success is not None and bool(self._success(model, data))
+            out.terminated[i] = self._terminated is not None and bool(self._terminated(model, data))
+            out.truncated[i] = self._elapsed[i] >= self._limit
+            out.info[i] = {"time_s": float(data.time)}
+            self._observe(i, out)
+
+    def snapshot(self, env_id: int) -> bytes:
+        state = np.empty(self._state_size)
+        self._mujoco.mj_getState(self.model, self.data[env_id], state, self._state_spec)
+        return encode_state({"kind": "mjcf", "model": self._signature, "state": state, "elapsed": self._elapsed[env_id]})
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        saved = decode_state(data)
+        if not isinstance(saved, dict) or saved.get("kind") != "mjcf" or saved.get("model") != self._signature:
+            raise SnapshotError(f"This snapshot was not taken from the model '{self.spec.task}' (or from another version of it).")
+        target = self.data[env_id]
+        self._mujoco.mj_resetData(self.model, target)
+        self._mujoco.mj_setState(self.model, target, saved["state"], self._state_spec)
+        self._mujoco.mj_forward(self.model, target)
+        # mj_forward leaves its own solution as the next warm start; the saved one is what the uninterrupted run would use.
+        self._mujoco.mj_setState(self.model, target, saved["state"], self._state_spec)
+        self._elapsed[env_id] = saved["elapsed"]
+
+    def render(self, env_id: int) -> np.ndarray:
+        return self._drawing.frame(self.data[env_id], self._render_camera, self._render_size, self._render_size)
+
+    def close(self) -> None:
+        self._drawing.close()
+
+    def _observe(self, i: int, out: StepBuffers) -> None:
+        if "state" in out.observation:
+            out.observation["state"][i] = self._state_of(self.data[i])
+        if self._camera is not None:
+            frame = out.observation["rgb"][i]
+            self._drawing.frame(self.data[i], self._camera, frame.shape[0], frame.shape[1], out=frame)
+
+    def _state_reader(self, observe: Sequence[str]) -> Callable[[Any], np.ndarray]:
+        for name in observe:
+            if name not in STATE_PARTS:
+                raise UserError(f"'{name}' cannot be observed of an MJCF model.{did_you_mean(name, STATE_PARTS)}")
+
+        def parts(data: Any) -> dict[str, np.ndarray]:
+            mocap = np.concatenate([data.mocap_pos.ravel(), data.mocap_quat.ravel()])
+            return {"qpos": data.qpos, "qvel": data.qvel, "sensors": data.sensordata, "act": data.act, "mocap": mocap}
+
+        return lambda data: np.concatenate([parts(data)[name] for name in observe])
+
+    def _keyframe_index(self, keyframe: str | int | None, task: str) -> int | None:
+        names = [self.model.key(index).name or str(index) for index in range(self.model.nkey)]
+        if keyframe is None or (isinstance(keyframe, int) and 0 <= keyframe < self.model.nkey):
+            return keyframe
+        if str(keyframe) not in names:
+            raise UserError(f"Model '{task}' has no keyframe '{keyframe}'.{did_you_mean(str(keyframe), names)}")
+        return names.index(str(keyframe))
+
+
+def load_model(task: str) -> Any:
+    """The MjModel of an MJCF file or of a scene of this package.
+
+    Raises:
+        UserError: there is no such file, or MuJoCo rejects it (the message is MuJoCo's own).
+        MissingExtraError: MuJoCo is not installed.
+    """
+    path = assets_dir() / "mujoco" / f"{task}.xml" if task in tasks() else Path(task).expanduser()
+    if not path.is_file():
+        raise UserError(f"'{task}' is neither an MJCF file nor a scene of this package.{did_you_mean(task, tasks())}")
+    try:
+        return _mujoco().MjModel.from_xml_path(str(path))
+    except ValueError as error:
+        raise UserError(f"MuJoCo cannot load '{path}': {' '.join(str(error).split())}") from error
+
+
+def action_spec(model: Any) -> ActionSpec:
+    """The controls of all actuators within their ``ctrlrange``. Raises UserError naming those that have none."""
+    if model.nu == 0:
+        raise UserError("The model has no actuator, so there is nothing to act with: add an <actuator> section.")
+    free = [model.actuator(index).name or f"actuator {index}" for index in range(model.nu) if not model.actuator_ctrllimited[index]]
+    if free:
+        raise UserError(f"These actuators have no limits: {', '.join(free)}. Give each a ctrlrange in the MJCF file.")
+    return ActionSpec.continuous(model.actuator_ctrlrange[:, 0], model.actuator_ctrlrange[:, 1])
+
+
+def _function(target: str | None) -> Callable[..., Any] | None:
+    if target is None:
+        return None
+    function = load_target(target)
+    if not callable(function):
+        raise UserError(f"'{target}' is not a function of (model, data) but a {type(function).__name__}.")
+    return function
+
+
+def _check_numbers(frame_skip: int, max_episode_steps: int, reset_noise: float) -> None:
+    for name, value, least in (("frame_skip", frame_skip, 1), ("max_episode_steps", max_episode_steps, 1), ("reset_noise", reset_noise, 0)):
+        if not isinstance(value, (int, float)) or value < least:
+            raise UserError(f"sim.kwargs.{name} must be >= {least}, got {value!r}.")
+
+
+def _signature(mujoco: Any, model: Any) -> str:
+    """What two processes that loaded the same file have in common, and models that differ in any number have not."""
+    saved = np.empty(mujoco.mj_sizeModel(model), np.uint8)
+    mujoco.mj_saveModel(model, None, saved)
+    return hashlib.blake2b(saved.tobytes(), digest_size=16).hexdigest()
+
+
+def _mujoco() -> Any:
+    try:
+        import mujoco
+    except ImportError as error:
+        raise MissingExtraError("The MJCF simulator", "all", error) from error
+    return mujoco

@@ -1,0 +1,330 @@
+"""Saves and restores a gymnasium environment with all its wrappers: Python attributes, random generators and MuJoCo state.
+
+Exact for environments whose state is in plain attributes, numpy arrays, random generators and MuJoCo's MjData and MjModel, which
+is for each family of tasks a claim to be tested (tests/sim/robots/test_snapshots.py), not a property that could be seen from outside.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from embodied_rl.sim.robots.mujoco_state import DataState, ModelChanges
+from embodied_rl.sim.snapshots import SnapshotError
+
+_CONSTANT = frozenset(
+    {
+        "_cached_spec",
+        "_ezpickle_args",
+        "_ezpickle_kwargs",
+        "_saved_kwargs",
+        "fullpath",
+        "model_path",
+        "metadata",
+        "_metadata",
+        "render_mode",
+    }
+)
+"""Attributes that follow from the arguments (some hold this machine's paths)."""
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN_OBJECTS = frozenset({"gymnasium.wrappers.utils.RunningMeanStd"})
+"""Classes of attributes that are themselves a set of plain attributes."""
+_NUMBERS = frozenset("biufcUS")
+
+Regions = dict[str, np.ndarray]
+
+
+class EnvState:
+    """Captures and restores one environment; must be made before its first reset, while its MuJoCo model is as constructed.
+
+    Args:
+        env: the environment with its wrappers.
+        shared: see `ModelChanges`.
+    """
+
+    def __init__(self, env: gymnasium.Env, shared: dict[str, bytes] | None = None) -> None:
+        self._layers = _layers(env)
+        self._names = [f"{type(layer).__module__}:{type(layer).__qualname__}" for layer in self._layers]
+        held = [value for layer in self._layers for value in vars(layer).values()]
+        self._data = [DataState(value) for value in _unique(held, "MjData")]
+        self._models = [ModelChanges(value, shared) for value in _unique(held, "MjModel")]
+        self._regions: Regions = {}
+        parts: list[DataState | ModelChanges] = [*self._data, *self._models]
+        for number, part in enumerate(parts):
+            self._regions |= {f"{number} {name}": region for name, region in part.regions.items()}
+
+    def capture(self) -> dict[str, Any]:
+        """A tree for `encode_state`."""
+        packer = Packer(self._regions)
+        return {
+            "layers": self._names,
+            "attributes": [packer.attributes(layer) for layer in self._layers],
+            "data": [data.capture() for data in self._data],
+            "models": [model.capture() for model in self._models],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Set what `capture` gave.
+
+        Raises:
+            SnapshotError: the state is of another task, or of another version of its packages.
+        """
+        if state["layers"] != self._names:
+            saved, present = " > ".join(state["layers"]), " > ".join(self._names)
+            raise SnapshotError(f"Snapshot was taken from the environment {saved} and cannot be restored into {present}.")
+        for model, saved_model in zip(self._models, state["models"], strict=True):
+            model.restore(saved_model)
+        for data, saved_data in zip(self._data, state["data"], strict=True):
+            data.restore(saved_data)
+        unpacker = Unpacker(self._regions)
+        for layer, attributes in zip(self._layers, state["attributes"], strict=True):
+            unpacker.attributes(layer, attributes)
+
+
+def capture_generator(generator: Any) -> Any:
+    """The state of a numpy Generator or RandomState or a `random.Random`, as a tree for `encode_state`."""
+    if isinstance(generator, np.random.Generator):
+        return ("generator", dict(generator.bit_generator.state))
+    if isinstance(generator, np.random.RandomState):
+        return ("random_state", dict(generator.get_state(legacy=False)))
+    version, words, gauss = generator.getstate()
+    return ("random", version, np.asarray(words, np.uint32), gauss)
+
+
+def new_generator(state: Any) -> Any:
+    """A fresh generator in the state that `capture_generator` gave. Raises SnapshotError for a kind that numpy does not have."""
+    kind, content, *rest = state
+    if kind == "random":
+        made = random.Random()
+        made.setstate((content, tuple(rest[0].tolist()), rest[1]))
+        return made
+    bits = getattr(np.random, content["bit_generator"], None)
+    if not (isinstance(bits, type) and issubclass(bits, np.random.BitGenerator)):
+        raise SnapshotError(f"Snapshot holds a random generator '{content['bit_generator']}' that this numpy does not have.")
+    bit_generator: Any = bits()
+    bit_generator.state = content
+    if kind == "generator":
+        return np.random.Generator(bit_generator)
+    return np.random.RandomState(bit_generator)
+
+
+class Unsavable(Exception):
+    """An attribute that is left as it is: a renderer, a space, a function, a view into the simulator's own memory."""
+
+
+class Packer:
+    """Python values as a tree of tuples, each beginning with its kind. What is referred to twice is saved once and referred to, so
+    that attributes which share an array or a list still share it afterwards.
+
+    Args:
+        regions: memory of the simulator, by name; arrays that are views into it are saved as their place in it.
+    """
+
+    def __init__(self, regions: Regions | None = None) -> None:
+        self._regions = regions or {}
+        self._seen: dict[Any, int] = {}
+
+    def attributes(self, owner: Any) -> dict[str, Any]:
+        saved: dict[str, Any] = {}
+        left: list[str] = []
+        for name, value in vars(owner).items():
+            known = len(self._seen)
+            try:
+                saved[name] = self._attribute(name, value)
+            except Unsavable:
+                left.append(name)
+                while len(self._seen) > known:  # parts of it that were counted already
+                    self._seen.popitem()
+        return {"saved": saved, "left": left}
+
+    def _attribute(self, name: str, value: Any) -> Any:
+        if name in _CONSTANT:
+            raise Unsavable
+        if isinstance(value, gymnasium.spaces.Space):  # constant but for the generators that `sample` draws from
+            generators = [space._np_random for space in _spaces(value)]
+            return ("space", [None if generator is None else capture_generator(generator) for generator in generators])
+        if f"{type(value).__module__}.{type(value).__qualname__}" in _PLAIN_OBJECTS:
+            return ("object", {part: self.node(item) for part, item in vars(value).items()})
+        return self.node(value)
+
+    def node(self, value: Any) -> Any:
+        if isinstance(value, np.generic) or type(value) in _SCALARS:
+            return ("complex", value.real, value.imag) if type(value) is complex else value
+        if type(value) is tuple:
+            return ("tuple", [self.node(item) for item in value])
+        if id(value) in self._seen:
+            return ("same", self._seen[id(value)])
+        self._seen[id(value)] = len(self._seen)
+        special = self._special(value)
+        if special is not None:
+            return special
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
+            return capture_generator(value)
+        return self._container(value)
+
+    def _special(self, value: Any) -> Any:
+        """A node for a value of a kind that a subclass knows; None for others."""
+        return None
+
+    def _container(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is dict:
+            return ("dict", [(self.node(key), self.node(item)) for key, item in value.items()])
+        if kind is list:
+            return ("list", [self.node(item) for item in value])
+        if kind is deque:
+            return ("deque", [self.node(item) for item in value], value.maxlen)
+        if kind is set and all(type(item) in _SCALARS and type(item) is not complex for item in value):
+            return ("set", value)
+        raise Unsavable
+
+    def _array(self, array: np.ndarray) -> Any:
+        """The memory that the array is a view of, and where in it the array lies."""
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if type(array) is not np.ndarray or array.dtype.kind not in _NUMBERS:
+            raise Unsavable
+        if type(root.base).__name__ == "PyCapsule":
+            return self._view_of_region(array)
+        if not (root.flags.c_contiguous or root.flags.f_contiguous):
+            root = array = np.array(array)
+        memory: Any
+        key = ("memory", id(root))
+        if key in self._seen:
+            memory = self._seen[key]
+        else:
+            self._seen[key] = len(self._seen)
+            memory = np.frombuffer(root.tobytes(order="A"), np.uint8)
+        return ("array", array.dtype.str, array.shape, array.strides, _address(array) - _address(root), memory)
+
+    def _view_of_region(self, array: np.ndarray) -> Any:
+        for name, memory in self._regions.items():
+            offset = _address(array) - _address(memory)
+            if 0 <= offset < memory.nbytes:
+                return ("view", array.dtype.str, array.shape, array.strides, offset, name)
+        raise Unsavable
+
+
+class Unpacker:
+    """The inverse of `Packer`. Everything mutable is made anew; only spaces and listed objects are changed in place."""
+
+    packer: type[Packer] = Packer
+
+    def __init__(self, regions: Regions | None = None) -> None:
+        self._regions = regions or {}
+        self._seen: list[Any] = []
+
+    def attributes(self, owner: Any, state: dict[str, Any]) -> None:
+        present = vars(owner)
+        for name, node in state["saved"].items():
+            self._attribute(present, name, node)
+        keep = {*state["saved"], *state["left"]}
+        for name in [name for name, value in present.items() if name not in keep and self._savable(value)]:
+            del present[name]  # the environment acquired it in an episode that the saved one has not had
+
+    def _savable(self, value: Any) -> bool:
+        try:
+            self.packer(self._regions).node(value)
+        except Unsavable:
+            return False
+        return True
+
+    def _attribute(self, present: dict[str, Any], name: str, node: Any) -> None:
+        kind = node[0] if type(node) is tuple else None
+        if kind == "space":
+            spaces: list[Any] = list(_spaces(present[name]))
+            for space, generator in zip(spaces, node[1], strict=True):
+                space._np_random = None if generator is None else new_generator(generator)
+        elif kind == "object":
+            vars(present[name]).update({part: self.node(item) for part, item in node[1].items()})
+        else:
+            value = self.node(node)
+            # A window, say, stays where the snapshot has None: the saved environment had not drawn yet.
+            if value is not None or self._savable(present.get(name)):
+                present[name] = value
+
+    def node(self, node: Any) -> Any:
+        if type(node) is not tuple:
+            return node
+        kind = node[0]
+        if kind == "complex":
+            return complex(node[1], node[2])
+        if kind == "tuple":
+            return tuple([self.node(item) for item in node[1]])
+        if kind == "same":
+            return self._seen[node[1]]
+        place = len(self._seen)
+        self._seen.append(None)
+        if kind in ("list", "dict", "deque"):
+            return self._container(node, place)
+        if kind == "array":
+            value: Any = self._array(*node[1:])
+        elif kind == "view":
+            value = np.ndarray(node[2], node[1], self._regions[node[5]], node[4], node[3])
+        elif kind == "set":
+            value = node[1]
+        else:
+            value = self._special(node)
+        self._seen[place] = value
+        return value
+
+    def _special(self, node: Any) -> Any:
+        """What a subclass's `Packer` wrote; here, random generators."""
+        return new_generator(node)
+
+    def _container(self, node: Any, place: int) -> Any:
+        # It is known before its items are, since one of them may refer to it.
+        value: Any = {"list": list, "dict": dict}[node[0]]() if node[0] != "deque" else deque(maxlen=node[2])
+        self._seen[place] = value
+        if node[0] == "dict":
+            for key, item in node[1]:
+                value[self.node(key)] = self.node(item)
+        else:
+            value.extend(self.node(item) for item in node[1])
+        return value
+
+    def _array(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, memory: Any) -> np.ndarray:
+        if isinstance(memory, np.ndarray):
+            self._seen.append(memory)
+        else:
+            memory = self._seen[memory]
+        if memory.size == 0:
+            return np.empty(shape, dtype)
+        return np.ndarray(shape, dtype, memory, offset, strides)
+
+
+def _layers(env: gymnasium.Env) -> list[Any]:
+    """The environment, its wrappers from the outside in, and environments that one of them is built around (kitchen, mazes)."""
+    found: list[Any] = []
+    waiting: list[Any] = [env]
+    while waiting:
+        layer = waiting.pop(0)
+        if not any(layer is other for other in found):
+            found.append(layer)
+            waiting += [value for value in vars(layer).values() if isinstance(value, gymnasium.Env)]
+    return found
+
+
+def _unique(values: list[Any], kind: str) -> list[Any]:
+    """MuJoCo's structures of one kind among `values`, each once."""
+    found = {id(value): value for value in values if type(value).__name__ == kind and type(value).__module__.startswith("mujoco")}
+    return list(found.values())
+
+
+def _spaces(space: gymnasium.spaces.Space) -> Iterator[gymnasium.spaces.Space]:
+    yield space
+    inner: Any = getattr(space, "spaces", ())
+    for part in inner.values() if isinstance(inner, Mapping) else inner:
+        yield from _spaces(part)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]

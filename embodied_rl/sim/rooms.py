@@ -1,0 +1,123 @@
+"""Values of varying size in shared memory: text, JSON and arrays, each in its slot's own room of the slab.
+
+A room is a row of bytes and its used size. Pages that are never written take no memory, so that rooms may be generous; unlike a
+ring they cannot fill up because another slot's values were not fetched yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.types import VariableSpec
+
+INFO_ROOM = VariableSpec("json", 2**16)
+"""Room of an episode's final info."""
+_INFO_ARRAY_LIMIT = 64
+"""Arrays of more elements are left out of a final info."""
+
+
+def room_fields(name: str, spec: VariableSpec, num_slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Entries of a slab's layout for the rooms of all slots."""
+    return {f"room/{name}": ((num_slots, spec.max_bytes), "uint8"), f"room_size/{name}": ((num_slots,), "int64")}
+
+
+class Rooms:
+    """Rows [start, stop) of one name's rooms in a slab."""
+
+    def __init__(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray], start: int, stop: int) -> None:
+        self.name, self.spec, self._start = name, spec, start
+        self._bytes = arrays[f"room/{name}"][start:stop]
+        self._sizes = arrays[f"room_size/{name}"][start:stop]
+
+    def write(self, row: int, value: Any) -> None:
+        """Put a value into a row. Raises UserError when it is of another kind or outgrows its room."""
+        data = self._encode(value)
+        if len(data) > self.spec.max_bytes:
+            raise UserError(
+                f"'{self.name}' of slot {self._start + row} takes {len(data):,} bytes and its room is {self.spec.max_bytes:,}: give its "
+                f"VariableSpec or ActionSpec a max_bytes of at least {len(data):,}."
+            )
+        self._bytes[row, : len(data)] = np.frombuffer(data, np.uint8)
+        self._sizes[row] = len(data)
+
+    def read(self, row: int) -> Any:
+        """The value in a row; None where nothing was written yet."""
+        size = int(self._sizes[row])
+        return None if size == 0 else self._decode(self._bytes[row, :size].tobytes())
+
+    def read_all(self, rows: Iterable[int]) -> np.ndarray:
+        """Object array of the values of `rows`."""
+        chosen = list(rows)
+        values = np.empty(len(chosen), dtype=object)
+        for position, row in enumerate(chosen):
+            values[position] = self.read(row)
+        return values
+
+    def copy_row(self, row: int, into: Rooms) -> None:
+        """Copy a row to the same row of other rooms, as bytes."""
+        size = int(self._sizes[row])
+        into._bytes[row, :size] = self._bytes[row, :size]
+        into._sizes[row] = size
+
+    # Every encoding begins with one byte, so that an empty text is not an empty room.
+
+    def _encode(self, value: Any) -> bytes:
+        if self.spec.kind == "text":
+            if not isinstance(value, str):
+                raise UserError(f"'{self.name}' must be a str, got {type(value).__name__}: {value!r:.80}.")
+            return b"t" + value.encode("utf-8", "surrogatepass")
+        if self.spec.kind == "json":
+            try:
+                return b"j" + json.dumps(value).encode()
+            except (TypeError, ValueError) as error:
+                raise UserError(f"'{self.name}' must hold what JSON can: {error}.") from error
+        array = np.ascontiguousarray(value)
+        if array.dtype.kind not in "biufc":
+            raise UserError(f"'{self.name}' must be a numeric array, got dtype {array.dtype}.")
+        header = json.dumps([array.dtype.str, np.shape(value)]).encode()
+        return b"a" + header + b"\n" + array.tobytes()
+
+    def _decode(self, data: bytes) -> Any:
+        if self.spec.kind == "text":
+            return data[1:].decode("utf-8", "surrogatepass")
+        if self.spec.kind == "json":
+            return json.loads(data[1:])
+        header, _, raw = data[1:].partition(b"\n")
+        dtype, shape = json.loads(header)
+        return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What of a simulator's info can travel as JSON: numbers, strings, small arrays and nests of these; the rest is left out."""
+    kept: dict[str, Any] = {}
+    for key, value in (info or {}).items():
+        plain = _plain(value)
+        if plain is not _NOTHING:
+            kept[str(key)] = plain
+    while kept and len(json.dumps(kept)) + 1 > INFO_ROOM.max_bytes:
+        largest = max(kept, key=lambda key: len(json.dumps(kept[key])))
+        del kept[largest]
+    return kept
+
+
+_NOTHING = object()
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic) and not isinstance(value, np.void):
+        return _plain(value.item())
+    if isinstance(value, np.ndarray):
+        return value.tolist() if value.dtype.kind in "biuf" and value.size <= _INFO_ARRAY_LIMIT else _NOTHING
+    if isinstance(value, Mapping):
+        return {str(key): plain for key, item in value.items() if (plain := _plain(item)) is not _NOTHING}
+    if isinstance(value, (list, tuple)) and len(value) <= _INFO_ARRAY_LIMIT:
+        items = [_plain(item) for item in value]
+        return _NOTHING if any(item is _NOTHING for item in items) else items
+    return _NOTHING

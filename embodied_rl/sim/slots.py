@@ -1,0 +1,450 @@
+"""The slots of one worker process: stepped by its simulator, counted, cut, reset where an episode ended, taken up again after a fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.sim.env import SimEnv, SnapshotEnv
+from embodied_rl.sim.rooms import INFO_ROOM, Rooms, plain_info
+from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Slab, fence, memory_of
+from embodied_rl.types import StepBuffers, VariableSpec
+
+_COUNTERS = ("returns", "lengths", "success_once")
+
+
+class NonFiniteOutput(Exception):
+    """The simulator returned NaN or infinity; `rows` are the environments concerned."""
+
+    def __init__(self, rows: list[int], what: str) -> None:
+        super().__init__(what)
+        self.rows = rows
+
+
+class ReplayEnded(Exception):
+    """An episode that is played again ended before its actions did: the simulator is not deterministic."""
+
+
+_ONLY_PENDING = bytes(int(mark == PENDING) for mark in range(256))
+
+
+class _Part:
+    """Some environments of a worker with their views, made once: ten fancy indices a step cost more than a small simulator's step."""
+
+    def __init__(self, runner: SlotRunner, ids: list[int]) -> None:
+        self.ids = ids
+        contiguous = ids == list(range(ids[0], ids[-1] + 1))
+        self.rows: Any = slice(ids[0], ids[-1] + 1) if contiguous else np.asarray(ids)
+        self.is_view = contiguous
+        if contiguous:
+            out, first, last = runner.out, ids[0], ids[-1] + 1
+            rows = slice(first, last)
+            self.reward, self.terminated, self.truncated, self.success = (
+                out.reward[rows],
+                out.terminated[rows],
+                out.truncated[rows],
+                out.success[rows],
+            )
+            self.returns, self.lengths, self.success_once = runner.returns[rows], runner.lengths[rows], runner.success_once[rows]
+            self.ones = np.ones(len(ids), runner.lengths.dtype)
+            self.state = runner.state_bytes[first:last]
+            self.ready = bytes([READY]) * len(ids)
+            self.action = runner.action[rows]
+            self.flat = [self.reward, *(part[rows].reshape(-1) for part in runner._floats)]
+            self.done = np.zeros(len(ids), bool)
+
+
+class SlotRunner:
+    """Slots [start, stop) of a slab. `step_pending` does what the manager asked for and leaves the results in the slab."""
+
+    def __init__(self, sim: SimEnv, slab: Slab, setup: Mapping[str, Any]) -> None:
+        self.sim = sim
+        self.start, self.stop = setup["start"], setup["stop"]
+        self.num_envs, self.num_slots, self.index = self.stop - self.start, setup["num_slots"], setup["worker"]
+        self.max_episode_steps: int | None = setup["max_episode_steps"]
+        self.success_ends_episode: bool = setup["success_ends_episode"]
+        self.chunk_size: int = setup["chunk_size"]
+        arrays, rows = slab.arrays, slice(self.start, self.stop)
+        self.state = arrays["slot_state"][rows]
+        self.state_bytes = memory_of(self.state)
+        self._begin, self._begin_seed = arrays["begin"][rows], arrays["begin_seed"][rows]
+        self._begin_bytes = memory_of(self._begin)
+        self._autoreset: bool = setup["autoreset"]
+        self.action = arrays["action"][rows]
+        spec = sim.spec
+        self._tensors = slab.group("observation", self.start, self.stop)
+        observation = {**self._tensors, **{key: np.full(self.num_envs, None, dtype=object) for key in spec.variables}}
+        self.out = StepBuffers(
+            observation={key: observation[key] for key in spec.observation},
+            reward=arrays["reward"][rows],
+            terminated=arrays["terminated"][rows],
+            truncated=arrays["truncated"][rows],
+            success=arrays["success"][rows],
+            info=[None] * self.num_envs,
+        )
+        self._final_tensors = slab.group("final_observation", self.start, self.stop)
+        self._rooms = {key: self._room(f"observation/{key}", room, arrays) for key, room in spec.variables.items()}
+        self._final_rooms = {key: self._room(f"final_observation/{key}", room, arrays) for key, room in spec.variables.items()}
+        self._final_info = self._room("final_info", INFO_ROOM, arrays)
+        self._action_room = (
+            self._room("action", VariableSpec("text", spec.action.max_bytes), arrays) if spec.action.kind == "text" else None
+        )
+        self._chunk = {name: arrays[name][rows] for name in ("chunk_length", "chunk_reward", "chunk_success", "executed") if name in arrays}
+        self._reported = {
+            name: arrays[f"episode_{name}"][rows] for name in ("return", "length", "seed", "index", "success_once", "success_at_end")
+        }
+        self._progress = memory_of(arrays["progress"][self.index, :1]).cast("B").cast("I")
+        self._stepping = arrays["stepping"][self.index]
+        # Of the running episodes:
+        self.returns = np.zeros(self.num_envs, np.float64)
+        self.lengths = np.zeros(self.num_envs, np.int64)
+        self.success_once = np.zeros(self.num_envs, bool)
+        self.episode_seed = np.zeros(self.num_envs, np.int64)
+        self.episode_index = np.zeros(self.num_envs, np.int64)
+        self.streams: list[SeedStream] = [
+            SeedStream(EpisodeSeeds.training(0), 0, self.start + env_id, self.num_slots) for env_id in range(self.num_envs)
+        ]
+        self._floats = [part for part in self._tensors.values() if part.dtype.kind == "f"]
+        self._all = list(range(self.num_envs))
+        self._parts: dict[bytes, _Part] = {}
+        self._none_begin = bytes(self.num_envs)
+        self._abort_due: set[int] = set()
+        self._cautious = False
+
+    def _room(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray]) -> Rooms:
+        return Rooms(name, spec, arrays, self.start, self.stop)
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    def has_pending(self) -> bool:
+        return PENDING in self.state_bytes.tobytes()
+
+    def step_pending(self) -> bool:
+        """Step every slot that is marked; True when there was one (the manager is to be told)."""
+        marks = self.state_bytes.tobytes()
+        fence()
+        if PENDING not in marks:
+            return False
+        if not self._abort_due and not self._cautious and self._begin_bytes.tobytes() == self._none_begin:
+            self._step(self._part(marks))
+        else:
+            self._step_some([env_id for env_id, mark in enumerate(marks) if mark == PENDING])
+        self._progress[0] = (self._progress[0] + 1) & 0xFFFFFFFF
+        return True
+
+    def _part(self, marks: bytes) -> _Part:
+        key = marks.translate(_ONLY_PENDING)
+        part = self._parts.get(key)
+        if part is None:
+            if len(self._parts) >= 256:
+                self._parts.clear()
+            part = self._parts[key] = _Part(self, [env_id for env_id, on in enumerate(key) if on])
+        return part
+
+    def _step_some(self, ids: list[int]) -> None:
+        for env_id in [env_id for env_id in ids if env_id in self._abort_due]:
+            self._abort(env_id)
+            ids.remove(env_id)
+        if beginning := [env_id for env_id in ids if self._begin[env_id]]:
+            self._begin_given(beginning)
+            ids = [env_id for env_id in ids if env_id not in beginning]
+        if self._cautious and not self.sim.spec.steps_together:
+            # After a fault: one at a time, with a mark that outlives this process, so that the culprit is known if it happens again.
+            for env_id in ids:
+                self.mark_stepping(env_id)
+                self._step(_Part(self, [env_id]))
+            self.mark_stepping(None)
+        elif ids:
+            self._step(_Part(self, ids))
+        self._cautious = False
+
+    def _step(self, part: _Part) -> None:
+        out, ids, rows = self.out, part.ids, part.rows
+        if self.chunk_size > 1:
+            done = self._advance_chunk(ids, rows)
+        elif part.is_view:
+            self.sim.step(ids, part.action if self._action_room is None else self._action_room.read_all(ids), out)
+            self._count_part(part)
+            for flat in part.flat:
+                if not math.isfinite(flat.dot(flat)):
+                    self._check_finite(rows)
+                    break
+            done = np.logical_or(part.terminated, part.truncated, out=part.done)
+        else:
+            self.sim.step(ids, self._actions(ids, rows), out)
+            self._count(rows)
+            self._check_finite(rows)
+            done = out.terminated[rows] | out.truncated[rows]
+        marks: Any = READY
+        if np.count_nonzero(done):
+            ended = [env_id for env_id, over in zip(ids, done.tolist(), strict=True) if over]
+            if self.chunk_size == 1:
+                self._keep_final(ended)
+            if self._autoreset:
+                self._begin_next(ended)
+            # In one write: a slot must never be seen as READY when it has ENDED.
+            marks = np.where(done, np.uint8(ENDED), np.uint8(READY))
+        if self._rooms:
+            self._publish_rooms(ids)
+        fence()
+        if marks is READY and part.is_view:
+            part.state[:] = part.ready
+        else:
+            self.state[rows] = marks
+
+    def _actions(self, ids: list[int], rows: Any) -> np.ndarray:
+        return self.action[rows] if self._action_room is None else self._action_room.read_all(ids)
+
+    def _advance_chunk(self, ids: list[int], rows: Any) -> np.ndarray:
+        """Play each row's chunk until it or the episode ends; sums go to `out`, single steps to the chunk's arrays. Returns done [n]."""
+        chunk, out = self._chunk, self.out
+        for name in ("chunk_reward", "chunk_success", "executed"):
+            chunk[name][rows] = 0
+        terminated, truncated = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
+        active = list(ids)
+        for step in range(int(chunk["chunk_length"][rows].max())):
+            active = [i for i in active if step < chunk["chunk_length"][i] and not (terminated[i] or truncated[i])]
+            if not active:
+                break
+            # Those that step together all move; what happens to the others is not looked at, and a reset follows.
+            moved = np.asarray(self._all if self.sim.spec.steps_together else active)
+            self.sim.step(moved.tolist(), self.action[moved, min(step, self.chunk_size - 1)], out)
+            at = np.asarray(active)
+            self._count(at)
+            self._check_finite(at)
+            chunk["chunk_reward"][at, step], chunk["chunk_success"][at, step], chunk["executed"][at, step] = (
+                out.reward[at],
+                out.success[at],
+                True,
+            )
+            terminated[at], truncated[at] = out.terminated[at], out.truncated[at]
+            ended = [i for i in active if terminated[i] or truncated[i]]
+            if ended:
+                self._keep_final(ended)
+        out.reward[rows] = chunk["chunk_reward"][rows].sum(axis=1)
+        out.success[rows] = chunk["chunk_success"][rows].any(axis=1)
+        out.terminated[rows], out.truncated[rows] = terminated[rows], truncated[rows]
+        return (terminated | truncated)[rows]
+
+    def _count_part(self, part: _Part) -> None:
+        """`_count` of neighbours, in place: a microsecond here is a microsecond of every step."""
+        np.add(part.returns, part.reward, out=part.returns)
+        np.add(part.lengths, part.ones, out=part.lengths)
+        if self.sim.spec.reports_success:
+            np.logical_or(part.success_once, part.success, out=part.success_once)
+            if self.success_ends_episode:
+                np.logical_or(part.truncated, part.success & ~part.terminated, out=part.truncated)
+        if self.max_episode_steps is not None:
+            over = part.lengths >= self.max_episode_steps
+            np.logical_or(part.truncated, over & ~part.terminated, out=part.truncated)
+
+    def _count(self, rows: np.ndarray, out: StepBuffers | None = None) -> None:
+        """Add the step to the running episodes of `rows`, and cut those that are over by our own rules."""
+        out = out or self.out
+        self.returns[rows] += out.reward[rows]
+        self.lengths[rows] += 1
+        self.success_once[rows] |= out.success[rows]
+        if self.success_ends_episode:
+            out.truncated[rows] |= out.success[rows] & ~out.terminated[rows]
+        if self.max_episode_steps is not None:
+            out.truncated[rows] |= (self.lengths[rows] >= self.max_episode_steps) & ~out.terminated[rows]
+
+    def _check_finite(self, rows: Any) -> None:
+        # One dot product carries every NaN and infinity into one number; the exact look is for when it is not finite.
+        for part in (self.out.reward, *self._floats):
+            flat = part.reshape(-1)
+            if not math.isfinite(np.dot(flat, flat)):
+                bad = ~np.isfinite(part.reshape(self.num_envs, -1)).all(axis=1)
+                touched = np.arange(self.num_envs)[rows]
+                culprits = [int(row) for row in touched if bad[row]]
+                if culprits:
+                    what = "reward" if part is self.out.reward else "observation"
+                    raise NonFiniteOutput(culprits, f"NaN or infinity in the {what}: {part[culprits[0]]!r}")
+
+    # ---- episodes ---------------------------------------------------------------------------------------------------
+
+    def reset_all(self, seeds: EpisodeSeeds, seed_round: int, reconfigure: bool) -> None:
+        """New episodes in all slots, counted from 0."""
+        self.streams = [SeedStream(seeds, seed_round, self.start + env_id, self.num_slots) for env_id in self._all]
+        self.episode_index[:] = 0
+        self._abort_due.clear()
+        for part in (self.out.reward, self.out.terminated, self.out.truncated, self.out.success):
+            part[:] = 0
+        self._reset(self._all, {"reconfigure": True} if reconfigure else {})
+        if self._rooms:
+            self._publish_rooms(self._all)
+        self.state[:] = IDLE
+
+    def _keep_final(self, ended: list[int]) -> None:
+        """What the ended episodes leave behind."""
+        rows = np.asarray(ended)
+        for key, part in self._final_tensors.items():
+            part[rows] = self._tensors[key][rows]
+        for key, rooms in self._final_rooms.items():
+            for env_id in ended:
+                rooms.write(env_id, self.out.observation[key][env_id])
+        for env_id in ended:
+            self._final_info.write(env_id, plain_info(self.out.info[env_id]))
+        self._reported["return"][rows] = self.returns[rows]
+        self._reported["length"][rows] = self.lengths[rows]
+        self._reported["seed"][rows] = self.episode_seed[rows]
+        self._reported["index"][rows] = self.episode_index[rows]
+        self._reported["success_once"][rows] = self.success_once[rows]
+        self._reported["success_at_end"][rows] = self.out.success[rows]
+
+    def _begin_given(self, ids: list[int]) -> None:
+        """New episodes with the seeds that the manager gave; what comes back is their first observation alone."""
+        out = self.out
+        for env_id in ids:
+            seeds = EpisodeSeeds.given(int(self._begin_seed[env_id]))
+            self.streams[env_id] = SeedStream(seeds, 0, self.start + env_id, self.num_slots)
+            self.episode_index[env_id] = 0
+        self._reset(ids, {})
+        rows = np.asarray(ids)
+        out.reward[rows], out.terminated[rows], out.truncated[rows], out.success[rows] = 0.0, False, False, False
+        for name in ("chunk_reward", "chunk_success", "executed"):
+            if name in self._chunk:
+                self._chunk[name][rows] = 0
+        self._publish_rooms(ids)
+        self._begin[rows] = 0
+        fence()
+        self.state[rows] = READY
+
+    def _begin_next(self, ids: list[int]) -> None:
+        self.episode_index[np.asarray(ids)] += 1
+        self._reset(ids, {})
+
+    def _reset(self, ids: list[int], options: dict[str, Any]) -> None:
+        self._start_counting(ids)
+        self.sim.reset(ids, [int(self.episode_seed[env_id]) for env_id in ids], self.out, options)
+        self._check_finite(np.asarray(ids))
+
+    def _start_counting(self, ids: list[int]) -> None:
+        rows = np.asarray(ids)
+        self.episode_seed[rows] = [self.streams[env_id].seed(int(self.episode_index[env_id])) for env_id in ids]
+        self.returns[rows], self.lengths[rows], self.success_once[rows] = 0.0, 0, False
+
+    def _publish_rooms(self, ids: list[int]) -> None:
+        for key, rooms in self._rooms.items():
+            for env_id in ids:
+                rooms.write(env_id, self.out.observation[key][env_id])
+
+    def _abort(self, env_id: int) -> None:
+        """Give the running episode up: its step counts as truncated with reward 0 after the last good observation."""
+        self._abort_due.discard(env_id)
+        last = {key: part[env_id].copy() for key, part in self._tensors.items()}
+        rows = np.asarray([env_id])
+        self._begin_next([env_id])
+        for key, part in self._final_tensors.items():
+            finite = last[key].dtype.kind != "f" or np.isfinite(last[key]).all()
+            part[env_id] = last[key] if finite else self._tensors[key][env_id]
+        for key, rooms in self._rooms.items():
+            rooms.copy_row(env_id, self._final_rooms[key])
+        self._final_info.write(env_id, {})
+        for name in ("chunk_reward", "chunk_success", "executed"):
+            if name in self._chunk:
+                self._chunk[name][env_id] = 0
+        self.out.reward[env_id], self.out.terminated[env_id], self.out.truncated[env_id], self.out.success[env_id] = 0.0, False, True, False
+        self._publish_rooms([env_id])
+        fence()
+        self.state[rows] = ABORTED
+
+    # ---- snapshots and recovery -------------------------------------------------------------------------------------
+
+    def snapshot(self, env_id: int) -> dict[str, Any]:
+        """The simulator's own state and the counts of the running episode."""
+        assert isinstance(self.sim, SnapshotEnv), f"{self.sim.spec.task} cannot save its state"
+        data = self.sim.snapshot(env_id)
+        return {"sim": data, "counters": {name: getattr(self, name)[env_id].item() for name in _COUNTERS}}
+
+    def resume(self, item: Mapping[str, Any]) -> float | None:
+        """Take up an episode as the manager describes it (see `ledger.EpisodeLedger.resume_item`).
+
+        Returns:
+            The largest difference between the observation that the manager last saw and the one now; None where there is none to compare.
+
+        Raises:
+            ReplayEnded: the simulator is not deterministic.
+        """
+        env_id = int(item["slot"]) - self.start
+        self.streams[env_id] = SeedStream.from_dict(item["stream"])
+        self.episode_index[env_id] = item["index"]
+        self._abort_due.discard(env_id)
+        self._cautious = bool(item["cautious"])
+        if item["abort"]:
+            self._start_counting([env_id])
+            self._abort_due.add(env_id)
+            return None
+        scratch = StepBuffers.allocate(self.sim.spec, self.num_envs)
+        self._start_counting([env_id])
+        base = item["base"]
+        if base is None:
+            self.sim.reset([env_id], [int(self.episode_seed[env_id])], scratch, item["options"])
+        else:
+            assert isinstance(self.sim, SnapshotEnv), f"{self.sim.spec.task} cannot restore a state"
+            self.sim.restore(env_id, base["sim"])
+            for name, value in base["counters"].items():
+                getattr(self, name)[env_id] = value
+            for key, value in base["observation"].items():
+                scratch.observation[key][env_id] = value
+        for action in item["actions"]:
+            self._replay(env_id, action, scratch)
+        return self._compare_and_publish(env_id, item, scratch)
+
+    def _replay(self, env_id: int, action: Any, scratch: StepBuffers) -> None:
+        steps = action if self.chunk_size > 1 else [action]
+        rows = np.asarray([env_id])
+        for number, step in enumerate(steps):
+            batch: np.ndarray
+            if isinstance(step, str):
+                batch = np.empty(1, dtype=object)
+                batch[0] = step
+            else:
+                batch = np.asarray(step)[None]
+            self.sim.step([env_id], batch, scratch)
+            self._count(rows, scratch)
+            if scratch.terminated[env_id] or scratch.truncated[env_id]:
+                raise ReplayEnded(
+                    f"slot {self.start + env_id}: the episode of seed {self.episode_seed[env_id]} ended after {number + 1} steps"
+                )
+
+    def _compare_and_publish(self, env_id: int, item: Mapping[str, Any], scratch: StepBuffers) -> float | None:
+        seen = item["observation"]
+        drift: float | None = None
+        if seen is not None:
+            drift = max((_difference(scratch.observation[key][env_id], value) for key, value in seen.items()), default=0.0)
+        if item["publish"]:
+            for key, part in scratch.observation.items():
+                self.out.observation[key][env_id] = part[env_id]
+            self._publish_rooms([env_id])
+        return drift
+
+    def where(self, rows: list[int]) -> dict[str, Any]:
+        """Slots, episode seeds and step numbers of environments, for a fault report."""
+        return {
+            "slots": [self.start + row for row in rows],
+            "seeds": [int(self.episode_seed[row]) for row in rows],
+            "steps": [int(self.lengths[row]) for row in rows],
+        }
+
+    def mark_stepping(self, env_id: int | None) -> None:
+        """Leave word in shared memory which environment is being stepped; None: no single one."""
+        self._stepping[0] = -1 if env_id is None else env_id
+
+    def stepping(self) -> list[int]:
+        """Environments that were being stepped."""
+        if self._stepping[0] >= 0:
+            return [int(self._stepping[0])]
+        return [row for row in self._all if self.state[row] == PENDING] or self._all
+
+
+def _difference(now: Any, before: Any) -> float:
+    if isinstance(before, np.ndarray) and before.dtype.kind in "biuf":
+        if np.shape(now) != before.shape:
+            return math.inf
+        return float(np.max(np.abs(np.asarray(now, np.float64) - before.astype(np.float64)), initial=0.0))
+    return 0.0 if now == before else math.inf

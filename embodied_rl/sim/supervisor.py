@@ -1,0 +1,287 @@
+"""Watches the workers of a crew, and replaces those that fail while the others go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.crew import Crew
+from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
+from embodied_rl.sim.ledger import EpisodeLedger
+from embodied_rl.sim.snapshots import encode_state
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
+
+_MEMORY_EVERY_S = 1.0
+_SETTLE_NAP_S = 0.002
+_AT_ONCE = frozenset({FaultKind.RAISED, FaultKind.NON_FINITE, FaultKind.WRONG_SHAPE})
+"""Kinds that end the run when no step ever succeeded: a simulator that fails at once will fail again."""
+
+Message = tuple[dict[str, Any], bytes]
+
+
+class _Phase(enum.Enum):
+    LIVE = enum.auto()
+    PAUSED = enum.auto()
+    STARTING = enum.auto()
+    MAPPING = enum.auto()
+    RESUMING = enum.auto()
+
+
+@dataclass
+class _Watch:
+    """What is known about one worker."""
+
+    phase: _Phase = _Phase.LIVE
+    deadline: float = 0.0
+    """Of the phase: when a pause ends, or when the worker is too late."""
+    progress: int = 0
+    moved_at: float = 0.0
+    """When it was last seen to do, or not to have, work."""
+    failures: int = 0
+    """In a row, without a step in between."""
+    progress_at_failure: int = -1
+    aborts: int = 0
+    """Episodes given up since one finished."""
+    open_faults: list[FaultRecord] = field(default_factory=list)
+    noticed_at: float = 0.0
+    items: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Supervisor:
+    """Deadlines, deaths, restarts and records for one crew. `poll` never waits for a simulator."""
+
+    def __init__(self, crew: Crew, policy: FaultPolicy, ledger: EpisodeLedger) -> None:
+        self.crew, self.policy, self.ledger = crew, policy, ledger
+        self.records: list[FaultRecord] = []
+        self.restarts = 0
+        self._watches = [_Watch(moved_at=time.perf_counter()) for _ in crew.workers]
+        self._to_abort: set[int] = set()
+        self._strikes: dict[int, tuple[int, int]] = {}
+        self._memory_at = time.perf_counter()
+
+    # ---- called by the manager --------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Look after every worker once. Raises SimFault when the policy says to stop, and UserError as the simulator does."""
+        now = time.perf_counter()
+        check_memory = self.policy.memory_limit_mb is not None and now - self._memory_at > _MEMORY_EVERY_S
+        if check_memory:
+            self._memory_at = now
+        for index, watch in enumerate(self._watches):
+            try:
+                if watch.phase is _Phase.LIVE:
+                    self._watch(index, watch, now, check_memory)
+                else:
+                    self._advance(index, watch, now)
+            except SimFault as fault:
+                self._on_fault(index, fault)
+
+    def catch_up(self) -> None:
+        """Take in what workers on their way back have said."""
+        if self.crew.workers and any(watch.phase is not _Phase.LIVE for watch in self._watches):
+            self.poll()
+
+    def settle(self) -> None:
+        """Wait until every worker is there. Raises as `poll`."""
+        while any(watch.phase is not _Phase.LIVE for watch in self._watches):
+            self.poll()
+            time.sleep(_SETTLE_NAP_S)
+
+    def command(self, messages: Mapping[int, Message], timeout_s: float, doing: str) -> dict[int, Message]:
+        """Send a request to some workers and collect the answers; a worker that fails is replaced and asked again.
+
+        Raises SimFault when the policy says to stop, and UserError when a worker refuses (after all have answered).
+        """
+        waiting, answers, refusal = dict(messages), {}, None
+        while waiting:
+            self.settle()
+            for index in list(waiting):
+                try:
+                    self._request(index, *waiting[index])
+                except SimFault as fault:
+                    self._on_fault(index, fault)
+            for index in list(waiting):
+                if self._watches[index].phase is not _Phase.LIVE:
+                    continue
+                try:
+                    answers[index] = self.crew.workers[index].receive(timeout_s, doing)
+                except UserError as error:
+                    refusal = refusal or error
+                except SimFault as fault:
+                    self._on_fault(index, fault)
+                    continue
+                del waiting[index]
+        if refusal is not None:
+            raise refusal
+        return answers
+
+    def forget_aborts(self) -> None:
+        """All slots begin new episodes: what was to be given up is."""
+        self._to_abort.clear()
+        self._strikes.clear()
+
+    def episode_finished(self, slot: int) -> None:
+        self._watches[int(self.crew.worker_of[slot])].aborts = 0
+        self._strikes.pop(slot, None)
+
+    def episode_aborted(self, slot: int) -> None:
+        self._to_abort.discard(slot)
+        self._strikes.pop(slot, None)
+
+    def revive_all(self) -> None:
+        """After the crew's processes were ended on purpose: start them, and take every slot's episode up again."""
+        for index, watch in enumerate(self._watches):
+            watch.phase, watch.open_faults, watch.noticed_at = _Phase.STARTING, [], time.perf_counter()
+            watch.deadline = time.perf_counter() + self.crew.plan.start_timeout_s
+            assert self.crew.workers[index].alive()
+        self.settle()
+
+    # ---- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, index: int, watch: _Watch, now: float, check_memory: bool) -> None:
+        worker, arrays = self.crew.workers[index], self._arrays()
+        worker.check(bool(arrays["failed"][index, 0]))
+        slots = self.crew.ranges[index]
+        progress = int(arrays["progress"][index, 0])
+        if progress != watch.progress or PENDING not in self.crew.state[slots.start : slots.stop].tobytes():
+            watch.progress, watch.moved_at = progress, now
+        elif now - watch.moved_at > self.crew.plan.step_timeout_s:
+            raise worker.timed_out(self.crew.plan.step_timeout_s, "step")
+        limit = self.policy.memory_limit_mb
+        if check_memory and limit is not None and (used := worker.resident_mb()) > limit:
+            raise SimFault(FaultKind.OUT_OF_MEMORY, index, f"{used:.0f} MB resident; the limit is {limit:.0f} MB.")
+
+    def _advance(self, index: int, watch: _Watch, now: float) -> None:
+        """The next stage of a worker on its way back, if it is due."""
+        worker = self.crew.workers[index]
+        timeout = self.crew.plan.start_timeout_s
+        if watch.phase is _Phase.PAUSED:
+            if now >= watch.deadline:
+                self.crew.replace(index)
+                watch.phase, watch.deadline = _Phase.STARTING, now + timeout
+            return
+        if not worker.channel.has_message():
+            if not worker.alive():
+                worker.check(failed=False)
+            if now > watch.deadline:
+                raise worker.timed_out(timeout, "come back")
+            return
+        if watch.phase is _Phase.STARTING:
+            spec = self.crew.receive_spec(index)
+            if spec != self.crew.spec:
+                raise UserError(f"Worker {index} came back with another simulator: {spec.to_dict()} instead of {self.crew.spec.to_dict()}.")
+            self.crew.share(index, awaits_resume=True)
+            watch.phase, watch.deadline = _Phase.MAPPING, now + timeout
+        elif watch.phase is _Phase.MAPPING:
+            worker.receive(timeout, "map the shared memory")
+            watch.items = self._resume_items(index)
+            self._request(index, {"operation": "resume"}, encode_state(watch.items))
+            watch.phase, watch.deadline = _Phase.RESUMING, now + timeout
+        else:
+            message, _ = worker.receive(timeout, "take up its episodes")
+            self._is_back(index, watch, message["drift"], now)
+
+    def _is_back(self, index: int, watch: _Watch, drift: Mapping[str, float | None], now: float) -> None:
+        watch.phase, watch.moved_at = _Phase.LIVE, now
+        watch.progress = int(self._arrays()["progress"][index, 0])
+        slots = tuple(
+            SlotFault(
+                slot=item["slot"],
+                episode=item["index"],
+                seed=self.ledger.streams[item["slot"]].seed(item["index"]),
+                step=len(item["actions"]),
+                outcome="aborted" if item["abort"] else "restored",
+                drift=drift.get(str(item["slot"])),
+            )
+            for item in watch.items
+        )
+        for record in watch.open_faults:
+            self.records.append(dataclasses.replace(record, slots=slots, recovery_s=now - watch.noticed_at))
+        watch.open_faults, watch.items = [], []
+        self.crew.bells[index].ring()  # its slots may have been sent actions while it was away
+        self.crew.refill_spares()
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def _on_fault(self, index: int, fault: SimFault) -> None:
+        """Record it, decide what it means for the slots, and send the worker on its way back. Raises `fault` when the run is to end."""
+        watch, worker = self._watches[index], self.crew.workers[index]
+        if fault.kind in self.policy.stop_on:
+            raise fault
+        arrays = self._arrays()
+        progress = int(arrays["progress"][index, 0])
+        if not arrays["progress"][:, 0].any() and fault.kind in _AT_ONCE:
+            raise fault
+        watch.failures = 1 if progress != watch.progress_at_failure else watch.failures + 1
+        watch.progress_at_failure = progress
+        if watch.failures > self.policy.max_restarts:
+            fault.detail += f"\nIt failed {watch.failures} times in a row; the run ends here (max_restarts={self.policy.max_restarts})."
+            raise fault
+        culprits = self._culprits(index, fault)
+        self._judge(index, culprits)
+        if watch.aborts > self.policy.max_restarts:
+            fault.detail += f"\nIt gave up {watch.aborts} episodes and finished none; the run ends here."
+            raise fault
+        record = FaultRecord(fault.kind, index, worker.pid, fault.detail, tuple(culprits), (), watch.failures, 0.0)
+        if not watch.open_faults:
+            watch.noticed_at = time.perf_counter()
+        watch.open_faults.append(record)
+        self.crew.remove(index)
+        self.restarts += 1
+        watch.phase, watch.deadline = _Phase.PAUSED, time.perf_counter() + self.policy.pause_s(watch.failures)
+
+    def _culprits(self, index: int, fault: SimFault) -> list[int]:
+        """Slots that the worker was stepping: as it says, or as it left word, or all that were pending."""
+        slots = self.crew.ranges[index]
+        alone = int(self._arrays()["stepping"][index, 0])
+        if alone >= 0:
+            return [slots.start + alone]
+        pending = [slot for slot in slots if self.crew.state[slot] == PENDING]
+        return [slot for slot in fault.slots if slot in slots] or pending
+
+    def _judge(self, index: int, culprits: list[int]) -> None:
+        """Decide which episodes are given up: those that failed at the same point before, and all that cannot be restored."""
+        watch, together = self._watches[index], self.crew.spec.steps_together
+        doomed = set()
+        for slot in culprits:
+            point = self.ledger.point(slot)
+            if len(culprits) == 1 and self._strikes.get(slot) == point:
+                doomed.add(slot)
+            self._strikes[slot] = point
+        for slot in self.crew.ranges[index]:
+            over = self.crew.state[slot] in (ENDED, ABORTED)
+            begun = self.crew.state[slot] == READY or self.ledger.point(slot)[1] > (self.crew.state[slot] == PENDING)
+            if not over and (self.ledger.is_lost(slot) or together or (self.policy.recovery == "restart" and begun)):
+                doomed.add(slot)
+        watch.aborts += bool(doomed & set(culprits))
+        self._to_abort |= doomed
+        self._arrays()["stepping"][index, 0] = -1
+
+    def _resume_items(self, index: int) -> list[dict[str, Any]]:
+        faulty = bool(self._watches[index].open_faults)
+        items = []
+        for slot in self.crew.ranges[index]:
+            mark = self.crew.state[slot]
+            assert mark in (IDLE, PENDING, READY, ENDED, ABORTED)
+            # Without autoreset a slot that waits for its next episode shows the end of the last one.
+            waits = not self.crew.plan.autoreset and not self.ledger.point(slot)[1]
+            seen = None if mark == PENDING or waits else self.crew.observation(slot)
+            abort = slot in self._to_abort and mark not in (ENDED, ABORTED)
+            items.append(self.ledger.resume_item(slot, mark, seen, abort=abort, cautious=faulty))
+        return items
+
+    def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:
+        self.crew.workers[index].request(message, payload)
+        self._arrays()["control_pending"][index, 0] = 1
+        self.crew.bells[index].ring()
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        assert self.crew.slab is not None, "the manager is closed"
+        return self.crew.slab.arrays

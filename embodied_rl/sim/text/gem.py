@@ -1,0 +1,248 @@
+"""GEM (Liu et al. 2025, "GEM: A Gym for Agentic LLMs", arXiv:2510.01051): games and reasoning tasks in text.
+
+An observation is the part ``text``, an action a string; what counts in it is what stands inside ``\\boxed{}``. No torch and no
+tokenizer is needed here.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.sim.private_random import PrivateRandom
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
+from embodied_rl.sim.text.gem_tasks import OFFLINE_FAMILIES, registered, require, same_in_every_process, tasks
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
+
+__all__ = ["HISTORIES", "GemSim", "make", "tasks"]
+
+HISTORIES = ("none", "observations", "conversation")
+
+_FIXED = frozenset({"env_id", "entry_point", "word_list", "words"})
+"""Attributes of a game that its construction sets and nothing changes."""
+
+_TOLERANCE = 1e-6
+"""Rewards for progress are fractions; their sum is 1 only up to rounding."""
+
+
+def make(
+    task: str,
+    num_envs: int,
+    history: str = "none",
+    success_return: float = 1.0,
+    observation_bytes: int = 2**16,
+    action_bytes: int = 2**14,
+    **kwargs: Any,
+) -> GemSim:
+    """`num_envs` environments of one GEM task in this process.
+
+    Args:
+        task: id such as "game:GuessTheNumber-v0-easy" or "rg:basic_arithmetic".
+        num_envs: independent environments.
+        history: what the text holds: "none", the reply to the last action (and the board, where the game shows one); "observations",
+            all replies so far; "conversation", all replies and actions so far.
+        success_return: an episode succeeds when the sum of its rewards reaches this at its end. GEM's games give 1 in all for
+            a game that is won and less otherwise, reasoning-gym 1 for a right answer.
+        observation_bytes: room for one observation (UTF-8).
+        action_bytes: room for one action (UTF-8).
+        **kwargs: GEM's own, such as ``max_turns`` of a game, or ``size`` and ``seed`` of a reasoning data set.
+
+    Raises:
+        MissingExtraError: GEM is not installed.
+        MissingAssetsError: a word list or data set is missing.
+        UserError: unknown task or argument.
+    """
+    if history not in HISTORIES:
+        raise UserError(f"GEM: history='{history}' is not a choice.{did_you_mean(history, HISTORIES)}")
+    require(task)
+    parts = {"text": VariableSpec("text", observation_bytes)}
+    return GemSim(task, num_envs, history, success_return, parts, ActionSpec.text(action_bytes), kwargs)
+
+
+@dataclass
+class _Episode:
+    """What is ours about the running episode of one environment."""
+
+    replies: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+    total: float = 0.0
+    """Sum of rewards."""
+
+
+class GemSim:
+    """See `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, so every
+    environment has a state of its own of these, and what an environment carries from one episode to the next is put back first.
+
+    ``terminated`` is GEM's; its turn limits are rules of the game, told to the player, and so ends of the game's own:
+    ``truncated`` is set only where GEM truncates without terminating.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int,
+        history: str,
+        success_return: float,
+        observation: Mapping[str, VariableSpec],
+        action: ActionSpec,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._random = [PrivateRandom() for _ in range(num_envs)]
+        self._history, self._success_return = history, success_return
+        self._family = task.partition(":")[0]
+        self.envs = [self._make_one(task, kwargs, generator) for generator in self._random]
+        self._episodes = [_Episode() for _ in range(num_envs)]
+        self.spec = SimSpec(
+            task=task,
+            observation=dict(observation),
+            action=action,
+            max_episode_steps=_turn_limit(self._family, self.envs[0]),
+            reports_success=True,
+            snapshots="exact" if self._family == "game" else "replay" if same_in_every_process(task) else "none",
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for i, seed in zip(env_ids, seeds, strict=True):
+            env, seed = self.envs[i], int(seed) % 2**31  # numpy takes 32 bits, and Sokoban counts on from the seed
+            if hasattr(env, "idx"):
+                env.idx = 0  # reasoning-gym's adapter makes another data set after as many episodes as the first one has questions
+            with self._random[i].active(seed), redirect_stdout(io.StringIO()):  # some draw dots while they search
+                reply, info = env.reset(seed=seed)
+            self._episodes[i] = _Episode(replies=[reply])
+            out.observation["text"][i] = self._text(i, info)
+
+    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
+        for i, action in zip(env_ids, actions, strict=True):
+            with self._random[i].active():
+                reply, reward, terminated, truncated, info = self.envs[i].step(str(action))
+            episode = self._episodes[i]
+            episode.replies.append(reply)
+            episode.actions.append(str(action))
+            episode.total += float(reward)
+            out.observation["text"][i] = self._text(i, info)
+            out.reward[i] = reward
+            out.terminated[i] = terminated
+            out.truncated[i] = truncated and not terminated
+            out.success[i] = (terminated or truncated) and episode.total >= self._success_return - _TOLERANCE
+            out.info[i] = {key: value for key, value in info.items() if key not in ("prefix", "suffix")}
+
+    def sample_action(self, env_id: int, seed: int) -> str:
+        """A random action in the form that the task asks for; the episode is left as it is.
+
+        Games: a move that may break a rule. reasoning-gym: the right answer of a random question of the data set. Others: nothing boxed.
+        """
+        with PrivateRandom().active(seed), redirect_stdout(io.StringIO()):
+            return _random_action(self.envs[env_id])
+
+    def snapshot(self, env_id: int) -> bytes:
+        """The game's state, its random generators and the conversation. Raises SnapshotError for tasks that are replayed instead."""
+        self._require_snapshots()
+        env, episode = self.envs[env_id], self._episodes[env_id]
+        return encode_state(
+            {
+                "task": self.spec.task,
+                "gem": version("gem-llm"),
+                "env": {key: value for key, value in vars(env).items() if key not in _FIXED},
+                "random": self._random[env_id].state,
+                "replies": episode.replies,
+                "actions": episode.actions,
+                "total": episode.total,
+            }
+        )
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """Take up a game saved by `snapshot`. Raises SnapshotError for bytes of another task or version of GEM."""
+        self._require_snapshots()
+        state = decode_state(data)
+        require_task(state, self.spec.task)
+        if state["gem"] != version("gem-llm"):
+            raise SnapshotError(f"Snapshot is of GEM {state['gem']} and cannot be restored into GEM {version('gem-llm')}.")
+        vars(self.envs[env_id]).update(state["env"])
+        self._random[env_id].state = state["random"]
+        self._episodes[env_id] = _Episode(state["replies"], state["actions"], state["total"])
+
+    def render(self, env_id: int) -> np.ndarray:
+        """Raises UserError: text has no picture."""
+        raise UserError(f"GEM task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
+
+    def close(self) -> None:
+        self.envs = []
+
+    def _make_one(self, task: str, kwargs: Mapping[str, Any], generator: PrivateRandom) -> Any:
+        specification = registered()[task]
+        _check_arguments(task, specification, kwargs)
+        import gem
+
+        try:
+            with generator.active(0):  # games draw a first problem when they are made
+                return gem.make(task, **kwargs)
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            if self._family not in OFFLINE_FAMILIES:
+                name = specification.kwargs.get("dataset_name")
+                raise MissingAssetsError(
+                    f"GEM task '{task}' needs the data set '{name}', which cannot be loaded here ({type(error).__name__}: {error}). "
+                    f"Get it where there is a network: python -c \"import datasets; datasets.load_dataset('{name}')\""
+                ) from error
+            raise UserError(f"GEM task '{task}' cannot be made with {dict(kwargs)}: {type(error).__name__}: {error}") from error
+
+    def _require_snapshots(self) -> None:
+        if self.spec.snapshots != "exact":
+            raise SnapshotError(f"GEM task '{self.spec.task}' has no snapshot: an episode is taken up again by its seed and actions.")
+
+    def _text(self, i: int, info: Mapping[str, Any]) -> str:
+        """Replies on lines of their own, then the suffix, which holds the board in games that have one."""
+        episode = self._episodes[i]
+        if self._history == "conversation":
+            lines = [text for pair in zip(episode.replies, [*episode.actions, ""], strict=True) for text in pair]
+        else:
+            lines = episode.replies if self._history == "observations" else episode.replies[-1:]
+        ended = [text if text.endswith("\n") else text + "\n" for text in lines if text]
+        return "".join([info.get("prefix", ""), *ended, info.get("suffix", "")])
+
+
+def _turn_limit(family: str, env: Any) -> int | None:
+    """Most steps of an episode; None where it is drawn anew for each."""
+    if family == "rg":
+        return 1
+    limit = getattr(env, "max_turns", None)
+    return None if limit is None or getattr(env, "_is_random", False) else int(limit)
+
+
+def _check_arguments(task: str, specification: Any, kwargs: Mapping[str, Any]) -> None:
+    """GEM's environments swallow arguments that they do not know. Raises UserError naming those."""
+    import importlib
+    import inspect
+
+    entry = specification.entry_point
+    if isinstance(entry, str):
+        module, _, attribute = entry.partition(":")
+        entry = getattr(importlib.import_module(module), attribute)
+    named = [name for name, parameter in inspect.signature(entry).parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    for name in kwargs:
+        if name not in named:
+            raise UserError(f"GEM task '{task}' does not take '{name}'.{did_you_mean(name, named)}")
+
+
+def _random_action(env: Any) -> str:
+    if hasattr(env, "ds"):
+        answer = str(env.ds[random.randrange(len(env.ds))]["answer"])  # None where a question has more than one
+    elif type(env).__name__ == "SudokuEnv":
+        answer = " ".join(str(random.randint(1, env.scale)) for _ in range(3))
+    elif type(env).__name__ == "TowerofHanoiEnv":
+        answer = " ".join(random.sample("ABC", 2))
+    else:
+        try:
+            answer = env.sample_random_action().replace("[", "").replace("]", "")  # Crosswords and WordSearch box a list, and refuse it
+        except NotImplementedError:
+            return ""
+    return answer if "\\boxed{" in answer else f"\\boxed{{{answer}}}"

@@ -1,0 +1,271 @@
+"""The machine as Linux describes it: NUMA nodes, physical cores, memory, and the node that each GPU hangs on.
+
+Everything is read below a root folder that can be replaced, so that machines which are not at hand can be tested. What
+the machine does not say stays unknown and is written down in `Topology.notes`; nothing is taken to be on node 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.gpus import GpuAddress, normalise_pci, nvml_gpus, sysfs_gpus, visible_gpus
+
+_NODES = "sys/devices/system/node"
+_CPUS = "sys/devices/system/cpu"
+_CPUSETS = {
+    "cpus": ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus", "cpuset/cpuset.cpus"),
+    "mems": ("cpuset.mems.effective", "cpuset/cpuset.effective_mems", "cpuset/cpuset.mems"),
+}
+"""Below ``sys/fs/cgroup``: version 2, then version 1."""
+_STATUS = {"cpus": "Cpus_allowed_list", "mems": "Mems_allowed_list"}
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """A set of cores with memory of their own."""
+
+    index: int
+    """The kernel's number; numbers may have gaps."""
+    cores: tuple[int, ...]
+    """The kernel's CPU numbers (hardware threads) of this node, all of them, usable or not. May be empty: memory alone."""
+    memory_total_bytes: int | None
+    """None: not reported. 0: cores alone."""
+    memory_free_bytes: int | None
+    distances: Mapping[int, int] = field(default_factory=dict)
+    """{node: relative cost of reaching its memory}, 10 for the node's own; empty where not reported."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as this process numbers it (``cuda:index``)."""
+
+    index: int
+    pci: str
+    node: int | None
+    """NUMA node; None: the machine does not say."""
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What `Topology.read` found."""
+
+    nodes: tuple[NumaNode, ...]
+    """By number; one that holds everything where the machine reports none (`numa_known` False)."""
+    numa_known: bool
+    physical_cores: tuple[tuple[int, ...], ...]
+    """Hardware threads of each physical core that this process may use, both levels ascending."""
+    memory_nodes: tuple[int, ...]
+    """Nodes with memory that this process may use."""
+    gpus: tuple[Gpu, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What the machine does not say, or says twice and differently: one sentence each."""
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """Hardware threads that this process may use, ascending."""
+        return tuple(sorted(thread for core in self.physical_cores for thread in core))
+
+    def usable_in(self, node: int) -> tuple[tuple[int, ...], ...]:
+        """Physical cores of one node that this process may use."""
+        own = {core for each in self.nodes if each.index == node for core in each.cores}
+        return tuple(core for core in self.physical_cores if own.issuperset(core))
+
+    def distance(self, start: int, end: int) -> int | None:
+        """Relative cost for cores of node `start` to reach memory of node `end`; None where not reported."""
+        return next((node.distances.get(end) for node in self.nodes if node.index == start), None)
+
+    def nearest(self, start: int, choices: Sequence[int]) -> tuple[int, ...]:
+        """`choices` from the nearest to `start` to the farthest; unknown distances come last, ties in the order of numbers."""
+
+        def cost(node: int) -> tuple[float, int]:
+            distance = self.distance(start, node)
+            if node == start:
+                return -1.0, node
+            return (float("inf") if distance is None else float(distance)), node
+
+        return tuple(sorted(choices, key=cost))
+
+    @staticmethod
+    def read(
+        root: Path = Path("/"), gpus: Sequence[GpuAddress] | None = None, visible: str | None = None, with_gpus: bool = True
+    ) -> Topology:
+        """Read the machine whose ``sys`` and ``proc`` lie below `root`.
+
+        For this machine (`root` is "/") the cores are those of `sched_getaffinity`, the GPUs those that NVIDIA's driver
+        shows, and `visible` is ``CUDA_VISIBLE_DEVICES``; for another tree both come from its own files alone.
+
+        Args:
+            gpus: all GPUs in the order of their PCI addresses; None: look for them.
+            visible: as ``CUDA_VISIBLE_DEVICES`` would be; None: not set (for this machine: the variable).
+            with_gpus: False leaves them out and asks no driver.
+        Raises:
+            UserError: a file does not hold what the kernel writes there, or no core is left.
+        """
+        return _Reader(root).read(gpus, visible, with_gpus)
+
+
+class _Reader:
+    """One reading; collects the notes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.here = root.resolve() == Path("/")
+        self.notes: list[str] = []
+
+    def read(self, gpus: Sequence[GpuAddress] | None, visible: str | None, with_gpus: bool) -> Topology:
+        nodes = self._nodes()
+        numa_known = bool(nodes)
+        usable = self._usable_cores(nodes)
+        if not nodes:
+            self.notes.append("NUMA nodes are not reported: the machine is taken as one node")
+            nodes = (NumaNode(0, tuple(sorted(usable)), *self._memory("proc/meminfo")),)
+        homeless = usable - {core for node in nodes for core in node.cores}
+        if homeless:
+            self.notes.append(f"cores {format_list(homeless)} belong to no NUMA node and are left out")
+        physical = self._physical_cores(usable - homeless)
+        if not physical:
+            raise UserError(f"None of the cores that this process may use ({format_list(usable) or 'none'}) belongs to a NUMA node.")
+        allowed = self._listed("mems")
+        with_memory = [node.index for node in nodes if node.memory_total_bytes != 0]
+        memory_nodes = tuple(index for index in with_memory if allowed is None or index in allowed)
+        found = self._gpus(gpus, visible, nodes) if with_gpus else ()
+        return Topology(nodes, numa_known, physical, memory_nodes if numa_known else (), found, tuple(self.notes))
+
+    def _nodes(self) -> tuple[NumaNode, ...]:
+        folders = {int(path.name[4:]): path for path in (self.root / _NODES).glob("node*") if path.name[4:].isdigit()}
+        rows = {index: (self._text(f"{_NODES}/node{index}/distance") or "").split() for index in folders}
+        nodes = []
+        for index in sorted(folders):
+            cores = parse_list(self._text(f"{_NODES}/node{index}/cpulist") or "", f"{_NODES}/node{index}/cpulist")
+            distances: dict[int, int] = {}
+            # A row has one figure for each node that is online, in the order of their numbers.
+            if len(rows[index]) == len(folders) and all(cost.isdigit() for cost in rows[index]):
+                distances = dict(zip(sorted(folders), map(int, rows[index]), strict=True))
+            else:
+                self.notes.append(f"node {index} does not report its distance to each of the {len(folders)} nodes")
+            nodes.append(NumaNode(index, tuple(sorted(cores)), *self._memory(f"{_NODES}/node{index}/meminfo"), distances))
+        # Without any cores listed the folder says nothing about where anything is.
+        return tuple(nodes) if any(node.cores for node in nodes) else ()
+
+    def _memory(self, name: str) -> tuple[int | None, int | None]:
+        """Total and free bytes of a meminfo file, the machine's or a node's."""
+        text = self._text(name) or ""
+        found = {key: int(kib) * 1024 for key, kib in re.findall(r"(MemTotal|MemFree):\s+(\d+) kB", text)}
+        return found.get("MemTotal"), found.get("MemFree")
+
+    def _usable_cores(self, nodes: Sequence[NumaNode]) -> frozenset[int]:
+        """Cores that are online and that scheduler and cpuset leave to this process."""
+        name = f"{_CPUS}/online"
+        text = self._text(name)
+        online = parse_list(text, name) if text else frozenset(core for node in nodes for core in node.cores)
+        if self.here and hasattr(os, "sched_getaffinity"):
+            allowed = frozenset(os.sched_getaffinity(0))
+            # Where sysfs is hidden, the scheduler's word is all there is.
+            online = online & allowed or allowed
+        cpuset = self._listed("cpus")
+        usable = online if cpuset is None else online & cpuset
+        if online and not usable:
+            self.notes.append(f"the cpuset ({format_list(cpuset or ())}) holds none of the usable cores and is not believed")
+            usable = online
+        if not usable:
+            raise UserError(f"No core is listed below '{self.root / _CPUS}' or '{self.root / _NODES}'. Is sysfs mounted there?")
+        return usable
+
+    def _physical_cores(self, usable: frozenset[int]) -> tuple[tuple[int, ...], ...]:
+        groups, silent = set(), set()
+        for core in usable:
+            names = [f"{_CPUS}/cpu{core}/topology/{name}" for name in ("core_cpus_list", "thread_siblings_list")]
+            name, text = next(((name, text) for name in names if (text := self._text(name))), ("", ""))
+            if not text:
+                silent.add(core)
+            siblings = parse_list(text, name) & usable | {core}
+            groups.add(tuple(sorted(siblings)))
+        if silent:
+            self.notes.append(f"hardware threads of cores {format_list(silent)} are not reported: each is taken as a core of its own")
+        return tuple(sorted(groups))
+
+    def _listed(self, kind: str) -> frozenset[int] | None:
+        """Cores ("cpus") or memory nodes ("mems") that the process' status and its cpuset allow; None: neither says."""
+        match = re.search(rf"^{_STATUS[kind]}:[ \t]*(\S*)", self._text("proc/self/status") or "", re.MULTILINE)
+        listed = parse_list(match[1], "proc/self/status") if match is not None else None
+        for name in _CPUSETS[kind]:
+            text = self._text(f"sys/fs/cgroup/{name}")
+            if text:
+                cpuset = parse_list(text, name)
+                return cpuset if listed is None else cpuset & listed or listed
+        return listed
+
+    def _gpus(self, found: Sequence[GpuAddress] | None, visible: str | None, nodes: Sequence[NumaNode]) -> tuple[Gpu, ...]:
+        if found is None:
+            found = self._find_gpus()
+        if self.here and visible is None:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen, unclear = visible_gpus(found, visible)
+        if unclear:
+            self.notes.append(unclear)
+        if len({gpu.name for gpu in found}) > 1 and not (self.here and os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"):
+            self.notes.append("the GPUs are of different kinds: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA numbers the fastest first")
+        addresses = [normalise_pci(gpu.pci) for gpu in chosen]
+        return tuple(
+            Gpu(i, pci, self._node_of(i, pci, nodes), gpu.name) for i, (pci, gpu) in enumerate(zip(addresses, chosen, strict=True))
+        )
+
+    def _find_gpus(self) -> Sequence[GpuAddress]:
+        if self.here:
+            try:
+                answer = nvml_gpus()
+            except UserError as error:
+                self.notes.append(str(error))
+                return ()
+            if answer is not None:
+                return answer
+        return sysfs_gpus(self.root)
+
+    def _node_of(self, index: int, pci: str, nodes: Sequence[NumaNode]) -> int | None:
+        text = self._text(f"sys/bus/pci/devices/{pci}/numa_node")
+        node = int(text) if text and re.fullmatch(r"-?\d+", text) else -1
+        if node in {each.index for each in nodes}:
+            return node
+        if len(nodes) == 1:
+            return nodes[0].index
+        # -1 is what virtual machines and some firmware say.
+        self.notes.append(f"GPU {index} ({pci}): its NUMA node is not reported")
+        return None
+
+    def _text(self, name: str) -> str | None:
+        """A file's stripped content; None where it is not there. One that may not be read is noted."""
+        try:
+            return (self.root / name).read_text(encoding="utf-8").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            self.notes.append(f"{name} cannot be read: {error.strerror}")
+            return None
+
+
+def parse_list(text: str, where: str) -> frozenset[int]:
+    """The kernel's list format: ``0-3,8`` is {0, 1, 2, 3, 8}; an empty text is none. Raises UserError naming `where`."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise UserError(f"'{where}' holds '{text.strip()}', which is not a list such as '0-3,8'.")
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(numbers)
+
+
+def format_list(numbers: Sequence[int] | frozenset[int] | set[int]) -> str:
+    """The kernel's list format, ascending: {0, 1, 2, 8} is ``0-2,8``."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in ranges)

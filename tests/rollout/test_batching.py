@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embodied_rl.errors import UserError
+from embodied_rl.rollout.batching import adjust_rows
+
+
+def test_by_hand() -> None:
+    # lcm(4, 6) = 12. 20 rows: rem 8, so copy adds 4 (24 rows), delete drops 8 (12 rows), auto takes the nearer: copy.
+    assert adjust_rows(20, divisors=[4, 6], mode="copy", seed=0).num_rows == 24
+    assert adjust_rows(20, divisors=[4, 6], mode="delete", seed=0).num_rows == 12
+    assert adjust_rows(20, divisors=[4, 6], mode="auto", seed=0).num_rows == 24
+    # 15 rows: rem 3; delete is nearer. 18 rows: both 6 away, and a copy loses nothing. 3 rows: deleting would leave none.
+    assert adjust_rows(15, divisors=[4, 6], mode="auto", seed=0).num_rows == 12
+    assert adjust_rows(18, divisors=[4, 6], mode="auto", seed=0).num_rows == 24
+    assert adjust_rows(3, divisors=[4, 6], mode="auto", seed=0).num_rows == 12
+    assert adjust_rows(20, divisors=[4, 6], mode="random_sample", seed=0).num_rows == 12
+
+
+@given(num_rows=st.integers(1, 60), divisors=st.lists(st.integers(1, 8), max_size=3), seed=st.integers(0, 2**31))
+def test_copies_change_no_weighted_sum(num_rows: int, divisors: list[int], seed: int) -> None:
+    multiple = int(np.lcm.reduce(divisors)) if divisors else 1
+    gradient = np.random.default_rng(seed).normal(size=(num_rows, 3))
+    adjusted = adjust_rows(num_rows, divisors=divisors, mode="copy", seed=seed)
+    assert adjusted.num_rows % multiple == 0
+    assert adjusted.num_rows - num_rows < multiple
+    np.testing.assert_allclose((gradient[adjusted.indices] * adjusted.weight[:, None]).sum(0), gradient.sum(0), atol=1e-12)
+    counted = adjust_rows(num_rows, divisors=divisors, mode="copy", seed=seed, count_copies=True)
+    assert counted.weight.tolist() == [1.0] * counted.num_rows
+    times = np.bincount(counted.indices, minlength=num_rows)
+    assert times.max() - times.min() <= 1, "the copies are spread as evenly as can be"
+
+
+@given(num_rows=st.integers(12, 60), seed=st.integers(0, 2**31))
+def test_deleting_keeps_distinct_rows_in_order(num_rows: int, seed: int) -> None:
+    adjusted = adjust_rows(num_rows, divisors=[12], mode="delete", seed=seed)
+    assert adjusted.num_rows == num_rows // 12 * 12
+    assert (np.diff(adjusted.indices) > 0).all()
+    assert adjusted.indices.min() >= 0
+    assert adjusted.indices.max() < num_rows
+    assert (adjusted.weight == 1).all()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("delete", 4 / 6), ("random_sample", 4 / 6)])
+def test_every_row_is_equally_likely(mode: str, expected: float) -> None:
+    # 6 rows, D = 4: both leave 4 rows, so that each of the 6 is there 4/6 times on average; over 4000 draws the standard error of
+    # that mean is at most sqrt(0.56 / 4000) = 0.012 (with replacement: variance 4 · 1/6 · 5/6).
+    times = np.zeros(6)
+    for seed in range(4000):
+        times += np.bincount(adjust_rows(6, divisors=[4], mode=mode, seed=seed).indices, minlength=6)  # type: ignore[arg-type]
+    np.testing.assert_allclose(times / 4000, expected, atol=0.06)
+
+
+def test_the_seed_decides() -> None:
+    first = adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1])
+    assert adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1]).indices.tolist() == first.indices.tolist()
+    assert any(adjust_rows(10, divisors=[8], mode="copy", seed=[3, i]).indices.tolist() != first.indices.tolist() for i in range(2, 5))
+    for mode in ("copy", "delete", "auto"):
+        whole = adjust_rows(16, divisors=[8], mode=mode, seed=0)  # type: ignore[arg-type]
+        assert whole.indices.tolist() == list(range(16)), "nothing to adjust"
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="leaves none. Use mode 'copy'"):
+        adjust_rows(5, divisors=[8], mode="delete", seed=0)
+    with pytest.raises(UserError, match="Did you mean 'delete'"):
+        adjust_rows(5, divisors=[8], mode="delet", seed=0)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="at least one"):
+        adjust_rows(0, divisors=[8], mode="copy", seed=0)

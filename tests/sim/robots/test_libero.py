@@ -1,0 +1,181 @@
+"""LIBERO: its tables, files and messages as far as they go without its meshes, and the simulator itself where these are."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
+from embodied_rl.sim.rendering import mujoco_backend
+from embodied_rl.sim.robots import libero, robosuite
+from embodied_rl.sim.robots.libero_states import chosen_states, read_init_states
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.types import StepBuffers
+
+draws = pytest.mark.skipif(mujoco_backend() is None, reason="MuJoCo cannot draw off-screen here")
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    try:
+        libero.tasks()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+def test_libero_tasks_equal_its_own_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LIBERO itself, in a process of its own with our configuration file and nobody at the keyboard."""
+    code = (
+        "import json\nfrom libero.libero.benchmark import get_benchmark_dict\n"
+        f"suites = {{name: get_benchmark_dict()[name]() for name in {list(libero.SETS)}}}\n"
+        "print(json.dumps({name: [[task.name, task.language] for task in suite.tasks] for name, suite in suites.items()}))"
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environment = {**os.environ, "HOME": str(tmp_path), "LIBERO_CONFIG_PATH": str(libero.configuration_folder())}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, timeout=120
+    )
+    expected = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {suite: len(rows) for suite, rows in expected.items()} == dict(zip(libero.SETS, (10, 10, 10, 90, 10), strict=True))
+    assert libero.suites() == {suite: [name for name, _ in rows] for suite, rows in expected.items()}
+    for suite, rows in expected.items():
+        for name, language in rows:
+            assert libero.instruction(f"{suite}/{name}") == language
+            assert (libero._package() / "bddl_files" / suite / f"{name}.bddl").is_file()
+    assert len(libero.tasks()) == 130
+
+
+def test_libero_initial_states_equal_what_torch_reads() -> None:
+    torch = pytest.importorskip("torch")
+    import _codecs
+
+    from numpy._core.multiarray import _reconstruct
+
+    plain = [(_reconstruct, "numpy.core.multiarray._reconstruct"), np.ndarray, np.dtype, np.dtypes.Float64DType, _codecs.encode]
+    for task in libero.tasks()[::9]:
+        path = libero._package() / "init_files" / f"{task}.pruned_init"
+        with torch.serialization.safe_globals(plain):
+            expected = torch.load(path, weights_only=True)
+        states = read_init_states(path)
+        np.testing.assert_array_equal(states, expected)
+        assert states.shape[0] == 50
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("libero-evil",))
+
+
+@pytest.mark.parametrize("content", [Evil(), [1.0, 2.0], np.zeros((3, 2), np.float32), np.asfortranarray(np.ones((50, 4)))])
+def test_libero_states_of_another_form_are_refused_and_not_run(content: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "task.pruned_init"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(content, protocol=2))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_init_states(path)
+    assert not (tmp_path / "libero-evil").exists()
+
+
+def test_libero_states_for_training_and_evaluation_never_meet() -> None:
+    training, held_out = range(5000), range(HELD_OUT_START, HELD_OUT_START + 5000)
+    tasks = libero._expand("libero_goal")
+    seen = {name: Counter(libero.episode_of(tasks, "split", seed) for seed in seeds) for name, seeds in (("t", training), ("h", held_out))}
+    assert not seen["t"].keys() & seen["h"].keys()
+    assert {state for _, state in seen["t"]} == set(range(40))
+    assert {state for _, state in seen["h"]} == set(range(40, 50))
+    once = Counter(libero.episode_of(tasks, "split", seed) for seed in range(HELD_OUT_START + 3, HELD_OUT_START + 103))
+    assert (len(once), set(once.values())) == (100, {1}), "a hundred consecutive seeds are each task with each state, once"
+    everything = Counter(libero.episode_of(tasks, "all", seed) for seed in range(500))
+    assert (len(everything), set(everything.values())) == (500, {1})
+    assert not set(chosen_states("train", 0)) & set(chosen_states("test", 0))
+
+
+def test_libero_without_assets_names_the_command_and_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("a question was asked"))
+    with pytest.raises(
+        MissingAssetsError, match=r"hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets"
+    ):
+        libero.make("libero_spatial/0", 1, assets_dir=str(tmp_path))
+    for name in libero.ASSET_FOLDERS:
+        (tmp_path / name).mkdir()
+    assert libero.assets_folder(tmp_path) == tmp_path
+
+
+def test_libero_configuration_is_the_users_or_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import yaml
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("LIBERO_CONFIG_PATH", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    folder = libero.configuration_folder()
+    assert folder.is_relative_to(tmp_path / ".cache" / "embodied_rl")
+    paths = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    assert paths.keys() == {"benchmark_root", "bddl_files", "init_states", "datasets", "assets"}
+    assert len(list(Path(paths["bddl_files"]).rglob("*.bddl"))) == 130
+    (tmp_path / ".libero").mkdir()
+    (tmp_path / ".libero" / "config.yaml").write_text("{}", encoding="utf-8")
+    assert libero.configuration_folder() == tmp_path / ".libero"
+
+
+def test_libero_orientation_equals_robosuites() -> None:
+    pytest.importorskip("robosuite")
+    with robosuite.quiet_import():
+        from robosuite.utils.transform_utils import quat2axisangle
+    for quaternion in np.random.default_rng(0).normal(size=(50, 4)):
+        unit = quaternion / np.linalg.norm(quaternion)
+        np.testing.assert_allclose(libero.axis_angle(unit), quat2axisangle(unit.copy()), atol=1e-7)
+    np.testing.assert_array_equal(libero.axis_angle(np.array([0.0, 0.0, 0.0, 1.0])), np.zeros(3))
+    half = np.sqrt(0.5)
+    np.testing.assert_allclose(libero.axis_angle(np.array([0.0, 0.0, half, half])), [0, 0, np.pi / 2])  # a quarter turn about z
+
+
+def test_libero_names_are_checked() -> None:
+    for arguments, words in (
+        ({"task": "libero_spacial"}, "suite 'libero_spacial' is not known. Did you mean 'libero_spatial'"),
+        ({"task": "libero_goal/10"}, "'libero_goal/10' is not known. Or a number below 10"),
+        ({"task": "libero_goal/turn_on_the_stov"}, "Did you mean 'turn_on_the_stove'"),
+        ({"init_states": "tests"}, "Did you mean 'test'"),
+        ({"orientation": "upsidedown"}, "Known: raw, rotated, upright"),
+        ({"observation": "state"}, "The objects of the tasks of 'libero_goal' differ"),
+    ):
+        with pytest.raises(UserError, match=words):
+            libero.make(**{"task": "libero_goal", "num_envs": 1, **arguments})  # type: ignore[arg-type]
+
+
+@draws
+@pytest.mark.slow
+def test_libero_equals_its_own_wrapper() -> None:
+    """State and picture after settling, of a task of a suite, against LIBERO's own environment; only where the assets are."""
+    try:
+        sim = libero.make("libero_goal", 1, image_size=64, init_states="all", orientation="rotated")
+    except MissingAssetsError as error:
+        pytest.skip(str(error))
+    out, seed = StepBuffers.allocate(sim.spec, 1), 23
+    sim.reset([0], [seed], out)
+    task, number = libero.episode_of(sim.tasks, "all", seed)
+    assert (number, out.observation["instruction"][0]) == (2, libero.instruction(task))
+    from libero.libero.envs import OffScreenRenderEnv
+
+    description = str(libero._package() / "bddl_files" / f"{task}.bddl")
+    own = OffScreenRenderEnv(bddl_file_name=description, camera_heights=64, camera_widths=64)
+    own.seed(0)
+    own.reset()
+    observation = own.set_init_state(libero._init_states(task)[number])
+    for _ in range(10):
+        observation, *_ = own.step([0, 0, 0, 0, 0, 0, -1])
+    np.testing.assert_array_equal(sim.envs[0].sim.data.qpos, own.sim.data.qpos)
+    np.testing.assert_array_equal(out.observation["rgb"][0], observation["agentview_image"][::-1, ::-1])
+    np.testing.assert_array_equal(out.observation["state"][0, :3], observation["robot0_eef_pos"].astype(np.float32))
+    sim.close()
+    own.close()

@@ -1,0 +1,240 @@
+"""A worker that fails is replaced, its episodes go on where they were, and the others never notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from tests.sim.runs import assert_same, play_asynchronously, play_lockstep
+
+COUNTING = "tests.sim.toy:CountingSim"
+SAVED = "tests.sim.toy:SavedCountingSim"
+
+
+def make(target: str = COUNTING, slots: int = 4, workers: int = 2, policy: FaultPolicy | None = None, **kwargs) -> EnvManager:
+    options = {name: kwargs.pop(name) for name in ("step_timeout_s", "chunk_size", "spare_workers") if name in kwargs}
+    return EnvManager(SimFactory(target, kwargs={"length": 7, **kwargs}), slots, num_workers=workers, faults=policy, **options)
+
+
+def clean_run(messages: int, **kwargs) -> dict:
+    with make(**kwargs) as manager:
+        manager.reset()
+        return play_lockstep(manager, messages)
+
+
+@pytest.mark.parametrize("target", [COUNTING, SAVED, "gymnasium:CartPole-v1"])
+def test_a_killed_worker_changes_nothing_but_the_time(target: str) -> None:
+    if target.startswith("gymnasium"):
+        factory = SimFactory("embodied_rl.sim.robots.gymnasium:make", "CartPole-v1")
+        managers = [EnvManager(factory, 4, num_workers=2) for _ in range(2)]
+
+        def act(manager: EnvManager, number: int) -> np.ndarray:
+            return np.random.default_rng(number).integers(0, 2, (4, 1))
+    else:
+        managers = [make(target) for _ in range(2)]
+
+        def act(manager: EnvManager, number: int) -> np.ndarray:
+            return np.random.default_rng(number).uniform(-1, 1, (4, 1))
+
+    outcomes: list[list] = []
+    for kills, manager in zip(((), (3, 10, 11)), managers, strict=True):
+        seen = []
+        with manager:
+            manager.reset()
+            for number in range(40):
+                if number in kills:
+                    os.kill(manager.worker_pids()[number % 2], signal.SIGKILL)
+                batch = manager.step(act(manager, number))
+                seen.append(({key: part.copy() for key, part in batch.observation.items()}, batch.reward.copy(), batch.episodes))
+            assert manager.num_restarts == len(kills)
+            assert all(record.kind is FaultKind.DIED and "SIGKILL" in record.detail for record in manager.fault_records)
+            assert all(slot.outcome == "restored" and slot.drift in (None, 0.0) for r in manager.fault_records for slot in r.slots)
+        outcomes.append(seen)
+    for (o1, r1, e1), (o2, r2, e2) in zip(*outcomes, strict=True):
+        np.testing.assert_array_equal(o1["state"], o2["state"])
+        np.testing.assert_array_equal(r1, r2)
+        assert e1 == e2
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "kind", "options"),
+    [
+        ("raise", FaultKind.RAISED, {}),
+        ("exit", FaultKind.DIED, {}),
+        ("hang", FaultKind.TIMED_OUT, {"step_timeout_s": 1.5}),
+        ("nan_observation", FaultKind.NON_FINITE, {}),
+        ("nan_reward", FaultKind.NON_FINITE, {}),
+        ("leak", FaultKind.OUT_OF_MEMORY, {"policy": FaultPolicy(memory_limit_mb=300)}),
+    ],
+)
+def test_a_passing_fault_of_any_kind_is_healed_without_a_trace(misbehave: str, kind: FaultKind, options: dict, tmp_path: Path) -> None:
+    with make(misbehave=misbehave, at=5, once=str(tmp_path / "happened"), **options) as manager:
+        manager.reset()
+        trace = play_lockstep(manager, 20)
+        assert [record.kind for record in manager.fault_records] == [kind]
+        assert manager.fault_records[0].to_dict()["kind"] == kind.name
+    assert_same(trace, clean_run(20))
+
+
+def test_a_wrong_shape_is_a_fault_of_its_own(tmp_path: Path) -> None:
+    factory = SimFactory("tests.sim.toy:BentEnv", kwargs={"once": str(tmp_path / "happened")})
+    with EnvManager(factory, 2, num_workers=1) as manager:
+        manager.reset()
+        steps = [manager.step(np.zeros((2, 1))).observation["state"][:, 0].tolist() for _ in range(8)]
+        assert steps == [[1, 1], [2, 2], [3, 3], [4, 4], [5, 5], [0, 0], [1, 1], [2, 2]]
+        (record,) = manager.fault_records
+        assert record.kind is FaultKind.WRONG_SHAPE
+        assert "'BentEnv'" in record.detail
+        assert "(4,)" in record.detail
+        assert "(3,)" in record.detail
+
+
+def test_an_episode_that_always_fails_is_given_up_and_the_others_are_not() -> None:
+    seeds = EpisodeSeeds.training(0)
+    victim = seeds.seed(2, 1, 4)  # the second episode of slot 2
+    with make(misbehave="raise", at=3, victim=victim) as manager:
+        manager.reset()
+        trace = play_lockstep(manager, 30)
+        aborted = [slot for record in manager.fault_records for slot in record.slots if slot.outcome == "aborted"]
+        assert [(slot.slot, slot.episode, slot.seed) for slot in aborted] == [(2, 1, victim)]
+        assert "the gripper fell off" in manager.fault_records[0].detail
+        assert len(manager.fault_records) == 2  # it was tried twice
+    clean = clean_run(30)
+    others = {slot: steps for slot, steps in trace.items() if slot != 2}
+    assert_same(others, {slot: steps for slot, steps in clean.items() if slot != 2})
+    # Slot 2: 7 steps, then 2 of the second episode, then the step that was given up, then the third episode from its start.
+    given_up = trace[2][9]
+    assert given_up[1:5] == (0.0, False, True, False)
+    assert given_up[0]["state"].tolist() == [seeds.seed(2, 2, 4), 0, 0]
+    assert given_up[6]["state"].tolist() == trace[2][8][0]["state"].tolist()  # the last good observation
+    assert [step[5].index for step in trace[2] if step[5]] == [0, 2, 3]
+
+
+def test_restart_begins_new_episodes_for_the_failed_worker_alone() -> None:
+    with make(policy=FaultPolicy(recovery="restart")) as manager:
+        manager.reset()
+        kill = {3: 0}
+
+        def before(number: int) -> None:
+            if number in kill:
+                os.kill(manager.worker_pids()[kill[number]], signal.SIGKILL)
+
+        trace = play_lockstep(manager, 14, before)
+        assert {slot.slot: slot.outcome for slot in manager.fault_records[0].slots} == {0: "aborted", 1: "aborted"}
+    clean = clean_run(14)
+    assert_same({slot: trace[slot] for slot in (2, 3)}, {slot: clean[slot] for slot in (2, 3)})
+    for slot in (0, 1):
+        assert trace[slot][3][2:4] == (False, True)
+        assert trace[slot][3][5] is None
+        assert trace[slot][10][5].index == 1
+        assert trace[slot][10][5].length == 7
+
+
+def test_the_batch_says_which_slots_were_given_up() -> None:
+    with make(policy=FaultPolicy(recovery="restart")) as manager:
+        manager.reset()
+        assert manager.step(np.ones((4, 1))).aborted is None
+        os.kill(manager.worker_pids()[1], signal.SIGKILL)
+        batch = manager.step(np.ones((4, 1)))
+        assert batch.aborted is not None
+        assert batch.aborted.tolist() == [False, False, True, True]
+
+
+def test_other_slots_go_on_while_a_worker_hangs(tmp_path: Path) -> None:
+    victim = EpisodeSeeds.training(0).seed(0, 0, 4)
+    with make(misbehave="hang", at=2, victim=victim, once=str(tmp_path / "happened"), step_timeout_s=3.0) as manager:
+        manager.reset()
+        manager.send(range(4), np.ones((4, 1)))
+        manager.recv(range(4))
+        manager.send(range(4), np.ones((4, 1)))
+        started, steps = time.perf_counter(), 0
+        while time.perf_counter() - started < 2.0:
+            batch = manager.recv(min_ready=2)
+            assert set(batch.slots.tolist()) <= {2, 3}
+            steps += 1
+            manager.send(batch.slots, np.ones((len(batch.slots), 1)))
+        assert steps > 20
+        late: set[int] = set()
+        while not late & {0, 1}:  # they come back
+            batch = manager.recv(min_ready=1)
+            late |= set(batch.slots.tolist())
+            if late & {0, 1}:
+                break
+            manager.send(batch.slots, np.ones((len(batch.slots), 1)))
+        assert manager.fault_records[0].kind is FaultKind.TIMED_OUT
+        assert "_hang_here" in manager.fault_records[0].detail
+
+
+def test_a_simulator_that_fails_at_once_ends_the_run_with_the_cause() -> None:
+    with make(misbehave="raise", at=1) as manager:
+        manager.reset()
+        with pytest.raises(SimFault, match="the gripper fell off") as caught:
+            manager.step(np.ones((4, 1)))
+        assert caught.value.kind is FaultKind.RAISED
+
+
+def test_a_simulator_that_always_fails_ends_the_run_with_the_cause() -> None:
+    with make(misbehave="raise", at=3, policy=FaultPolicy(max_restarts=2, backoff_s=0.01)) as manager:
+        manager.reset()
+        with pytest.raises(SimFault, match="the run ends here"):
+            play_lockstep(manager, 60)
+
+
+def test_a_worker_that_dies_in_a_row_ends_the_run() -> None:
+    with make(slots=1, workers=1, misbehave="exit", at=2, policy=FaultPolicy(max_restarts=0)) as manager:
+        manager.reset()
+        with pytest.raises(SimFault, match="1 times in a row") as caught:
+            play_lockstep(manager, 10)
+        assert caught.value.kind is FaultKind.DIED
+
+
+def test_pauses_double_up_to_their_limit() -> None:
+    policy = FaultPolicy(backoff_s=0.1, max_backoff_s=0.5)
+    assert [policy.pause_s(failures) for failures in range(1, 7)] == [0.0, 0.1, 0.2, 0.4, 0.5, 0.5]
+    with pytest.raises(ValueError, match="must not be negative"):
+        FaultPolicy(max_restarts=-1)
+
+
+def test_a_spare_takes_a_failed_workers_place() -> None:
+    with make(spare_workers=1) as manager:
+        manager.reset()
+        spare = manager._crew.spares[0].pid  # type: ignore[union-attr]
+        os.kill(manager.worker_pids()[0], signal.SIGKILL)
+        trace = play_lockstep(manager, 10)
+        assert manager.worker_pids()[0] == spare
+    assert_same(trace, clean_run(10))
+
+
+def test_chunks_are_played_again_too() -> None:
+    traces = []
+    for kill in (False, True):
+        with make(chunk_size=3, length=20) as manager:
+            manager.reset()
+            seen = []
+            for number in range(12):
+                if kill and number in (2, 8):
+                    os.kill(manager.worker_pids()[0], signal.SIGKILL)
+                batch = manager.step(np.random.default_rng(number).uniform(-1, 1, (4, 3, 1)))
+                seen.append((batch.observation["state"].copy(), batch.chunk_reward.copy(), batch.executed.copy(), batch.episodes))
+            traces.append(seen)
+    for mine, theirs in zip(*traces, strict=True):
+        for a, b in zip(mine[:3], theirs[:3], strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert mine[3] == theirs[3]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_asynchronous_play_gives_every_slot_what_lockstep_gives_it(workers: int) -> None:
+    with make(workers=workers) as manager:
+        manager.reset()
+        trace = play_asynchronously(manager, 25)
+    assert_same(trace, clean_run(25))

@@ -1,0 +1,47 @@
+"""benchmarks/gae.py run for real with a small size: it measures, its sides agree, and its figure is that of its table."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.test_benchmark_runs import run_script
+from tests.test_benchmarks import columns
+
+
+def test_gae_runs() -> None:
+    lines = run_script("gae.py", "--steps", "128", "--slots", "64", "--rounds", "15", "--truncated", "0.02")
+    table = columns(lines, below="side")
+    assert {"ours, numba", "ours, scan on the CPU", "torch loop", "numpy loop", "memory floor"} <= table.keys()
+    milliseconds = {name: float(cells[0]) for name, cells in table.items()}
+    figure = re.fullmatch(
+        r"figure: torch loop / ours = ([\d.]+)x, fastest rounds ([\d.]+)x \(reach: 10x, (kept|missed)\); "
+        r"numpy loop / ours = ([\d.]+)x; memory floor / ours = (\d+)%",
+        lines[-1],
+    )
+    assert figure is not None
+    # Printed to a microsecond, of some fifty.
+    assert float(figure[1]) == pytest.approx(milliseconds["torch loop"] / milliseconds["ours, numba"], rel=0.05)
+    assert float(figure[4]) == pytest.approx(milliseconds["numpy loop"] / milliseconds["ours, numba"], rel=0.05, abs=0.06)
+    assert (figure[3] == "kept") == (min(float(figure[1]), float(figure[2])) >= 10.0)
+    # Whatever else runs here: a loop that launches 4 operations for each of 128 steps is slower than one compiled pass.
+    assert milliseconds["torch loop"] > milliseconds["ours, numba"]
+    (agreement,) = re.findall(r"largest difference of any side ([\d.e+-]+)$", "\n".join(lines), re.MULTILINE)
+    assert float(agreement) < 1e-4
+
+
+def test_sides_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import runpy
+    import sys
+
+    from tests.test_benchmarks import BENCHMARKS
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = runpy.run_path(str(BENCHMARKS / "gae.py"))
+    sides = module["sides_of"](module["make_rollout"](16, 8, 0.05))
+    assert module["largest_difference"](sides) < 1e-4
+    right = sides["numpy loop"]
+    sides["numpy loop"] = lambda: (right()[0] + 0.5, right()[1])
+    assert module["largest_difference"](sides) == pytest.approx(0.5, abs=1e-4)
+    sys.modules.pop("tables", None)
