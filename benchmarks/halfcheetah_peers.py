@@ -85,7 +85,7 @@ def train_ours(config: TrainConfig, tell: Tell) -> None:
     from embodied_rl.trainer import Trainer
 
     with Trainer(config, Path(config.run_dir), command="benchmarks/halfcheetah_peers.py") as trainer:
-        collector: Any = trainer.collector
+        collector: Any = trainer.method.collector
         collect = collector.next_rollout
 
         def listening(iteration: int) -> Any:

@@ -51,7 +51,7 @@ def _ours(config: TrainConfig, gate: Gate) -> None:
     from embodied_rl.trainer import Trainer
 
     with Trainer(config, Path(config.run_dir), command="benchmarks/ppo_cpu.py") as trainer:
-        collector: Any = trainer.collector
+        collector: Any = trainer.method.collector
         collect = collector.next_rollout
 
         def gated(iteration: int) -> Any:
@@ -62,7 +62,7 @@ def _ours(config: TrainConfig, gate: Gate) -> None:
             return rollout
 
         collector.next_rollout = gated
-        gate.tell(threads=trainer.learner.compute_threads, processes=1 + trainer.manager.num_workers)
+        gate.tell(threads=trainer.method.learner.compute_threads, processes=1 + trainer.manager.num_workers)
         trainer.run()
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
 """What a user asks for → folder below configs/."""
 
+METHODS = ("advantages", "losses", "loss_terms")
+"""What `algorithms` lists besides its configuration files: the mathematics that these can name."""
+
 _WITH = "With: "
 
 _USAGE = f"""usage: python -m embodied_rl.catalog {{{"|".join(KINDS)}}} [--json]
@@ -24,7 +27,8 @@ _USAGE = f"""usage: python -m embodied_rl.catalog {{{"|".join(KINDS)}}} [--json]
        python -m embodied_rl.catalog check SIM [KEY=VALUE ...] [--json]
 
 List what there is: names, tasks, a line about each, which packages it needs and whether they are installed.
-Without a kind: everything.
+Without a kind: everything. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their
+formulas, what each needs, and where it comes from.
 
 tasks: every task of a simulator, not only the configured ones (sim.task=NAME takes any of them). SIM is a name of the list.
 
@@ -66,6 +70,34 @@ def entries(kind: str) -> list[Entry]:
         raise UserError(f"'{kind}' is not a kind of the catalogue.{did_you_mean(kind, KINDS)}")
     group = KINDS[kind]
     return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One advantage, loss or loss term, as its table has it."""
+
+    name: str
+    formula: str
+    unit: str
+    """What gets an advantage of its own, or what a ratio belongs to."""
+    needs: tuple[str, ...]
+    """What a run has to bring for it: critic, groups, behaviour_log_prob, … Empty: rewards, or log-probabilities, alone."""
+    options: tuple[str, ...]
+    """What advantage_options or loss_options may set."""
+    required_options: tuple[str, ...]
+    """Those of them that have no default."""
+    source: str
+    target: str
+    """``package.module:function``"""
+
+
+def methods(kind: str) -> list[Method]:
+    """The advantages, losses or loss terms (`METHODS`) that a configuration can name, in the tables' order. Loads no tensor library."""
+    from embodied_rl.algorithms.advantage_table import ADVANTAGES
+    from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES
+
+    infos = {"advantages": ADVANTAGES, "losses": LOSSES, "loss_terms": LOSS_TERMS}[kind].values()
+    return [Method(i.name, i.summary, i.unit, tuple(sorted(i.needs)), i.options, i.required_options, i.source, i.target) for i in infos]
 
 
 def extra_installed(extra: str) -> bool:
@@ -191,6 +223,29 @@ def print_entries(kind: str) -> None:
     console.print(table)
     if kind == "simulators":
         console.print("Each has more tasks (sim.task=NAME): python -m embodied_rl.catalog tasks SIM lists them.")
+    if kind == "algorithms":
+        for table_name in METHODS:
+            print_methods(table_name)
+
+
+def print_methods(kind: str) -> None:
+    """Print the advantages, losses or loss terms as a table."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    found = methods(kind)
+    table = Table(title=f"{kind.replace('_', ' ')} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    for column in ("name", "formula", "unit", "needs", "source"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "unit"))
+    for method in found:
+        needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in method.needs)
+        table.add_row(*(escape(text) for text in (method.name, method.formula, method.unit, needs, method.source)))
+    # Formulas and sources are long; see print_entries for why a pipe gets whole lines.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 320)
+    console.print()
+    console.print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -211,10 +266,19 @@ def _main(argv: Sequence[str]) -> None:
         return
     kinds = [word for word in argv if word != "--json"] or list(KINDS)
     if "--json" in argv:
-        print(json.dumps({kind: [asdict(entry) for entry in entries(kind)] for kind in kinds}, indent=1))
+        print(json.dumps(_document(kinds), indent=1))
         return
     for kind in kinds:
         print_entries(kind)
+
+
+def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    document: dict[str, list[dict[str, Any]]] = {}
+    for kind in kinds:
+        document[kind] = [asdict(entry) for entry in entries(kind)]
+        if kind == "algorithms":
+            document |= {name: [asdict(method) for method in methods(name)] for name in METHODS}
+    return document
 
 
 def _tasks(arguments: Sequence[str], as_json: bool) -> None:

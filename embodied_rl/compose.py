@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+_OPEN = ("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.")
+
 _PASSED_TO_HYDRA = (
     "--help",
     "-h",
@@ -85,8 +87,8 @@ def _search_path_plugin() -> type[SearchPathPlugin]:
 
 
 def open_kwargs(overrides: Sequence[str]) -> list[str]:
-    """Overrides as Hydra wants them: a simulator's own arguments need no ``+``, for which of them exist is the simulator's affair."""
-    return [f"++{override}" if override.startswith(("sim.kwargs.", "sim.kwargs=")) else override for override in overrides]
+    """Overrides as Hydra wants them: a simulator's or a method's own arguments need no ``+``: which exist is their affair."""
+    return [f"++{override}" if override.startswith(_OPEN) else override for override in overrides]
 
 
 def load_train_config(overrides: Sequence[str]) -> TrainConfig:

@@ -122,12 +122,83 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
+class GroupsConfig:
+    """Whole episodes in groups from the same initial state (see `embodied_rl.rollout.groups`)."""
+
+    group_size: int = 8
+    """Episodes of a group."""
+    groups_per_step: int = 4
+    """Groups between two updates."""
+    redundancy: int = 0
+    """Further episodes started for each group; the first `group_size` to finish win."""
+    max_staleness: int = 0
+    """Largest age, in updates, of anything that is trained on; 0: synchronous and deterministic."""
+    max_retries: int = 2
+    """How often one episode is begun again after a failure."""
+    max_rejected_per_step: int | None = None
+    """Groups that may be filtered or fail between two updates before the run stops; null: 10 × groups_per_step."""
+    episode_timeout_s: float | None = None
+    """An episode that takes longer is given up; null: never."""
+    filters: tuple[dict[str, Any], ...] = ()
+    """Which groups are dropped and replaced: ``{name: zero_variance}``, ``{name: mean_score, minimum: 0.1}``, ``{name: path, …}``."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What happens to the episodes' rewards before credit is assigned (whole episodes only)."""
+
+    mean: Literal["none", "batch", "group", "running"] = "none"
+    """What is subtracted from an episode's return."""
+    std: Literal["none", "batch", "group", "running"] = "none"
+    """What it is divided by."""
+    group_by: str = "number"
+    """Dotted key that makes a group for `mean` and `std`: number (the episode group), seed, domain, metadata.<key>."""
+    clip: float | None = None
+    """Limit each step's reward to ± this; null: no limit."""
+    length_penalty: float = 0.0
+    """Taken from the return for each step."""
+
+
+@dataclass(frozen=True)
+class KlConfig:
+    """Divergence from the policy that the run started with (whole episodes only)."""
+
+    coef: float = 0.0
+    """0: none, and no reference is kept."""
+    kind: Literal["k1", "k2", "k3"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    target: float | None = None
+    """Adapt the coefficient to keep the divergence here (Ziegler et al. 2019); null: fixed."""
+    horizon: float = 10_000
+    """Samples of the adaptation."""
+
+    def __post_init__(self) -> None:
+        _require(self.coef >= 0, "algorithm.kl.coef", ">= 0", self.coef)
+        _require(self.target is None or self.target > 0, "algorithm.kl.target", "> 0 or null", self.target)
+        _require(self.horizon > 0, "algorithm.kl.horizon", "> 0", self.horizon)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    """PPO (Schulman et al. 2017) with GAE (Schulman et al. 2016)."""
+    """Which mathematics turn experience into a gradient: an advantage, a loss, what surrounds them, and how long."""
 
     name: str = "ppo"
+    advantage: str = "gae"
+    """How credit is assigned; `python -m embodied_rl.catalog algorithms` lists them."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the advantage."""
+    loss: str = "ppo_clip"
+    """Loss of the policy."""
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the loss."""
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
+    """How a loss per step becomes one number; null: as the loss's paper has it."""
+    groups: GroupsConfig | None = None
+    """Learn from whole episodes in groups; null: from `rollout_steps` of every slot."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
     rollout_steps: int = 64
-    """T: steps of every slot between two updates."""
+    """T: steps of every slot between two updates, without groups."""
     gamma: float = 0.99
     gae_lambda: float = 0.95
     num_epochs: int = 10
@@ -282,7 +353,7 @@ class TrainConfig:
         )
         _require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
         _require(
-            self.algorithm.minibatch_size <= self.steps_per_iteration,
+            self.algorithm.groups is not None or self.algorithm.minibatch_size <= self.steps_per_iteration,
             "algorithm.minibatch_size",
             f"<= sim.num_slots * algorithm.rollout_steps ({self.steps_per_iteration})",
             self.algorithm.minibatch_size,
@@ -290,7 +361,7 @@ class TrainConfig:
 
     @property
     def steps_per_iteration(self) -> int:
-        """Environment steps of one rollout: num_slots × rollout_steps."""
+        """Environment steps of one rollout: num_slots × rollout_steps. (Whole episodes have no fixed number.)"""
         return self.sim.num_slots * self.algorithm.rollout_steps
 
     @property

@@ -15,23 +15,21 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from embodied_rl.algorithms.ppo import PPO
 from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors, checkpoint_name, save_checkpoint
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.files import write_atomic_with
 from embodied_rl.generation import make_generator
 from embodied_rl.hybrid.engine import HybridEngine
-from embodied_rl.hybrid.learner import Learner
 from embodied_rl.loggers import make_loggers
+from embodied_rl.methods import Experience, make_method
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.reporting import RunSummary
-from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.sim.faults import NonFiniteSimulationError
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import EpisodeSummary, Rollout
+from embodied_rl.types import EpisodeSummary
 
 _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
@@ -66,9 +64,10 @@ class Trainer:
         self.interrupted = False
         self._interim_success: float | None = None
         self._faults_told = 0
+        self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
         # The simulators start while this process builds its networks.
-        self.manager = EnvManager.from_config(config.sim, EpisodeSeeds.training(config.seed))
+        self.manager = EnvManager.from_config(config.sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None)
         try:
             self._build()
             if checkpoint is not None:
@@ -84,17 +83,9 @@ class Trainer:
         config = self.config
         torch.manual_seed(config.seed)
         self.policy = build_policy(config.policy, self.manager.spec)
-        self.learner = Learner(self.policy, config.algorithm, device=config.hybrid.device, num_threads=config.hybrid.num_threads)
-        self.algorithm = PPO(config.algorithm)
         self.generator = make_generator(config.generation, self.policy)
-        self.engine = HybridEngine(self.policy, self.learner, self.generator)
-        self.collector = RolloutCollector(
-            self.manager,
-            self.generator,
-            rollout_steps=config.algorithm.rollout_steps,
-            num_groups=config.sim.pipeline_groups,
-            seed=config.seed,
-        )
+        self.method = make_method(config, self.manager, self.policy, self.generator)
+        self.engine = HybridEngine(self.policy, self.generator)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -111,16 +102,14 @@ class Trainer:
             while not self._finished():
                 started = time.perf_counter()
                 with self.engine.generation():
-                    rollout = self.collector.next_rollout(self.iteration)
+                    experience = self.method.collect(self.iteration)
                 with self.engine.training():
-                    batch = self.algorithm.prepare(rollout, self.learner.values(rollout))
-                    stats = self.learner.update(
-                        batch, iteration=self.iteration, num_iterations=self.config.num_iterations, seed=self.config.seed
-                    )
-                    self.policy.update_statistics(self._tensors(rollout))
+                    prepared = self.method.prepare(experience)
+                    stats = self.method.update(prepared, iteration=self.iteration, steps=self.steps)
+                    self.policy.update_statistics(experience.observation)
                 self.iteration += 1
-                self.engine.publish(version=self.iteration)
-                self._report(rollout, stats, time.perf_counter() - started)
+                self._publish()
+                self._report(experience, stats, time.perf_counter() - started)
                 self._evaluate_and_save_when_due()
         self.save()
 
@@ -136,20 +125,27 @@ class Trainer:
             return self._interim_success is not None and self._interim_success >= config.stop_at_success
         return len(self.recent) == _WINDOW and self._success() >= config.stop_at_success
 
-    def _report(self, rollout: Rollout, stats: dict[str, float], seconds: float) -> None:
-        self.steps += rollout.num_steps
-        self.recent.extend((episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes)
-        times = self.collector.times
+    def _publish(self) -> None:
+        self.engine.publish(version=self.iteration)
+        self.method.published(self.iteration)
+
+    def _report(self, experience: Experience, stats: dict[str, float], seconds: float) -> None:
+        before = self.steps
+        self.steps += experience.num_steps
+        self._crossed = (before, self.steps)
+        self.recent.extend(experience.finished)
+        times = self.method.times
         self.metrics = {
             **({"episode/success": self._success()} if self.manager.spec.reports_success and self.recent else {}),
             **({"episode/return": float(np.mean([r for _, r, _ in self.recent]))} if self.recent else {}),
             **({"episode/length": float(np.mean([n for _, _, n in self.recent]))} if self.recent else {}),
-            "speed/steps_per_s": rollout.num_steps / seconds,
+            "speed/steps_per_s": experience.num_steps / seconds,
             "time/simulate_s": times.simulate_s,
             "time/act_s": times.act_s,
             "time/update_s": seconds - times.simulate_s - times.act_s,
             "speed/wall_clock_s": self.wall_clock_s(),
             **{f"train/{name}": value for name, value in stats.items()},
+            **self.method.metrics(),
         }
         self._report_faults()
         self.loggers.log(self.steps, self.metrics)
@@ -188,8 +184,8 @@ class Trainer:
     def _due(self, every: int | None) -> bool:
         if every is None:
             return False
-        before = self.steps - self.config.steps_per_iteration
-        return self.steps // every > before // every
+        before, now = self._crossed
+        return now // every > before // every
 
     # ---- evaluation, checkpoints ------------------------------------------------------------------------------------
 
@@ -207,13 +203,13 @@ class Trainer:
             self.run_dir,
             self.steps,
             policy=self.policy.state_dict(),
-            learner=self.learner.state_tensors(),
+            learner=self.method.learner.state_tensors(),
             state={
                 "iteration": self.iteration,
                 "wall_clock_s": self.wall_clock_s(),
                 "best": self.best if np.isfinite(self.best) else None,
                 "recent": [list(episode) for episode in self.recent],
-                "algorithm": self.algorithm.state_dict(),
+                "algorithm": self.method.state_dict(),
             },
             config=self.config,
             spec=self.manager.spec,
@@ -228,8 +224,8 @@ class Trainer:
         self.policy.load_state_dict(checkpoint.policy)
         state = checkpoint.state
         try:
-            self.learner.load_state_tensors(checkpoint.learner)
-            self.algorithm.load_state_dict(state["algorithm"])
+            self.method.learner.load_state_tensors(checkpoint.learner)
+            self.method.load_state_dict(state["algorithm"])
             self.iteration, self.steps = int(state["iteration"]), checkpoint.step
             self._started -= float(state["wall_clock_s"])
             self.best = -np.inf if state["best"] is None else float(state["best"])
@@ -270,15 +266,10 @@ class Trainer:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _restart_episodes(self) -> None:
-        self.algorithm.restart_episodes()
-        self.collector.restart(seed_round=self.iteration)
+        self.method.restart(self.iteration)
 
     def _success(self) -> float:
         return float(np.mean([success for success, _, _ in self.recent])) if self.recent else 0.0
-
-    @staticmethod
-    def _tensors(rollout: Rollout) -> dict[str, torch.Tensor]:
-        return {key: torch.from_numpy(part).flatten(0, 1) for key, part in rollout.observation.items()}
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

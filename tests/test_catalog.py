@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from embodied_rl import catalog
-from embodied_rl.catalog import KINDS, entries, extra_installed, main, missing_distributions
+from embodied_rl.algorithms.advantage_table import ADVANTAGES
+from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES
+from embodied_rl.catalog import KINDS, METHODS, entries, extra_installed, main, methods, missing_distributions
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
 from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from tests.short_run import one_line_error
@@ -35,6 +40,8 @@ MODULE_OF_EXTRA = {
     "text": "gem",
     "wandb": "wandb",
 }
+
+TABLES: dict[str, dict[str, Any]] = {"advantages": ADVANTAGES, "losses": LOSSES, "loss_terms": LOSS_TERMS}
 
 
 def files(kind: str) -> list[Path]:
@@ -142,9 +149,14 @@ def test_the_command_line_prints_json_and_loads_nothing_heavy(tmp_path: Path) ->
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
     document = json.loads(done.stdout)
-    assert list(document) == list(KINDS)
-    for kind, rows in document.items():
-        assert [row["name"] for row in rows] == [path.stem for path in files(kind)]
+    assert [kind for kind in document if kind not in METHODS] == list(KINDS)
+    for kind in KINDS:
+        assert [row["name"] for row in document[kind]] == [path.stem for path in files(kind)]
+    after_algorithms = list(document).index("algorithms") + 1
+    assert tuple(list(document)[after_algorithms : after_algorithms + len(METHODS)]) == METHODS
+    ipa = next(row for row in document["losses"] if row["name"] == "ipa")
+    assert ipa["needs"] == ["behaviour_log_prob", "chunk_id", "old_log_prob"]
+    assert ipa["required_options"] == ["max_mismatch"]
     pushcube = next(row for row in document["simulators"] if row["name"] == "maniskill_pushcube")
     assert pushcube["task"] == load_sim_config("maniskill_pushcube").task
     only = subprocess.run(
@@ -166,6 +178,40 @@ def test_tables_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     some = capsys.readouterr().out
     assert "policies (" in some
     assert "experiments (" not in some
+    assert "advantages (" not in some
+
+
+def test_algorithms_lists_the_mathematics_after_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["algorithms"])
+    printed = capsys.readouterr().out
+    titles = ["algorithms (", *(f"{kind.replace('_', ' ')} ({len(TABLES[kind])})" for kind in METHODS)]
+    places = [printed.index(title) for title in titles]
+    assert places == sorted(places)
+    for kind, start, end in zip(METHODS, places[1:], [*places[2:], len(printed)], strict=True):
+        lines = {line.split()[0]: line for line in printed[start:end].splitlines() if line.strip()}
+        for name, info in TABLES[kind].items():
+            # Whole and unchanged: "-H[pi]" is no markup.
+            assert info.summary in lines[name]
+            assert lines[name].rstrip().endswith(info.source)
+            assert f" {info.unit} " in lines[name]
+    lines = printed.splitlines()
+    (gae,) = [line for line in lines if line.startswith(" gae ")]
+    assert "  critic  " in gae
+    (topr,) = [line for line in lines if line.startswith(" topr ")]
+    assert "  behaviour log-probs  " in topr
+    assert not next(line for line in lines if line.startswith(" policy_gradient ")).count("log-probs")
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_methods_are_those_of_the_tables(kind: str) -> None:
+    found = methods(kind)
+    assert [method.name for method in found] == list(TABLES[kind])
+    for method in found:
+        info = TABLES[kind][method.name]
+        assert set(method.needs) == info.needs
+        assert set(method.required_options) <= set(method.options)
+        # The function that the catalogue names takes what the catalogue says it takes.
+        assert {*method.options} <= inspect.signature(load_target(method.target)).parameters.keys()
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ FLOORS: dict[str, set[str]] = {
     "hybrid": GROUND | {"config", "generation", "policies", "algorithms"},
     "report_page": GROUND | {"config", "loggers"},
     "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},
-    "trainer": GROUND
-    | {"config", "algorithms", "checkpoint", "generation", "hybrid", "loggers", "policies", "reporting", "rollout", "sim"},
+    "methods": GROUND | {"config", "algorithms", "generation", "hybrid", "policies", "rollout", "sim"},
+    "trainer": GROUND | {"config", "checkpoint", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "rollout", "sim"},
 }
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""
 

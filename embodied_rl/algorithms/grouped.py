@@ -234,7 +234,7 @@ def remax(*, score: Tensor, greedy_score: Tensor, mask: Tensor | None = None) ->
 
 @torch.no_grad()
 def reinforce_plus_plus(*, reward: Tensor, gamma: float = 1.0, mask: Tensor | None = None) -> Tensor:
-    """Discounted returns of tokens, whitened over the batch: REINFORCE++ (Hu 2025, arXiv:2501.03262), without its KL penalty.
+    """Discounted returns of tokens, whitened over the batch: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), without its KL penalty.
 
     The penalty belongs into `reward` [B, L] beforehand. For a batch on several ranks: `token_returns`, `Moments.merge`, `whiten`.
     """
@@ -243,7 +243,7 @@ def reinforce_plus_plus(*, reward: Tensor, gamma: float = 1.0, mask: Tensor | No
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(*, score: Tensor, group: Tensor, mask: Tensor, alone: Alone = "raw") -> Tensor:
-    """Minus the group's mean, then whitened over all action units of the batch: REINFORCE++-baseline (Hu 2025, arXiv:2501.03262).
+    """Minus the group's mean, then whitened over all action units of the batch: REINFORCE++-baseline (Hu et al. 2025, arXiv:2501.03262).
 
     The whitening moves the zero: a group of equal scores gets the same number everywhere, which is 0 only where the batch's mean is.
     """

@@ -63,7 +63,7 @@ def penalize_overlong(
 
 
 def difference_reward(*, reward: Tensor, counterfactual: Tensor, mask: Tensor | None = None) -> Tensor:
-    """D = G(z) - G(z with a default in the place of this action), any shape (Wolpert and Tumer 2002, "Optimal payoff functions").
+    """D = G(z) - G(z with a default in the place of this action), any shape (Wolpert and Tumer 2001, "Optimal payoff functions").
 
     What the action itself brought: since the counterfactual does not depend on it, it is a baseline that leaves the gradient's
     expectation as it is and takes out what would have happened anyway. The caller says what the default is: the reward of a no-op

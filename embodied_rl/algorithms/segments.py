@@ -56,8 +56,8 @@ def chunk_ranks(*, mask: Tensor, chunk_id: Tensor | None = None) -> tuple[Tensor
 def segment_returns(*, reward: Tensor, gamma: float, mask: Tensor, chunk_id: Tensor | None = None) -> Tensor:
     """Discounted returns chunk by chunk, shared by a chunk's units: G_k = r_k + gamma G_(k+1), r_k the sum of the chunk's rewards.
 
-    This is ROLL's agentic REINFORCE: one discount per turn, however many tokens it has. Rewards anywhere inside a chunk count there,
-    not those of its last token alone.
+    This is ROLL's agentic REINFORCE (Wang et al. 2025, arXiv:2506.06122): one discount per turn, however many tokens it has. Rewards
+    anywhere inside a chunk count there, not those of its last token alone.
 
     Args:
         reward: [B, L] float32 or float64; anything outside the mask.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from embodied_rl.generation.base import Generator
-from embodied_rl.hybrid.learner import Learner
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.policies.actor_critic import ActorCritic
 
@@ -18,9 +17,8 @@ class HybridEngine:
     processor's threads change hands; a larger model would move its weights, optimizer state and caches here.
     """
 
-    def __init__(self, policy: ActorCritic, learner: Learner, generator: Generator) -> None:
+    def __init__(self, policy: ActorCritic, generator: Generator) -> None:
         self.policy = policy
-        self.learner = learner
         self.generator = generator
         self.phase: str | None = None
         """``generation``, ``training``, or None outside both."""

@@ -42,6 +42,11 @@ def evaluate(manager: EnvManager, generator: Generator, num_episodes: int, *, fi
         if outcome.aborted is not None:
             over += outcome.slots[outcome.aborted].tolist()
         left[over] = np.maximum(left[over] - 1, 0)
+        if not manager.autoreset and (again := [slot for slot in sorted(over) if left[slot]]):
+            played = {slot: len(range(slot, num_episodes, manager.num_slots)) - int(left[slot]) for slot in again}
+            manager.begin(again, [first + slot + played[slot] * manager.num_slots for slot in again])
+            for key, part in manager.recv(again).observation.items():
+                observation[key][again] = part
     finished.sort(key=lambda episode: episode.seed)
     missing = sorted(set(range(first, first + num_episodes)) - {episode.seed for episode in finished})
     assert len(finished) + len(missing) == num_episodes, "a seed was played twice"

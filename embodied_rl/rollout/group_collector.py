@@ -13,7 +13,7 @@ from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import ActionSpec, Episode, EpisodeGroup, Observation, StepBatch
+from embodied_rl.types import ActionSpec, Episode, EpisodeGroup, EpisodeSummary, Observation, StepBatch
 
 _NOISE_STREAM = 2
 _NOISE_BLOCK = 64
@@ -62,7 +62,7 @@ class EpisodeRecorder:
         self.log_prob.append(log_prob)
         self.version.append(version)
 
-    def finish(self, batch: StepBatch, row: int, success: bool) -> Episode:
+    def finish(self, batch: StepBatch, row: int, success: bool, metadata: dict[str, Any]) -> Episode:
         """The episode, whose last step is a row of `batch`."""
         observation = {key: _stack([seen[key] for seen in self.observation]) for key in self.observation[0]}
         return Episode(
@@ -77,6 +77,7 @@ class EpisodeRecorder:
             domain=self.assignment.domain,
             policy_version=np.asarray(self.version, np.int64),
             final_observation={key: _copied(part[row]) for key, part in batch.final_observation.items()},
+            metadata=metadata,
         )
 
 
@@ -87,7 +88,18 @@ class GroupCollector:
     of every number, depends on the seeds alone. With a number the collector takes whatever is ready, and nobody waits for the slowest.
     """
 
-    def __init__(self, manager: EnvManager, generator: Generator, queue: GroupQueue, *, seed: int, min_ready: int | None = None) -> None:
+    def __init__(
+        self,
+        manager: EnvManager,
+        generator: Generator,
+        queue: GroupQueue,
+        *,
+        seed: int,
+        min_ready: int | None = None,
+        greedy_member: bool = False,
+    ) -> None:
+        """`greedy_member`: member 0 of each group is played by the policy's mode, and its episode says ``metadata["greedy"]``."""
+        self._greedy_member = greedy_member
         self.manager, self.generator, self.queue = manager, generator, queue
         self.seed, self.min_ready = seed, min_ready
         self.times = CollectorTimes()
@@ -119,12 +131,11 @@ class GroupCollector:
         self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
         return groups
 
-    def restart(self) -> None:
-        """Give every running episode up (a resume, an evaluation in between); the queue must be asked anew."""
+    def restart(self, queue: GroupQueue) -> None:
+        """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
         if self._in_flight:
             self.manager.recv()
-        for recorder in self._playing.values():
-            self.queue.failed(recorder.assignment, "the collector was restarted")
+        self.queue = queue
         self._playing.clear()
         self._unanswered.clear()
         self._idle, self._in_flight = list(range(self.manager.num_slots)), 0
@@ -158,7 +169,7 @@ class GroupCollector:
                 self.queue.progressed(recorder.assignment)
             if slot in summaries:
                 self._stop(slot)
-                self.queue.finished(recorder.assignment, recorder.finish(batch, row, summaries[slot].success_once))
+                self.queue.finished(recorder.assignment, self._episode(recorder, batch, row, summaries[slot]))
             elif self.queue.should_stop(recorder.assignment):
                 self._stop(slot)
             else:
@@ -168,6 +179,10 @@ class GroupCollector:
             del self._unanswered[slot]
             self._stop(slot)
 
+    def _episode(self, recorder: EpisodeRecorder, batch: StepBatch, row: int, summary: EpisodeSummary) -> Episode:
+        greedy = self._greedy_member and recorder.assignment.member == 0
+        return recorder.finish(batch, row, summary.success_once, {"final_info": summary.final_info, "greedy": greedy})
+
     def _stop(self, slot: int) -> None:
         del self._playing[slot]
         self._idle.append(slot)
@@ -176,17 +191,26 @@ class GroupCollector:
     def _act(self) -> None:
         if not self._unanswered:
             return
-        slots = sorted(self._unanswered)
+        # Greedy members act without noise, which is a matter of a whole call.
+        greedy = [slot for slot in self._unanswered if self._is_greedy(slot)]
+        for slots, noisy in ((sorted(self._unanswered.keys() - set(greedy)), True), (sorted(greedy), False)):
+            if slots:
+                self._answer(slots, noisy)
+        self._unanswered.clear()
+
+    def _is_greedy(self, slot: int) -> bool:
+        return self._greedy_member and self._playing[slot].assignment.member == 0
+
+    def _answer(self, slots: list[int], noisy: bool) -> None:
         rows = [self._unanswered[slot] for slot in slots]
         observation = {key: _stack([row[key] for row in rows]) for key in rows[0]}
-        noise = np.stack([self._playing[slot].noise.next() for slot in slots])
+        noise = np.stack([self._playing[slot].noise.next() for slot in slots]) if noisy else None
         self.generator.send(np.asarray(slots), observation, noise)
         acted = self.generator.recv()
         for row, slot in enumerate(slots):
             self._playing[slot].acted(rows[row], acted.action[row], acted.log_prob[row], acted.version)
         self.manager.send(slots, self.manager.spec.action.denormalise(acted.action))
         self._in_flight += len(slots)
-        self._unanswered.clear()
 
     def _tick(self) -> None:
         if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:

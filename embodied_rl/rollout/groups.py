@@ -285,7 +285,7 @@ class GroupQueue:
             running = sorted((a for g in self._open.values() for a in g.running.values()), key=lambda attempt: attempt.started_s)
             text = (
                 f"Version {self.version}: {len(self._ready)} groups ready of the {self.config.groups_per_step} of a batch, "
-                f"{len(self._open)} unfinished with {len(running)} episodes running; {self._rejected} groups rejected since the last batch. "
+                f"{len(self._open)} unfinished with {len(running)} episodes running; {self._rejected} rejected since the last batch. "
                 f"Whole run: admitted {total.admitted} = consumed {total.consumed} + filtered {total.filtered} + stale {total.stale} "
                 f"+ failed {total.failed} + in flight {total.in_flight}."
             )
@@ -414,8 +414,8 @@ class GroupQueue:
         if self._rejected > self.config.rejected_limit:
             raise BatchNeverFullError(
                 f"{self._rejected} groups were rejected since the last batch, more than groups.max_rejected_per_step allows "
-                f"({self.config.rejected_limit}). {self.describe()} Loosen the filters, choose tasks that are neither too hard nor too easy "
-                "for the policy, mend what fails, or raise the limit."
+                f"({self.config.rejected_limit}). {self.describe()} Loosen the filters, choose tasks that are neither too hard "
+                "nor too easy for the policy, mend what fails, or raise the limit."
             )
 
     def _count(self, domain: str, **changes: int) -> None:

@@ -19,7 +19,8 @@ from embodied_rl.errors import UserError, did_you_mean
 
 Overtaking = Literal["never", "bounded", "free"]
 """never: batches hold the groups in the order of their numbers. bounded: a finished group may overtake slower ones as long as all of
-them can still be consumed in time. free: whatever is finished goes, and what gets too old meanwhile is dropped as stale."""
+them can still be consumed in time; where all places are taken, that leaves almost the order of numbers. free: whatever is finished
+goes, and what gets too old meanwhile is dropped as stale: the fastest, but it prefers short episodes, which biases what is learned."""
 
 REJECTED_PER_PLACE = 10
 """Groups that may be rejected for each one of a batch, where the configuration gives no limit; DAPO's number of attempts."""
@@ -34,7 +35,8 @@ class GroupQueueConfig:
     groups_per_step: int
     """Groups of one training batch."""
     redundancy: int = 0
-    """Further episodes that are started for each group; the first `group_size` to finish win, the others are stopped."""
+    """Further episodes that are started for each group; the first `group_size` to finish win, the others are stopped. Short episodes
+    are preferred by this: choose it where length says little about success."""
     max_staleness: int = 0
     """S: largest age (in versions) of anything that is trained on. 0: synchronous, and with redundancy 0 deterministic."""
     overtaking: Overtaking = "bounded"

@@ -92,7 +92,7 @@ class EnvManager:
         if chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
         cores = available_cores()
-        self.num_slots, self.chunk_size = num_slots, chunk_size
+        self.num_slots, self.chunk_size, self.autoreset = num_slots, chunk_size, autoreset
         self.num_workers = min(num_workers or cores, num_slots)
         if self.num_workers > cores:
             warnings.warn(
@@ -129,7 +129,9 @@ class EnvManager:
             raise
 
     @staticmethod
-    def from_config(config: SimConfig, seeds: EpisodeSeeds, *, num_slots: int | None = None, render: bool = False) -> EnvManager:
+    def from_config(
+        config: SimConfig, seeds: EpisodeSeeds, *, num_slots: int | None = None, render: bool = False, autoreset: bool = True
+    ) -> EnvManager:
         """The manager a configuration describes. `render` asks simulators that must know beforehand to be able to draw."""
         kwargs = {**config.kwargs, **({"render": True} if render else {})}
         slots = num_slots or config.num_slots
@@ -140,6 +142,7 @@ class EnvManager:
             seeds=seeds,
             success_ends_episode=config.success_ends_episode,
             max_episode_steps=config.max_episode_steps,
+            autoreset=autoreset,
             faults=FaultPolicy.from_config(config),
             placement=config.placement,
             spare_workers=config.spare_workers,

@@ -13,7 +13,7 @@ from tests.hybrid.samples import CONFIG, make_batch, make_policy
 
 def make_engine() -> HybridEngine:
     policy = make_policy()
-    return HybridEngine(policy, Learner(policy, CONFIG), TorchGenerator(policy))
+    return HybridEngine(policy, TorchGenerator(policy))
 
 
 def test_generation_sees_new_weights_at_publish_alone() -> None:
@@ -30,7 +30,7 @@ def test_generation_sees_new_weights_at_publish_alone() -> None:
     before, version = act()
     assert version == 7
     with engine.training():
-        engine.learner.update(make_batch(engine.policy), iteration=0, num_iterations=1, seed=0)
+        Learner(engine.policy, CONFIG).update(make_batch(engine.policy), iteration=0, num_iterations=1, seed=0)
     assert np.array_equal(act()[0], before)
     engine.publish(8)
     after, version = act()

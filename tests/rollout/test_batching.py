@@ -65,7 +65,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match="leaves none. Use mode 'copy'"):
+    with pytest.raises(UserError, match=r"leaves none\. Use mode 'copy'"):
         adjust_rows(5, divisors=[8], mode="delete", seed=0)
     with pytest.raises(UserError, match="Did you mean 'delete'"):
         adjust_rows(5, divisors=[8], mode="delet", seed=0)  # type: ignore[arg-type]

@@ -1,0 +1,111 @@
+"""An advantage, a loss and what surrounds them, put together from a configuration; what makes no sense together is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodied_rl.algorithms.advantage_table import AdvantageInfo, advantage_info
+from embodied_rl.algorithms.catalogue import MethodInfo
+from embodied_rl.algorithms.loss_table import LossInfo, loss_info
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.errors import UserError, did_you_mean
+
+OF_CONFIG = {"gamma", "gae_lambda", "clip_low", "clip_high", "dual_clip"}
+"""Options that have a key of their own in the configuration."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Which functions a run uses. Built by `compose`."""
+
+    advantage: AdvantageInfo
+    loss: LossInfo
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage.returns_value_target
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Log-probabilities of the policy as it is when the update begins."""
+        return "proximal_log_prob" in self.loss.inputs or "old_log_prob" in self.loss.inputs
+
+
+def compose(config: AlgorithmConfig) -> Composition:
+    """Look up and check. Raises UserError with the reason where names or combinations make no sense."""
+    advantage, loss = advantage_info(config.advantage), loss_info(config.loss)
+    _check_options(advantage, config.advantage_options, "algorithm.advantage_options", config)
+    _check_options(loss, config.loss_options, "algorithm.loss_options", config)
+    if config.groups is None:
+        _check_without_groups(config, advantage, loss)
+    else:
+        _check_with_groups(config, advantage, loss)
+    return Composition(advantage, loss)
+
+
+def method_options(info: MethodInfo, given: dict[str, object], config: AlgorithmConfig) -> dict[str, object]:
+    """The keyword arguments of a method: its fixed ones, those with a key in the configuration, and what the user gave."""
+    own = {name: getattr(config, name) for name in info.options if name in OF_CONFIG and getattr(config, name) is not None}
+    return {**own, **given, **info.fixed}
+
+
+def _check_options(info: MethodInfo, given: dict[str, object], where: str, config: AlgorithmConfig) -> None:
+    allowed = [name for name in info.options if name not in OF_CONFIG]
+    for name in given:
+        if name in OF_CONFIG:
+            raise UserError(f"{where}.{name} has a key of its own: set algorithm.{name}.")
+        if name not in allowed:
+            raise UserError(f"{where}.{name} is no option of '{info.name}'.{did_you_mean(str(name), allowed)}")
+    missing = [name for name in info.required_options if name not in OF_CONFIG and name not in given]
+    if missing:
+        raise UserError(f"'{info.name}' needs {where}.{missing[0]}.")
+
+
+def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: LossInfo) -> None:
+    """Fixed rollouts are PPO's: a critic, and a ratio for each step."""
+    if advantage.name != "gae":
+        raise UserError(
+            f"algorithm.advantage='{advantage.name}' works on whole episodes, and algorithm.groups is null: "
+            "choose a method with groups (algorithm=grpo, say), or advantage=gae."
+        )
+    if loss.name != "ppo_clip":
+        raise UserError(f"algorithm.loss='{loss.name}' is offered on whole episodes: set algorithm.groups, or loss=ppo_clip.")
+    if config.kl.coef > 0:
+        raise UserError("algorithm.kl is offered on whole episodes: set algorithm.groups, or algorithm.kl.coef=0.")
+    reward = config.reward
+    if reward.mean != "none" or reward.std != "none" or reward.clip is not None or reward.length_penalty:
+        raise UserError("algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.")
+
+
+def _check_with_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: LossInfo) -> None:
+    groups = config.groups
+    assert groups is not None
+    if config.normalize_reward:
+        raise UserError("algorithm.normalize_reward is about fixed rollouts; with groups set algorithm.reward.std instead.")
+    if advantage.name in ("gae_chunk", "gae_action"):
+        raise UserError(f"algorithm.advantage='{advantage.name}' needs a policy that acts in chunks; this one acts step by step: take gae.")
+    if "groups" in advantage.needs and groups.group_size < 2:
+        raise UserError(
+            f"algorithm.advantage='{advantage.name}' compares the episodes of a group, and algorithm.groups.group_size is "
+            f"{groups.group_size}: set it to 2 or more, or take an advantage without groups (reinforce, gae)."
+        )
+    if "greedy_baseline" in advantage.needs and (groups.redundancy or groups.group_size < 2):
+        raise UserError(
+            "algorithm.advantage='remax' plays one episode of each group by the policy's mode and needs it: "
+            "set algorithm.groups.redundancy=0 and group_size to 2 or more."
+        )
+    if "demonstrations" in loss.needs:
+        raise UserError(f"algorithm.loss='{loss.name}' learns from demonstrations, and the episodes of a run are its own.")
+    if loss.name == "gpg" and advantage.name != "gpg":
+        raise UserError(f"algorithm.loss='gpg' is a policy gradient with GPG's advantages: set advantage=gpg, not '{advantage.name}'.")
+    if loss.name == "ipa" and advantage.name != "ipa":
+        raise UserError(f"algorithm.loss='ipa' reads success from the sign of IPA's returns: set advantage=ipa, not '{advantage.name}'.")
+    if config.kl.coef > 0 and config.kl.place == "loss" and config.kl.kind == "k1":
+        raise UserError("algorithm.kl.kind='k1' as a loss has the gradient 0: take k2 or k3, or kl.place=reward.")
+    if groups.max_staleness > 0 and loss.name in ("policy_gradient", "gpg"):
+        raise UserError(
+            f"algorithm.loss='{loss.name}' has no ratio and takes old episodes for new ones: set algorithm.groups.max_staleness=0, "
+            "or take ppo_clip, decoupled_ppo or topr."
+        )
+    if config.kl.target is not None and config.kl.coef == 0:
+        raise UserError("algorithm.kl.target adapts a coefficient that starts at algorithm.kl.coef=0: give one above 0.")

@@ -1,0 +1,124 @@
+"""Groups of whole episodes as a batch: a row is an episode, an entry one of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.types import Episode, EpisodeGroup
+
+
+@dataclass(frozen=True)
+class EpisodeBatch:
+    """B episodes of at most L steps, M steps in all.
+
+    What networks read is kept flat, [M, ...], episode after episode; what belongs to a step of a row is [B, L], 0 where the mask is
+    False. `scatter` goes from the one to the other.
+    """
+
+    episodes: tuple[Episode, ...]
+    observation: dict[str, Tensor]
+    """{key: [M, ...]}"""
+    final_observation: dict[str, Tensor]
+    """{key: [B, ...]}"""
+    action: Tensor
+    """[M, A]"""
+    row: Tensor
+    """[M] int64 episode of each step."""
+    column: Tensor
+    """[M] int64 its place in the episode."""
+    mask: Tensor
+    """[B, L] bool"""
+    reward: Tensor
+    """[B, L] float32"""
+    behaviour_log_prob: Tensor
+    """[B, L] log-probability of the whole action under the policy that acted."""
+    group: Tensor
+    """[B] int64 number of the episode's group."""
+    terminated: Tensor
+    """[B] bool"""
+    truncated: Tensor
+    """[B] bool"""
+    success: Tensor
+    """[B] bool"""
+    greedy: Tensor
+    """[B] bool: played by the mode of the policy, for a baseline alone."""
+    groups: tuple[EpisodeGroup, ...] = field(repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, L)"""
+        return int(self.mask.shape[0]), int(self.mask.shape[1])
+
+    def scatter(self, flat: Tensor) -> Tensor:
+        """[M] → [B, L] with zeros elsewhere; gradients flow."""
+        return torch.zeros(self.shape, dtype=flat.dtype, device=flat.device).index_put((self.row, self.column), flat)
+
+    @staticmethod
+    def of(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
+        """Rows in the order of groups and members."""
+        episodes = tuple(episode for group in groups for episode in group.episodes)
+        lengths = np.array([episode.num_messages for episode in episodes])
+        row = np.repeat(np.arange(len(episodes)), lengths)
+        column = np.concatenate([np.arange(length) for length in lengths])
+        batch, longest = len(episodes), int(lengths.max())
+
+        def padded(parts: Sequence[np.ndarray]) -> Tensor:
+            values = np.zeros((batch, longest), np.float32)
+            values[row, column] = np.concatenate(parts)
+            return torch.from_numpy(values)
+
+        def flags(values: Sequence[bool]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.bool)
+
+        mask = np.zeros((batch, longest), bool)
+        mask[row, column] = True
+        keys = [key for key, part in episodes[0].observation.items() if part.dtype != object]
+        return EpisodeBatch(
+            episodes=episodes,
+            observation={key: torch.from_numpy(np.concatenate([e.observation[key] for e in episodes])) for key in keys},
+            final_observation={key: torch.from_numpy(np.stack([e.final_observation[key] for e in episodes])) for key in keys},
+            action=torch.from_numpy(np.concatenate([episode.action for episode in episodes])),
+            row=torch.from_numpy(row),
+            column=torch.from_numpy(column),
+            mask=torch.from_numpy(mask),
+            reward=padded([episode.reward for episode in episodes]),
+            behaviour_log_prob=padded([episode.log_prob.sum(axis=1) for episode in episodes]),
+            group=torch.tensor([group.number for group in groups for _ in group.episodes]),
+            terminated=flags([episode.terminated for episode in episodes]),
+            truncated=flags([episode.truncated and not episode.terminated for episode in episodes]),
+            success=flags([episode.success for episode in episodes]),
+            greedy=flags([bool(episode.metadata.get("greedy", False)) for episode in episodes]),
+            groups=tuple(groups),
+        )
+
+
+@dataclass(frozen=True)
+class EpisodeValues:
+    """The critic's view of a batch of episodes; zeros where the method has no critic."""
+
+    value: Tensor
+    """[B, L]"""
+    final_value: Tensor
+    """[B] of the final observations."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What an update needs beside the episodes."""
+
+    advantage: Tensor
+    """[B, L] 0 where `mask` is False."""
+    mask: Tensor
+    """[B, L] bool: steps that are learned from (greedy baselines are not)."""
+    value: Tensor
+    """[B, L] that the returns were computed with."""
+    returns: Tensor | None
+    """[B, L] target of the critic; None: there is none."""
+    positive: Tensor
+    """[B] bool: episodes that succeeded."""
+    metrics: dict[str, float]

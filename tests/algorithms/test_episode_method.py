@@ -1,0 +1,140 @@
+"""From groups of episodes to advantages, by hand arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from embodied_rl.algorithms.episode_method import EpisodeMethod
+from embodied_rl.algorithms.episodes import EpisodeBatch, EpisodeValues
+from embodied_rl.config import AlgorithmConfig, GroupsConfig, KlConfig, RewardConfig
+from embodied_rl.types import Episode, EpisodeGroup
+
+CONFIG = AlgorithmConfig(advantage="dr_grpo", groups=GroupsConfig(group_size=2), normalize_advantage="none", gamma=0.5)
+
+
+def episode(rewards: list[float], seed: int, *, terminated: bool = True, states: list[int] | None = None, greedy: bool = False) -> Episode:
+    steps = len(rewards)
+    return Episode(
+        observation={"state": np.array(states or range(steps), np.float32)[:, None]},
+        action=np.zeros((steps, 2), np.float32),
+        log_prob=np.full((steps, 2), -0.5, np.float32),
+        reward=np.array(rewards, np.float32),
+        terminated=terminated,
+        truncated=not terminated,
+        success=sum(rewards) > 0,
+        seed=seed,
+        domain="toy",
+        policy_version=np.zeros(steps, np.int64),
+        final_observation={"state": np.array([9.0], np.float32)},
+        metadata={"greedy": greedy},
+    )
+
+
+def group(number: int, *episodes: Episode) -> EpisodeGroup:
+    return EpisodeGroup(number, "toy", episodes[0].seed, 0, episodes)
+
+
+def credit(config: AlgorithmConfig, *groups: EpisodeGroup, values: EpisodeValues | None = None):
+    batch = EpisodeBatch.of(groups)
+    method = EpisodeMethod(config)
+    zeros = EpisodeValues(torch.zeros(batch.shape), torch.zeros(batch.shape[0]))
+    return batch, method.prepare(batch, values or zeros, None, None), method
+
+
+GROUPS = (group(4, episode([1, 2, 3], 40), episode([4], 40)), group(7, episode([0, 5], 70), episode([5, -1, 3], 70)))
+
+
+def test_rows_are_episodes_and_entries_their_steps() -> None:
+    batch, _, _ = credit(CONFIG, *GROUPS)
+    assert batch.shape == (4, 3)
+    assert batch.mask.sum(1).tolist() == [3, 1, 2, 3]
+    assert batch.reward.tolist() == [[1, 2, 3], [4, 0, 0], [0, 5, 0], [5, -1, 3]]
+    assert batch.behaviour_log_prob[0].tolist() == [-1, -1, -1]  # two action units of -0.5
+    assert batch.behaviour_log_prob[1].tolist() == [-1, 0, 0]
+    assert batch.group.tolist() == [4, 4, 7, 7]
+    flat = torch.arange(9.0, requires_grad=True)
+    assert batch.scatter(flat).tolist() == [[0, 1, 2], [3, 0, 0], [4, 5, 0], [6, 7, 8]]
+
+
+def test_group_advantages_are_shared_by_an_episodes_steps() -> None:
+    _, found, _ = credit(CONFIG, *GROUPS)
+    # Returns 6 and 4 (mean 5), 5 and 7 (mean 6).
+    assert found.advantage.tolist() == [[1, 1, 1], [-1, 0, 0], [-1, -1, 0], [1, 1, 1]]
+    assert found.returns is None
+
+
+def test_returns_to_go_stop_at_each_episodes_own_end() -> None:
+    _, found, _ = credit(replace(CONFIG, advantage="reinforce"), *GROUPS)
+    # gamma 0.5: 1 + 0.5 (2 + 0.5·3) = 2.75, 3.5, 3; 4; 2.5, 5; 5 + 0.5 (-1 + 1.5) = 5.25, 0.5, 3.
+    assert found.advantage.tolist() == [[2.75, 3.5, 3], [4, 0, 0], [2.5, 5, 0], [5.25, 0.5, 3]]
+
+
+def test_a_truncated_episode_bootstraps_from_its_final_observation() -> None:
+    groups = [group(0, episode([1, 1], 0, terminated=False), episode([2], 0))]
+    values = EpisodeValues(torch.tensor([[0.5, 1.0], [3.0, 0.0]]), torch.tensor([8.0, 99.0]))
+    config = replace(CONFIG, advantage="gae", gae_lambda=1.0)
+    _, found, _ = credit(config, *groups, values=values)
+    # Row 0: second step 1 + 0.5·8 - 1 = 4; first 1 + 0.5·1 - 0.5 + 0.5·4 = 3. Row 1 is terminated: 2 - 3 = -1.
+    assert found.advantage.tolist() == [[3, 4], [-1, 0]]
+    assert found.returns is not None
+    assert found.returns[0].tolist() == [3.5, 5.0]
+    assert found.returns[1, 0] == 2.0
+
+
+def test_decisions_of_ipa_are_discounted_from_the_last() -> None:
+    _, found, _ = credit(replace(CONFIG, advantage="ipa"), *GROUPS)
+    # gamma^(steps to the last) · return: 6 · (0.25, 0.5, 1).
+    assert found.advantage[0].tolist() == [1.5, 3, 6]
+    assert found.advantage[1].tolist() == [4, 0, 0]
+    assert found.positive.tolist() == [True] * 4
+
+
+def test_gigpo_compares_steps_from_the_same_observation_of_the_group() -> None:
+    first, second = episode([0, 1], 0, states=[1, 2]), episode([0, 0], 0, states=[1, 3])
+    config = replace(CONFIG, advantage="gigpo", advantage_options={"normalize": "mean"})
+    _, found, _ = credit(config, group(0, first, second))
+    # Episodes: returns 1 and 0, ±0.5. Steps from state 1: discounted returns 0.5 and 0, ±0.25; the others are alone: 0.
+    assert found.advantage.tolist() == [[0.75, 0.5], [-0.75, -0.5]]
+
+
+def test_a_greedy_episode_is_a_baseline_and_is_not_learned_from() -> None:
+    config = replace(CONFIG, advantage="remax")
+    _, found, _ = credit(config, group(0, episode([2], 0, greedy=True), episode([5, 1], 0), episode([1], 0)))
+    assert found.advantage.tolist() == [[0, 0], [4, 4], [-1, 0]]
+    assert found.mask.tolist() == [[False, False], [True, True], [True, False]]
+
+
+def test_rewards_are_clipped_penalised_and_normalised_in_this_order() -> None:
+    config = replace(CONFIG, advantage="reinforce", gamma=1.0, reward=RewardConfig(clip=3.0, length_penalty=1.0))
+    _, found, _ = credit(config, *GROUPS)
+    # Row 0: 1, 2, 3 minus one a step: 0, 1, 2, to go 3, 3, 2. Row 1: min(4, 3) - 1.
+    np.testing.assert_allclose(found.advantage[:2], [[3, 3, 2], [2, 0, 0]], atol=1e-6)
+    config = replace(CONFIG, advantage="reinforce", gamma=1.0, reward=RewardConfig(mean="group", group_by="seed"))
+    _, found, _ = credit(config, *GROUPS)
+    np.testing.assert_allclose(found.advantage[:, 0], [1, -1, -1, 1], atol=1e-6)  # whole returns minus their group's mean
+
+
+def test_running_moments_and_the_coefficient_survive_a_resume() -> None:
+    config = replace(CONFIG, advantage="reinforce", reward=RewardConfig(std="running"), kl=KlConfig(coef=0.1, target=0.01))
+    _, _, method = credit(config, *GROUPS)
+    method.adapt(1.0, 100)
+    other = EpisodeMethod(config)
+    other.load_state_dict(method.state_dict())
+    # Returns 6, 4, 5, 7: mean 5.5, biased variance 1.25. Coefficient: 0.1 · (1 + 0.2 · 100 / 10000).
+    assert (other.moments.mean, other.moments.var, other.moments.count) == (5.5, 1.25, 4)
+    assert other.kl_coefficient.value == pytest.approx(0.1002)
+
+
+def test_a_divergence_in_the_reward_is_taken_from_each_step() -> None:
+    config = replace(CONFIG, advantage="reinforce", gamma=1.0, kl=KlConfig(coef=0.5, kind="k1", place="reward"))
+    batch = EpisodeBatch.of(GROUPS)
+    values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(4))
+    present, reference = torch.zeros(batch.shape), torch.full(batch.shape, -2.0)
+    found = EpisodeMethod(config).prepare(batch, values, present, reference)
+    # d = 0 - (-2) = 2, half of it a step: rewards 0, 1, 2.
+    np.testing.assert_allclose(found.advantage[0], [3, 3, 2], atol=1e-6)
+    assert found.metrics["kl"] == pytest.approx(2.0)
