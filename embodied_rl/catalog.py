@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.cli import run_command
 
 if TYPE_CHECKING:
+    from embodied_rl.algorithms.advantage_table import AdvantageInfo
+    from embodied_rl.algorithms.loss_table import LossInfo
     from embodied_rl.config import SimConfig
 
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
@@ -96,8 +98,14 @@ def methods(kind: str) -> list[Method]:
     from embodied_rl.algorithms.advantage_table import ADVANTAGES
     from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES
 
-    infos = {"advantages": ADVANTAGES, "losses": LOSSES, "loss_terms": LOSS_TERMS}[kind].values()
-    return [Method(i.name, i.summary, i.unit, tuple(sorted(i.needs)), i.options, i.required_options, i.source, i.target) for i in infos]
+    tables: dict[str, Iterable[AdvantageInfo | LossInfo]] = {
+        "advantages": ADVANTAGES.values(),
+        "losses": LOSSES.values(),
+        "loss_terms": LOSS_TERMS.values(),
+    }
+    return [
+        Method(i.name, i.summary, i.unit, tuple(sorted(i.needs)), i.options, i.required_options, i.source, i.target) for i in tables[kind]
+    ]
 
 
 def extra_installed(extra: str) -> bool:

@@ -334,6 +334,8 @@ class TrainConfig:
     stop_at_success: float | None = None
     """Stop when the success rate reaches this: of the evaluations during the run where evaluation.every_steps is set (without
     exploration noise), else of the last 100 training episodes; null: train all steps."""
+    stop_at_return: float | None = None
+    """Stop when the mean return of an evaluation during the run reaches this (needs evaluation.every_steps); null: no such end."""
     max_minutes: float | None = None
     """Stop training after this much wall-clock time; null: no limit."""
     resume: str | None = None
@@ -350,6 +352,12 @@ class TrainConfig:
         _require(self.total_steps >= 1, "total_steps", ">= 1", self.total_steps)
         _require(
             self.stop_at_success is None or 0 < self.stop_at_success <= 1, "stop_at_success", "in (0, 1] or null", self.stop_at_success
+        )
+        _require(
+            self.stop_at_return is None or self.evaluation.every_steps is not None,
+            "evaluation.every_steps",
+            "set where stop_at_return is",
+            self.evaluation.every_steps,
         )
         _require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
         _require(

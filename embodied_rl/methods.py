@@ -226,6 +226,14 @@ def queue_config(groups: GroupsConfig) -> GroupQueueConfig:
     )
 
 
+def check_method(config: TrainConfig) -> None:
+    """Raises UserError for mathematics that make no sense together, before any simulator is started."""
+    compose(config.algorithm)
+    if config.algorithm.groups is not None:
+        queue_config(config.algorithm.groups)
+        build_filters(config.algorithm.groups.filters)
+
+
 def make_method(config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator) -> Method:
     """What the configuration asks for. Raises UserError for a combination that makes no sense."""
     make = RolloutMethod if config.algorithm.groups is None else GroupMethod

@@ -22,7 +22,7 @@ from embodied_rl.files import write_atomic_with
 from embodied_rl.generation import make_generator
 from embodied_rl.hybrid.engine import HybridEngine
 from embodied_rl.loggers import make_loggers
-from embodied_rl.methods import Experience, make_method
+from embodied_rl.methods import Experience, check_method, make_method
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.reporting import RunSummary
 from embodied_rl.rollout.evaluation import evaluate
@@ -63,9 +63,11 @@ class Trainer:
         self.recent: deque[tuple[bool, float, int]] = deque(maxlen=_WINDOW)
         self.interrupted = False
         self._interim_success: float | None = None
+        self._interim_return = -np.inf
         self._faults_told = 0
         self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
+        check_method(config)
         # The simulators start while this process builds its networks.
         self.manager = EnvManager.from_config(config.sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None)
         try:
@@ -118,6 +120,8 @@ class Trainer:
         if self.interrupted or self.steps >= config.total_steps:
             return True
         if config.max_minutes is not None and self.wall_clock_s() > 60 * config.max_minutes:
+            return True
+        if config.stop_at_return is not None and self._interim_return >= config.stop_at_return:
             return True
         if config.stop_at_success is None:
             return False
@@ -174,7 +178,7 @@ class Trainer:
             success, mean_return = np.mean([e.success_once for e in episodes]), np.mean([e.episode_return for e in episodes])
             figures = {"eval/success": float(success)} if self.manager.spec.reports_success else {}
             figures["eval/return"] = float(mean_return)
-            self._interim_success = figures.get("eval/success")
+            self._interim_success, self._interim_return = figures.get("eval/success"), figures["eval/return"]
             self.metrics |= figures
             self.loggers.log(self.steps, figures)
         if save_now:

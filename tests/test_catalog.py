@@ -187,19 +187,17 @@ def test_algorithms_lists_the_mathematics_after_its_files(capsys: pytest.Capture
     titles = ["algorithms (", *(f"{kind.replace('_', ' ')} ({len(TABLES[kind])})" for kind in METHODS)]
     places = [printed.index(title) for title in titles]
     assert places == sorted(places)
+    lines: dict[str, dict[str, str]] = {}
     for kind, start, end in zip(METHODS, places[1:], [*places[2:], len(printed)], strict=True):
-        lines = {line.split()[0]: line for line in printed[start:end].splitlines() if line.strip()}
+        lines[kind] = {line.split()[0]: line for line in printed[start:end].splitlines() if line.strip()}
         for name, info in TABLES[kind].items():
             # Whole and unchanged: "-H[pi]" is no markup.
-            assert info.summary in lines[name]
-            assert lines[name].rstrip().endswith(info.source)
-            assert f" {info.unit} " in lines[name]
-    lines = printed.splitlines()
-    (gae,) = [line for line in lines if line.startswith(" gae ")]
-    assert "  critic  " in gae
-    (topr,) = [line for line in lines if line.startswith(" topr ")]
-    assert "  behaviour log-probs  " in topr
-    assert not next(line for line in lines if line.startswith(" policy_gradient ")).count("log-probs")
+            assert info.summary in lines[kind][name]
+            assert lines[kind][name].rstrip().endswith(info.source)
+            assert f" {info.unit} " in lines[kind][name]
+    assert "  critic  " in lines["advantages"]["gae"]
+    assert "  behaviour log-probs  " in lines["losses"]["topr"]
+    assert "log-probs" not in lines["losses"]["policy_gradient"]
 
 
 @pytest.mark.parametrize("kind", METHODS)

@@ -60,7 +60,7 @@ def test_the_seed_decides() -> None:
     assert adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1]).indices.tolist() == first.indices.tolist()
     assert any(adjust_rows(10, divisors=[8], mode="copy", seed=[3, i]).indices.tolist() != first.indices.tolist() for i in range(2, 5))
     for mode in ("copy", "delete", "auto"):
-        whole = adjust_rows(16, divisors=[8], mode=mode, seed=0)  # type: ignore[arg-type]
+        whole = adjust_rows(16, divisors=[8], mode=mode, seed=0)
         assert whole.indices.tolist() == list(range(16)), "nothing to adjust"
 
 

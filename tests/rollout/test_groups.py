@@ -64,7 +64,7 @@ def test_first_finished_win_and_the_late_are_stopped() -> None:
     assert all(queue.should_stop(a) for a in given)
     assert not queue.finished(given[0], answer(given[0], 100.0)), "too late"
     queue.failed(given[2], "stopped by the collector")
-    (group,) = queue.take(0) or ()
+    (group,) = queue.take(0) or []
     assert group.scores.tolist() == [1.0, 3.0]
     episodes = queue.episode_counts()
     assert (episodes.started, episodes.accepted, episodes.abandoned, episodes.failed, episodes.running) == (4, 2, 2, 0, 0)
@@ -77,7 +77,7 @@ def test_filtered_groups_are_replaced_at_once() -> None:
         assert [a.group for a in given] == [number, number]
         for a in given:
             queue.finished(a, answer(a, float(a.member) if number == 2 else 1.0))
-    (group,) = queue.take(0) or ()
+    (group,) = queue.take(0) or []
     assert group.number == 2
     counts = queue.counts()
     assert (counts.admitted, counts.filtered, counts.consumed) == (3, 2, 1)

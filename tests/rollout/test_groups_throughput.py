@@ -75,7 +75,9 @@ class Simulation:
 def draw(kind: str, size: tuple[int, ...], seed: int) -> np.ndarray:
     """Latencies in seconds with mean 1 (exponential), exp(1/2) (log-normal, sigma 1) and 1.5 (Pareto, shape 3, from 1 s on)."""
     rng = np.random.default_rng(seed)
-    return {"exponential": rng.exponential, "lognormal": rng.lognormal, "pareto": lambda size: 1.0 + rng.pareto(3.0, size)}[kind](size=size)
+    if kind == "pareto":
+        return 1.0 + rng.pareto(3.0, size)
+    return rng.lognormal(size=size) if kind == "lognormal" else rng.exponential(size=size)
 
 
 def cdf(kind: str, x: np.ndarray) -> np.ndarray:
