@@ -9,6 +9,8 @@ is in the folder already is not repeated. Pairs that `embodied_rl.algorithms.com
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import time
 from pathlib import Path
@@ -22,7 +24,12 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 
 SOLVED = 475.0
-OF_LOSS = {"decoupled_ppo": ["algorithm.loss_options.weight_high=5"], "ipa": ["algorithm.loss_options.max_mismatch=2"]}
+OF_LOSS = {
+    "gspo": ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
+    "cispo": ["algorithm.clip_low=1.0"],
+    "decoupled_ppo": ["algorithm.loss_options.weight_high=5", "algorithm.groups.max_staleness=2"],
+    "ipa": ["algorithm.loss_options.max_mismatch=2"],
+}
 OF_ADVANTAGE = {
     "gae": ["algorithm.groups.group_size=1", "algorithm.groups.groups_per_step=16"],
     "segment_returns": ["algorithm.advantage_options={}"],
@@ -53,7 +60,8 @@ def run(config: TrainConfig, folder: Path) -> dict[str, Any]:
     if path.exists():
         return json.loads(path.read_text())
     started = time.perf_counter()
-    train(config, command="python benchmarks/method_table.py")
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(config, command="python benchmarks/method_table.py")
     curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = max((row.get("eval/return", 0.0) for row in curve), default=0.0)
     results = json.loads((folder / "results.json").read_text())

@@ -193,6 +193,8 @@ class AlgorithmConfig:
     """Further arguments of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """How a loss per step becomes one number; null: as the loss's paper has it."""
+    horizon: int | None = None
+    """For seq-mean-token-sum-norm alone: the most steps that an episode may have."""
     groups: GroupsConfig | None = None
     """Learn from whole episodes in groups; null: from `rollout_steps` of every slot."""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -229,7 +231,7 @@ class AlgorithmConfig:
         _require(self.minibatch_size >= 2, "algorithm.minibatch_size", ">= 2", self.minibatch_size)
         _require(self.learning_rate > 0, "algorithm.learning_rate", "> 0", self.learning_rate)
         _require(self.adam_eps > 0, "algorithm.adam_eps", "> 0", self.adam_eps)
-        _require(0.0 < self.clip_low < 1.0, "algorithm.clip_low", "between 0 and 1", self.clip_low)
+        _require(0.0 < self.clip_low <= 1.0, "algorithm.clip_low", "above 0, at most 1", self.clip_low)
         _require(self.clip_high > 0, "algorithm.clip_high", "> 0", self.clip_high)
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "> 1 or null", self.dual_clip)
         _require(self.value_clip is None or self.value_clip > 0, "algorithm.value_clip", "> 0 or null", self.value_clip)

@@ -107,5 +107,10 @@ def _check_with_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: 
             f"algorithm.loss='{loss.name}' has no ratio and takes old episodes for new ones: set algorithm.groups.max_staleness=0, "
             "or take ppo_clip, decoupled_ppo or topr."
         )
+    if (config.aggregation == "seq-mean-token-sum-norm") != (config.horizon is not None):
+        raise UserError(
+            "algorithm.aggregation=seq-mean-token-sum-norm divides by algorithm.horizon, the most steps that an episode may have, and "
+            f"no other aggregation does: got aggregation={config.aggregation} and horizon={config.horizon}."
+        )
     if config.kl.target is not None and config.kl.coef == 0:
         raise UserError("algorithm.kl.target adapts a coefficient that starts at algorithm.kl.coef=0: give one above 0.")

@@ -164,13 +164,14 @@ class EpisodeMethod:
         anchors = [{key: part[step] for key, part in batch.observation.items()} for step in range(len(batch.row))]
         advantage = self.composition.advantage.load()(
             episode_return=reward.sum(1)[batch.row],
-            step_return=step_returns(reward=flat_reward, trajectory=batch.row, step=batch.column, gamma=self.config.gamma),
+            step_return=step_returns(reward=flat_reward, trajectory=batch.row, step=batch.column, gamma=self.config.gamma, rows=kept),
             group=group,
             trajectory=batch.row,
-            anchor_group=anchor_groups(anchor=anchors, group=group),
+            anchor_group=anchor_groups(anchor=anchors, group=group, rows=kept),
+            mask=kept[:, None],
             **options,
         )
-        return batch.scatter(torch.where(kept, advantage, torch.zeros_like(advantage)))
+        return batch.scatter(advantage[:, 0])
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
 

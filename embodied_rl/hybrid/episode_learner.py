@@ -45,11 +45,8 @@ class EpisodeLearner:
         self.compute_threads = num_threads or 1
         self._adam = AutogradUpdater(policy, config, self.device)
         self.reference: ActorCritic | None = copy.deepcopy(policy).eval() if config.kl.coef > 0 else None
-        name = config.aggregation or composition.loss.default_aggregation
-        horizon = config.loss_options.get("horizon") if name == "seq-mean-token-sum-norm" else None
-        self.aggregation = Aggregation(name, horizon)  # type: ignore[arg-type]
-        given = {key: value for key, value in config.loss_options.items() if key != "horizon"}
-        self._options: dict[str, Any] = method_options(composition.loss, given, config)
+        self.aggregation = Aggregation(config.aggregation or composition.loss.default_aggregation, config.horizon)  # type: ignore[arg-type]
+        self._options: dict[str, Any] = method_options(composition.loss, config.loss_options, config)
 
     # ---- without gradients ------------------------------------------------------------------------------------------
 
