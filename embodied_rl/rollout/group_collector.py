@@ -133,8 +133,7 @@ class GroupCollector:
 
     def restart(self, queue: GroupQueue) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
-        if self._in_flight:
-            self.manager.recv()
+        self.manager.discard()
         self.queue = queue
         self._playing.clear()
         self._unanswered.clear()

@@ -272,6 +272,11 @@ class EnvManager:
         self._ledger.ended([int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark > READY])
         return batch
 
+    def discard(self) -> None:
+        """Let steps in flight finish and forget them; `begin`, `restore` or `reset` comes next."""
+        self._drain()
+        self._live_crew().state[:] = self._all.idle
+
     def render(self, slots: Sequence[int]) -> list[np.ndarray]:
         """One picture [H, W, 3] uint8 of each slot. Raises UserError where the simulator cannot draw."""
         crew = self._live_crew()

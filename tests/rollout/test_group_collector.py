@@ -106,3 +106,20 @@ def test_asynchronous_collection_keeps_within_the_staleness() -> None:
             collector.queue.published(version + 1)
         assert max(ages) <= 2
         assert len(ages) == 24
+
+
+def test_a_restart_in_the_middle_forgets_what_was_in_flight() -> None:
+    """As an evaluation or a resume does, with episodes of the next batches running: they are asked for again, from another queue."""
+    collector = make(6, max_staleness=2, min_ready=1, length=30)
+    with collector.manager:
+        first = collector.next_groups(0)
+        for reset_in_between in (False, True):
+            if reset_in_between:
+                collector.manager.reset()
+            state = collector.queue.state_dict()
+            queue = GroupQueue(collector.queue.config, seed=7, domains=DomainMixture.single("count"))
+            queue.load_state_dict(state)
+            collector.restart(queue)
+            again = collector.next_groups(0)
+        # The batch was not published, so that it is played again: the same seeds and noise give the same episodes.
+        assert content([again]) == content([first])
