@@ -61,10 +61,10 @@ def run(config: TrainConfig, folder: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     started = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        train(config, command="python benchmarks/method_table.py")
-    curve = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        made = train(config, command="python benchmarks/method_table.py")  # beside `folder` where that holds half a run
+    curve = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
     best = max((row.get("eval/return", 0.0) for row in curve), default=0.0)
-    results = json.loads((folder / "results.json").read_text())
+    results = json.loads((made / "results.json").read_text())
     figure = {
         "best": max(best, results["return_mean"]),
         "final": results["return_mean"],

@@ -62,25 +62,14 @@ class SimConfig:
     """Workers built ahead, which take a failed one's place at once."""
 
     def __post_init__(self) -> None:
-        _require(self.num_slots >= 1, "sim.num_slots", ">= 1", self.num_slots)
-        _require(self.num_workers is None or self.num_workers >= 1, "sim.num_workers", ">= 1 or null", self.num_workers)
-        _require(
-            self.num_workers is None or self.num_workers <= self.num_slots,
-            "sim.num_workers",
-            f"<= sim.num_slots ({self.num_slots})",
-            self.num_workers,
-        )
-        _require(
-            1 <= self.pipeline_groups <= self.num_slots,
-            "sim.pipeline_groups",
-            f"between 1 and sim.num_slots ({self.num_slots})",
-            self.pipeline_groups,
-        )
-        _require(
-            self.max_episode_steps is None or self.max_episode_steps >= 1, "sim.max_episode_steps", ">= 1 or null", self.max_episode_steps
-        )
-        _require(self.step_timeout_s > 0, "sim.step_timeout_s", "> 0", self.step_timeout_s)
-        _require(self.start_timeout_s > 0, "sim.start_timeout_s", "> 0", self.start_timeout_s)
+        workers, slots, limit = self.num_workers, self.num_slots, self.max_episode_steps
+        _require(slots >= 1, "sim.num_slots", ">= 1", slots)
+        _require(workers is None or workers >= 1, "sim.num_workers", ">= 1 or null", workers)
+        _require(workers is None or workers <= slots, "sim.num_workers", f"<= sim.num_slots ({slots})", workers)
+        _require(1 <= self.pipeline_groups <= slots, "sim.pipeline_groups", f"between 1 and sim.num_slots ({slots})", self.pipeline_groups)
+        _require(limit is None or limit >= 1, "sim.max_episode_steps", ">= 1 or null", limit)
+        for name in ("step_timeout_s", "start_timeout_s"):
+            _require(getattr(self, name) > 0, f"sim.{name}", "> 0", getattr(self, name))
         _require(self.max_restarts >= 0, "sim.max_restarts", ">= 0", self.max_restarts)
         _require(self.memory_limit_mb is None or self.memory_limit_mb > 0, "sim.memory_limit_mb", "> 0 or null", self.memory_limit_mb)
         _require(self.spare_workers >= 0, "sim.spare_workers", ">= 0", self.spare_workers)
@@ -179,6 +168,45 @@ class KlConfig:
 
 
 @dataclass(frozen=True)
+class InitializedConfig:
+    """Groups that start from a snapshot inside an expert's or an earlier episode (see `embodied_rl.rollout.initialized`)."""
+
+    share: float = 0.0
+    """Of the groups that start so; the others, and all evaluation, start ordinarily. 0: off."""
+    mode: Literal["rollback", "parallel"] = "rollback"
+    """rollback: from the last chunk of each source episode, moving back as success rises; parallel: from all over it."""
+    sources: tuple[Literal["expert", "success", "best"], ...] = ("success",)
+    """Episodes that are started in: an expert's, own successful ones, own ones with the highest return."""
+    expert: str | None = None
+    """``package.module:Attribute`` that makes an expert for one episode: called with an observation, it returns the action."""
+    expert_episodes: int = 4
+    """Successful episodes of the expert that are recorded when a run begins."""
+    max_sources: int = 8
+    chunk_steps: int = 10
+    """Messages of a chunk; starts lie at its multiples."""
+    threshold: float = 0.5
+    """rollback: success rate at which the start moves back by a chunk."""
+    min_episodes: int = 8
+    """Episodes from a start that are counted before it moves, or before its chunk is called crucial."""
+    anchors: Literal["uniform", "random", "crucial"] = "random"
+    """parallel: one of `num_anchors` evenly spaced starts, any start, or the one before the chunk that decides most."""
+    num_anchors: int = 8
+    crucial_effect: float = 0.3
+    """A chunk is crucial when success after it exceeds that before it by at least this, and beyond doubt."""
+    success_return: float | None = None
+    """Return of a whole episode that counts as success; null: what the simulator reports."""
+
+    def __post_init__(self) -> None:
+        for name in ("expert_episodes", "max_sources", "chunk_steps", "min_episodes", "num_anchors"):
+            _require(getattr(self, name) >= 1, f"algorithm.initialized.{name}", ">= 1", getattr(self, name))
+        for name in ("share", "threshold", "crucial_effect"):
+            _require(0 <= getattr(self, name) <= 1, f"algorithm.initialized.{name}", "between 0 and 1", getattr(self, name))
+        _require(len(self.sources) > 0, "algorithm.initialized.sources", "some of expert, success, best", self.sources)
+        needs_expert = "expert" in self.sources and self.share > 0
+        _require(not needs_expert or self.expert is not None, "algorithm.initialized.expert", "given for sources=[expert]", self.expert)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Which mathematics turn experience into a gradient: an advantage, a loss, what surrounds them, and how long."""
 
@@ -199,6 +227,7 @@ class AlgorithmConfig:
     """Learn from whole episodes in groups; null: from `rollout_steps` of every slot."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     kl: KlConfig = field(default_factory=KlConfig)
+    initialized: InitializedConfig = field(default_factory=InitializedConfig)
     rollout_steps: int = 64
     """T: steps of every slot between two updates, without groups."""
     gamma: float = 0.99
@@ -229,17 +258,14 @@ class AlgorithmConfig:
         _require(0.0 <= self.gae_lambda <= 1.0, "algorithm.gae_lambda", "between 0 and 1", self.gae_lambda)
         _require(self.num_epochs >= 1, "algorithm.num_epochs", ">= 1", self.num_epochs)
         _require(self.minibatch_size >= 2, "algorithm.minibatch_size", ">= 2", self.minibatch_size)
-        _require(self.learning_rate > 0, "algorithm.learning_rate", "> 0", self.learning_rate)
-        _require(self.adam_eps > 0, "algorithm.adam_eps", "> 0", self.adam_eps)
+        for name in ("learning_rate", "adam_eps", "clip_high", "max_grad_norm", "reward_clip"):
+            _require(getattr(self, name) > 0, f"algorithm.{name}", "> 0", getattr(self, name))
         _require(0.0 < self.clip_low <= 1.0, "algorithm.clip_low", "above 0, at most 1", self.clip_low)
-        _require(self.clip_high > 0, "algorithm.clip_high", "> 0", self.clip_high)
         _require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "> 1 or null", self.dual_clip)
-        _require(self.value_clip is None or self.value_clip > 0, "algorithm.value_clip", "> 0 or null", self.value_clip)
-        _require(self.value_coef >= 0, "algorithm.value_coef", ">= 0", self.value_coef)
-        _require(self.entropy_coef >= 0, "algorithm.entropy_coef", ">= 0", self.entropy_coef)
-        _require(self.max_grad_norm > 0, "algorithm.max_grad_norm", "> 0", self.max_grad_norm)
-        _require(self.target_kl is None or self.target_kl > 0, "algorithm.target_kl", "> 0 or null", self.target_kl)
-        _require(self.reward_clip > 0, "algorithm.reward_clip", "> 0", self.reward_clip)
+        for name in ("value_clip", "target_kl"):
+            _require(getattr(self, name) is None or getattr(self, name) > 0, f"algorithm.{name}", "> 0 or null", getattr(self, name))
+        for name in ("value_coef", "entropy_coef"):
+            _require(getattr(self, name) >= 0, f"algorithm.{name}", ">= 0", getattr(self, name))
 
 
 @dataclass(frozen=True)

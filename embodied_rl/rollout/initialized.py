@@ -1,0 +1,287 @@
+"""Initialized sampling: groups that start from a snapshot inside an expert's or an earlier episode (IPA; ROME, Wang et al. 2025).
+
+Where success is so rare that ordinary episodes teach nothing, an episode that begins shortly before a known success teaches its last
+part; and once that is learned, one that begins a little earlier (Salimans & Chen 2018, arXiv:1812.03381, for demonstrations).
+
+`StartLibrary` holds the source episodes and says where each group starts. What it has learned from a group counts from the next
+publication of weights on, so that the start of group n is a function of (run seed, n, the library's state at a publication), whatever
+the order in which episodes arrive; and groups in flight keep their start in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.config import InitializedConfig
+from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.rollout.crucial import ChunkEffect, chunk_effects
+from embodied_rl.rollout.start_sources import SourceEpisode
+
+_FORMAT_VERSION = 1
+_WINDOW = 64
+"""Latest outcomes from a start that its success rate is taken over: the policy changes."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the episodes of a group start."""
+
+    source: int
+    """Key of the source episode in the library."""
+    step: int
+    """Messages of it that come before."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one episode: an entry of the library's record until its group is done with."""
+
+    group: int
+    member: int
+    start: Start | None
+    success: bool
+    candidate: SourceEpisode | None
+    """The whole episode, should others start in it."""
+
+
+@dataclass
+class TrackedSource:
+    """A source episode, and what came of the episodes that started in it."""
+
+    source: SourceEpisode
+    position: int
+    """rollback: messages before the present start; 0: rolled back to its beginning, and of no more use."""
+    outcomes: dict[int, deque[bool]] = field(default_factory=dict)
+    """{messages before the start: latest outcomes}"""
+    since_moved: deque[bool] = field(default_factory=deque)
+    """rollback: latest outcomes from the present start."""
+
+    def counts(self) -> dict[int, tuple[int, int]]:
+        """{messages before the start: (successes, episodes)}, of the latest ones."""
+        return {step: (sum(outcomes), len(outcomes)) for step, outcomes in sorted(self.outcomes.items())}
+
+
+class StartLibrary:
+    """Source episodes, what is known about starting in them, and which start each group gets."""
+
+    def __init__(self, config: InitializedConfig, *, seed: int) -> None:
+        """`seed`: the run's."""
+        self.config, self.seed = config, seed
+        self.sources: dict[int, TrackedSource] = {}
+        self.num_expert_messages = 0
+        """Played by the expert; they are in no other count of steps."""
+        self._next_key = 0
+        self._assigned: dict[int, Start | None] = {}
+        self._outcomes: list[Outcome] = []
+
+    # --- which start -------------------------------------------------------------------------------------------------
+
+    def start_of(self, group: int) -> Start | None:
+        """Where a group starts, the same for all its members and retries; None: ordinarily, from its own seed."""
+        if group not in self._assigned:
+            self._assigned[group] = self._choose(group)
+        return self._assigned[group]
+
+    def _choose(self, group: int) -> Start | None:
+        active = [key for key, tracked in sorted(self.sources.items()) if self.starts_of(tracked)]
+        if not active or self._uniform(group, "share") >= self.config.share:
+            return None
+        key = active[int(self._uniform(group, "source") * len(active))]
+        steps = self.starts_of(self.sources[key])
+        return Start(key, steps[int(self._uniform(group, "start") * len(steps))])
+
+    def starts_of(self, tracked: TrackedSource) -> list[int]:
+        """Messages before each start that a group may get now; none when the episode is of no more use."""
+        steps = self.boundaries(tracked.source)
+        if self.config.mode == "rollback":
+            return [tracked.position] if tracked.position > 0 else []
+        if self.config.anchors == "uniform" and len(steps) > self.config.num_anchors:
+            picked = np.linspace(0, len(steps) - 1, self.config.num_anchors).round().astype(int)
+            return [steps[index] for index in picked]
+        if self.config.anchors == "crucial":
+            crucial = [chunk for chunk in self.effects(tracked) if chunk.is_crucial and chunk.first > 0]
+            if crucial:
+                return [max(crucial, key=lambda chunk: chunk.effect).first]
+        return steps
+
+    def boundaries(self, source: SourceEpisode) -> list[int]:
+        """Places between the chunks of an episode, its beginning left out: that is where ordinary episodes start."""
+        return list(range(self.config.chunk_steps, source.num_messages, self.config.chunk_steps))
+
+    def effects(self, tracked: TrackedSource) -> list[ChunkEffect]:
+        """What each chunk of an episode adds to the chance of success, as far as it is known."""
+        return chunk_effects(tracked.counts(), min_episodes=self.config.min_episodes, effect=self.config.crucial_effect)
+
+    def _uniform(self, group: int, purpose: str) -> float:
+        """In [0, 1): a hash of (run seed, group, purpose) alone."""
+        digest = hashlib.blake2b(f"start/{self.seed}/{group}/{purpose}".encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+
+    def add(self, sources: Sequence[SourceEpisode], *, num_messages: int = 0) -> None:
+        """Take in an expert's episodes, which stay; `num_messages`: what it took to play them."""
+        self.num_expert_messages += num_messages
+        for source in sources:
+            self._insert(source)
+
+    def is_success(self, success: bool, episode_return: float) -> bool:
+        """Whether a whole episode counts as successful: as the simulator says, or by its return."""
+        return success if self.config.success_return is None else episode_return >= self.config.success_return
+
+    def wants(self, success: bool) -> bool:
+        """Whether an own episode may become a source."""
+        return "best" in self.config.sources or ("success" in self.config.sources and success)
+
+    def finished(self, outcome: Outcome) -> None:
+        """Note what came of an episode; it counts once its group is done with (`commit`)."""
+        self._outcomes.append(outcome)
+
+    def commit(self, in_flight: Collection[int]) -> None:
+        """Learn from the groups that are done with, whatever became of them: all whose number is not in `in_flight`."""
+        waiting = set(in_flight)
+        done = sorted((one for one in self._outcomes if one.group not in waiting), key=lambda one: (one.group, one.member))
+        self._outcomes = [one for one in self._outcomes if one.group in waiting]
+        self._assigned = {group: start for group, start in self._assigned.items() if group in waiting}
+        for one in done:
+            if one.start is not None and one.start.source in self.sources:
+                self._count(self.sources[one.start.source], one.start.step, one.success)
+        if self.config.mode == "rollback":
+            for tracked in self.sources.values():
+                self._roll_back(tracked)
+        for one in done:
+            if one.candidate is not None:
+                self._offer(one.candidate)
+
+    def discard(self) -> None:
+        """Forget episodes of groups that are not done with: they are played again. Their starts stay."""
+        self._outcomes.clear()
+
+    def _count(self, tracked: TrackedSource, step: int, success: bool) -> None:
+        tracked.outcomes.setdefault(step, deque(maxlen=_WINDOW)).append(success)
+        if step == tracked.position:
+            tracked.since_moved.append(success)
+
+    def _roll_back(self, tracked: TrackedSource) -> None:
+        """Move the start back by a chunk where its latest `min_episodes` episodes (or a whole update's, if more) succeed often enough."""
+        latest = tracked.since_moved
+        if tracked.position > 0 and len(latest) >= self.config.min_episodes:
+            if sum(latest) >= self.config.threshold * len(latest):
+                tracked.position -= self.config.chunk_steps
+            latest.clear()
+
+    def _offer(self, source: SourceEpisode) -> None:
+        """Take an own episode in where there is room, or where it is better than one that is there."""
+        own = {key: tracked for key, tracked in self.sources.items() if tracked.source.origin == "own"}
+        if any(tracked.source.seed == source.seed and self._rank(tracked) >= _merit(source) for tracked in own.values()):
+            return
+        if not self.boundaries(source):
+            return
+        same = [key for key, tracked in own.items() if tracked.source.seed == source.seed]
+        if not same and len(self.sources) >= self.config.max_sources:
+            if not own:
+                return
+            worst = min(own, key=lambda key: (self._rank(own[key]), -key))
+            if self._rank(own[worst]) >= _merit(source):
+                return
+            same = [worst]
+        for key in same:
+            del self.sources[key]
+        self._insert(source)
+
+    def _rank(self, tracked: TrackedSource) -> tuple[float, ...]:
+        """Of sources of one's own: those that are of no more use go first; without "best", one that is in use is not given up."""
+        if not self.starts_of(tracked):
+            return (-np.inf,)
+        return _merit(tracked.source) if "best" in self.config.sources else (np.inf,)
+
+    def _insert(self, source: SourceEpisode) -> None:
+        boundaries = self.boundaries(source)
+        self.sources[self._next_key] = TrackedSource(source, boundaries[-1] if boundaries else 0)
+        self._next_key += 1
+
+    # --- what is going on --------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """``initialized/…``: sources, those rolled back to their beginning, mean position (messages before the start over messages,
+        0: the beginning), crucial chunks, and ``success_from_0.3``: success rate from starts in that tenth of an episode."""
+        tracked = list(self.sources.values())
+        figures = {"sources": float(len(tracked)), "expert_messages": float(self.num_expert_messages)}
+        if self.config.mode == "rollback" and tracked:
+            figures["rolled_back"] = float(sum(one.position == 0 for one in tracked))
+            figures["position"] = float(np.mean([one.position / one.source.num_messages for one in tracked]))
+        figures["crucial_chunks"] = float(sum(chunk.is_crucial for one in tracked for chunk in self.effects(one)))
+        tenths: dict[int, list[int]] = {}
+        for one in tracked:
+            for step, (successes, episodes) in one.counts().items():
+                total = tenths.setdefault(10 * step // one.source.num_messages, [0, 0])
+                total[0] += successes
+                total[1] += episodes
+        figures |= {f"success_from_0.{tenth}": successes / episodes for tenth, (successes, episodes) in sorted(tenths.items())}
+        return {f"initialized/{name}": value for name, value in figures.items()}
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, in_flight: Collection[int]) -> dict[str, Any]:
+        """What resuming needs, JSON-able; `in_flight`: the groups that will be played again, from the same starts."""
+        assigned = {number: start for number in sorted(in_flight) if (start := self._assigned.get(number)) is not None}
+        return {
+            "format": _FORMAT_VERSION,
+            "seed": self.seed,
+            "chunk_steps": self.config.chunk_steps,
+            "next_key": self._next_key,
+            "expert_messages": self.num_expert_messages,
+            "ordinary": sorted(number for number in in_flight if number in self._assigned and number not in assigned),
+            "assigned": [[number, start.source, start.step] for number, start in assigned.items()],
+            "sources": [
+                {
+                    "key": key,
+                    "episode": tracked.source.to_text(),
+                    "position": tracked.position,
+                    "outcomes": {str(step): _to_bits(outcomes) for step, outcomes in tracked.outcomes.items()},
+                    "since_moved": _to_bits(tracked.since_moved),
+                }
+                for key, tracked in self.sources.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue. Raises IncompatibleCheckpointError where the run's seed or the length of chunks differs: other starts would follow."""
+        for name, value in {"format": _FORMAT_VERSION, "seed": self.seed, "chunk_steps": self.config.chunk_steps}.items():
+            if state[name] != value:
+                raise IncompatibleCheckpointError(
+                    f"The checkpoint's start library has {name}={state[name]}, this run {value}: groups would start elsewhere. "
+                    "Resume with the checkpoint's setting."
+                )
+        self._next_key, self.num_expert_messages = int(state["next_key"]), int(state["expert_messages"])
+        self._assigned = {int(number): None for number in state["ordinary"]}
+        self._assigned |= {int(number): Start(int(source), int(step)) for number, source, step in state["assigned"]}
+        self._outcomes = []
+        self.sources = {
+            int(entry["key"]): TrackedSource(
+                source=SourceEpisode.from_text(entry["episode"]),
+                position=int(entry["position"]),
+                outcomes={int(step): _from_bits(bits, _WINDOW) for step, bits in entry["outcomes"].items()},
+                since_moved=_from_bits(entry["since_moved"], None),
+            )
+            for entry in state["sources"]
+        }
+
+
+def _merit(source: SourceEpisode) -> tuple[float, ...]:
+    """Higher returns first, shorter episodes among equals."""
+    return (source.episode_return, -source.num_messages)
+
+
+def _to_bits(outcomes: Collection[bool]) -> str:
+    return "".join("1" if success else "0" for success in outcomes)
+
+
+def _from_bits(bits: str, most: int | None) -> deque[bool]:
+    return deque((bit == "1" for bit in bits), maxlen=most)
