@@ -14,18 +14,25 @@ from embodied_rl.algorithms.episodes import Credit, EpisodeBatch
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.algorithms.ppo import PPO
 from embodied_rl.config import GroupsConfig, TrainConfig
+from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.episode_learner import EpisodeLearner
 from embodied_rl.hybrid.learner import Learner
 from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import TensorObservation
+from embodied_rl.registry import load_target
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.initialized import StartLibrary
+from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
+from embodied_rl.rollout.start_sources import record_expert
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import EpisodeGroup, Rollout
+from embodied_rl.types import EpisodeGroup, Rollout, SimSpec
+
+_EXPERT_TRIES = 3
+"""Episodes that an expert may play for each one that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,7 @@ class GroupMethod:
         self._filters = build_filters(groups.filters)
         self._domains = DomainMixture.single(manager.spec.task)
         self.queue = self._new_queue()
+        self.starts = make_starts(config, manager.spec)
         self.collector = GroupCollector(
             manager,
             generator,
@@ -152,6 +160,7 @@ class GroupMethod:
             seed=config.seed,
             min_ready=1 if groups.max_staleness else None,
             greedy_member="greedy_baseline" in composition.advantage.needs,
+            starts=self.starts,
         )
 
     @property
@@ -162,7 +171,9 @@ class GroupMethod:
         groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
         episodes = [episode for group in groups for episode in group.episodes]
         batch = EpisodeBatch.of(groups)
-        finished = [(episode.success, episode.episode_return, episode.num_messages) for episode in episodes]
+        # Success rates, and what is chosen by them, are of ordinary starts.
+        ordinary = [episode for episode in episodes if episode.metadata.get("start", {}).get("source") is None]
+        finished = [(episode.success, episode.episode_return, episode.num_messages) for episode in ordinary]
         return Experience(len(batch.row), finished, batch.observation, batch)
 
     def prepare(self, experience: Experience) -> _Prepared:
@@ -188,6 +199,8 @@ class GroupMethod:
 
     def published(self, version: int) -> None:
         self.queue.published(version)
+        if self.starts is not None:
+            self.starts.commit(self._in_flight())
 
     def restart(self, iteration: int) -> None:
         """Episodes in flight are asked for again, with the same seeds."""
@@ -195,19 +208,47 @@ class GroupMethod:
         self.queue = self._new_queue()
         self.queue.load_state_dict(state)
         self.collector.restart(self.queue)
+        self._record_expert()
 
     def metrics(self) -> dict[str, float]:
         wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
-        return {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
+        counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
+        return counts | ({} if self.starts is None else self.starts.metrics())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"episodes": self.algorithm.state_dict(), "queue": self.queue.state_dict()}
+        state = {"episodes": self.algorithm.state_dict(), "queue": self.queue.state_dict()}
+        return state | ({} if self.starts is None else {"starts": self.starts.state_dict(self._in_flight())})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.algorithm.load_state_dict(state["episodes"])
         self.queue = self._new_queue()
         self.queue.load_state_dict(state["queue"])
+        if self.starts is not None:
+            self.starts.load_state_dict(state["starts"])
         self.collector.restart(self.queue)
+
+    def _in_flight(self) -> list[int]:
+        """Numbers of the groups that would be asked for again, were the run resumed now."""
+        return [int(number) for number in self.queue.state_dict()["redo"]]
+
+    def _record_expert(self) -> None:
+        """At the beginning of a run; a resumed one has the expert's episodes in its checkpoint. Raises UserError."""
+        options = self.config.algorithm.initialized
+        if self.starts is None or "expert" not in options.sources or self.starts.num_expert_messages > 0:
+            return
+        assert options.expert is not None, "the configuration was checked"
+        wanted, first = options.expert_episodes, 0
+        while wanted and first < _EXPERT_TRIES * options.expert_episodes:
+            seeds = [group_seed(self.config.seed, "expert", number) for number in range(first, first + wanted)]
+            recorded, played = record_expert(self.collector.manager, load_target(options.expert), seeds, every=options.chunk_steps)
+            good = [source for source in recorded if self.starts.is_success(source.success, source.episode_return)]
+            self.starts.add(good, num_messages=played)
+            wanted, first = wanted - len(good), first + len(seeds)
+        if wanted:
+            raise UserError(
+                f"The expert algorithm.initialized.expert={options.expert} succeeded in {options.expert_episodes - wanted} of {first} "
+                f"episodes, and {options.expert_episodes} successful ones were asked for (algorithm.initialized.expert_episodes)."
+            )
 
     def _new_queue(self) -> GroupQueue:
         return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._domains, filters=self._filters)
@@ -226,12 +267,26 @@ def queue_config(groups: GroupsConfig) -> GroupQueueConfig:
     )
 
 
+def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
+    """Where groups start that do not start ordinarily; None: there are none. Raises UserError where the task does not allow it."""
+    options = config.algorithm.initialized
+    if options.share == 0:
+        return None
+    if spec.snapshots == "none":
+        raise UserError(f"algorithm.initialized starts inside episodes, and those of task '{spec.task}' cannot be taken up again.")
+    if options.success_return is None and not spec.reports_success:
+        raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
+    return StartLibrary(options, seed=config.seed)
+
+
 def check_method(config: TrainConfig) -> None:
     """Raises UserError for mathematics that make no sense together, before any simulator is started."""
     compose(config.algorithm)
     if config.algorithm.groups is not None:
         queue_config(config.algorithm.groups)
         build_filters(config.algorithm.groups.filters)
+    elif config.algorithm.initialized.share > 0:
+        raise UserError("algorithm.initialized is about groups of whole episodes: choose a method with groups (algorithm=grpo, say).")
 
 
 def make_method(config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator) -> Method:

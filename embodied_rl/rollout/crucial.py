@@ -31,9 +31,7 @@ class ChunkEffect:
     is_crucial: bool
 
 
-def success_difference(
-    before: tuple[int, int], after: tuple[int, int], *, confidence: float = 0.95
-) -> tuple[float, float, float]:
+def success_difference(before: tuple[int, int], after: tuple[int, int], *, confidence: float = 0.95) -> tuple[float, float, float]:
     """Difference of two success rates: (estimate, low, high); low = d - √((p₁ - l₁)² + (u₂ - p₂)²) and high likewise, 1 being after.
 
     Args:

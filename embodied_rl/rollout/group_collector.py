@@ -11,7 +11,10 @@ import numpy as np
 from embodied_rl.generation.base import Generator
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.initialized import Outcome, Start, StartLibrary
 from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.restoring import StartShelf
+from embodied_rl.rollout.start_sources import SourceEpisode
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import ActionSpec, Episode, EpisodeGroup, EpisodeSummary, Observation, StepBatch
 
@@ -50,11 +53,20 @@ class EpisodeRecorder:
 
     assignment: Assignment
     noise: EpisodeNoise
+    start: Start | None = None
+    """None: it began ordinarily."""
     observation: list[dict[str, Any]] = field(default_factory=list)
     action: list[np.ndarray] = field(default_factory=list)
     log_prob: list[np.ndarray] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
+    success_at: int | None = None
+    """Messages up to the first success; None: there was none."""
+
+    def stepped(self, reward: float, success: bool) -> None:
+        self.reward.append(reward)
+        if success and self.success_at is None:
+            self.success_at = len(self.reward)
 
     def acted(self, observation: dict[str, Any], action: np.ndarray, log_prob: np.ndarray, version: int) -> None:
         self.observation.append(observation)
@@ -97,12 +109,18 @@ class GroupCollector:
         seed: int,
         min_ready: int | None = None,
         greedy_member: bool = False,
+        starts: StartLibrary | None = None,
     ) -> None:
-        """`greedy_member`: member 0 of each group is played by the policy's mode, and its episode says ``metadata["greedy"]``."""
+        """
+        Args:
+            greedy_member: member 0 of each group is played by the policy's mode, and its episode says ``metadata["greedy"]``.
+            starts: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``.
+        """
         self._greedy_member = greedy_member
         self.manager, self.generator, self.queue = manager, generator, queue
         self.seed, self.min_ready = seed, min_ready
         self.times = CollectorTimes()
+        self._starts, self._shelf = starts, None if starts is None else StartShelf(manager, starts)
         self._playing: dict[int, EpisodeRecorder] = {}
         self._idle = list(range(manager.num_slots))
         self._unanswered: dict[int, Observation] = {}
@@ -120,12 +138,13 @@ class GroupCollector:
         waited, started = 0.0, time.perf_counter()
         while (groups := self.queue.take(version)) is None:
             self._begin_idle()
-            if self._in_flight == 0:
+            if self._in_flight == 0 and not self._unanswered:
                 raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
-            before = time.perf_counter()
-            batch = self.manager.recv(min_ready=self.min_ready, timeout_s=_TICK_EVERY_S)
-            waited += time.perf_counter() - before
-            self._take_in(batch)
+            if self._in_flight:
+                before = time.perf_counter()
+                batch = self.manager.recv(min_ready=self.min_ready, timeout_s=_TICK_EVERY_S)
+                waited += time.perf_counter() - before
+                self._take_in(batch)
             self._act()
             self._tick()
         self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
@@ -137,17 +156,29 @@ class GroupCollector:
         self.queue = queue
         self._playing.clear()
         self._unanswered.clear()
+        if self._starts is not None and self._shelf is not None:
+            self._starts.discard()
+            self._shelf.clear()
         self._idle, self._in_flight = list(range(self.manager.num_slots)), 0
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _begin_idle(self) -> None:
         begun: list[tuple[int, int]] = []
+        restored: dict[int, Start] = {}
         while self._idle and (assignment := self.queue.next_assignment()) is not None:
             slot = self._idle.pop(0)
             noise = EpisodeNoise(self.manager.spec.action, self.seed, assignment)
-            self._playing[slot] = EpisodeRecorder(assignment, noise)
-            begun.append((slot, assignment.seed))
+            start = None if self._starts is None else self._starts.start_of(assignment.group)
+            self._playing[slot] = EpisodeRecorder(assignment, noise, start)
+            if start is None:
+                begun.append((slot, assignment.seed))
+            else:
+                restored[slot] = start
+        if restored and self._shelf is not None:
+            self._unanswered |= self._shelf.restore(restored)
+            if self.min_ready is not None:
+                self._act()  # not to wait for others
         if begun:
             slots, seeds = zip(*sorted(begun), strict=True)
             self.manager.begin(list(slots), list(seeds))
@@ -164,11 +195,13 @@ class GroupCollector:
                 self.queue.failed(recorder.assignment, "its simulator failed")
                 continue
             if recorder.action:  # not the observation that it began with
-                recorder.reward.append(float(batch.reward[row]))
+                recorder.stepped(float(batch.reward[row]), bool(batch.success[row]))
                 self.queue.progressed(recorder.assignment)
             if slot in summaries:
                 self._stop(slot)
-                self.queue.finished(recorder.assignment, self._episode(recorder, batch, row, summaries[slot]))
+                episode = self._episode(recorder, batch, row, summaries[slot])
+                if self.queue.finished(recorder.assignment, episode) and self._starts is not None:
+                    self._starts.finished(self._outcome(self._starts, recorder, episode, summaries[slot]))
             elif self.queue.should_stop(recorder.assignment):
                 self._stop(slot)
             else:
@@ -180,7 +213,24 @@ class GroupCollector:
 
     def _episode(self, recorder: EpisodeRecorder, batch: StepBatch, row: int, summary: EpisodeSummary) -> Episode:
         greedy = self._greedy_member and recorder.assignment.member == 0
-        return recorder.finish(batch, row, summary.success_once, {"final_info": summary.final_info, "greedy": greedy})
+        metadata: dict[str, Any] = {"final_info": summary.final_info, "greedy": greedy}
+        if self._starts is not None:
+            start = recorder.start
+            metadata["start"] = {"source": None if start is None else start.source, "step": 0 if start is None else start.step}
+        return recorder.finish(batch, row, summary.success_once, metadata)
+
+    def _outcome(self, starts: StartLibrary, recorder: EpisodeRecorder, episode: Episode, summary: EpisodeSummary) -> Outcome:
+        """What the library learns from an episode; `summary` is of the whole, what came before the start included."""
+        success = starts.is_success(summary.success_once, summary.episode_return)
+        candidate = None
+        if starts.wants(success):
+            before, seed = starts.before(recorder.start, recorder.assignment.seed)
+            played = self.manager.spec.action.denormalise(episode.action[: recorder.success_at])
+            actions = (*before, *(str(action) if played.dtype == object else action for action in played))
+            every, skipped = starts.config.chunk_steps, len(before)
+            seen = {step: recorder.observation[step - skipped] for step in range(every, len(actions), every) if step >= skipped}
+            candidate = SourceEpisode("own", seed, actions, summary.episode_return, success, seen=seen)
+        return Outcome(recorder.assignment.group, recorder.assignment.member, recorder.start, success, candidate)
 
     def _stop(self, slot: int) -> None:
         del self._playing[slot]

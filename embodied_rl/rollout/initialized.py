@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,18 @@ class TrackedSource:
         return {step: (sum(outcomes), len(outcomes)) for step, outcomes in sorted(self.outcomes.items())}
 
 
+@dataclass
+class ReplayFigures:
+    """What it took to come to the starts, and whether they were the same again."""
+
+    num_messages: int = 0
+    """Played again; they are in no other count of steps."""
+    num_mismatches: int = 0
+    """Starts where something else was seen than before: the simulator does not depend on its seed and actions alone."""
+    max_drift: float = 0.0
+    """Largest finite difference of an observation."""
+
+
 class StartLibrary:
     """Source episodes, what is known about starting in them, and which start each group gets."""
 
@@ -76,6 +88,7 @@ class StartLibrary:
         self.sources: dict[int, TrackedSource] = {}
         self.num_expert_messages = 0
         """Played by the expert; they are in no other count of steps."""
+        self.replay = ReplayFigures()
         self._next_key = 0
         self._assigned: dict[int, Start | None] = {}
         self._outcomes: list[Outcome] = []
@@ -139,6 +152,13 @@ class StartLibrary:
         """Whether an own episode may become a source."""
         return "best" in self.config.sources or ("success" in self.config.sources and success)
 
+    def before(self, start: Start | None, seed: int) -> tuple[tuple[Any, ...], int]:
+        """The messages before a start and the seed of the reset; `seed` is that of an ordinary start."""
+        if start is None:
+            return (), seed
+        source = self.sources[start.source].source
+        return source.actions[: start.step], source.seed
+
     def finished(self, outcome: Outcome) -> None:
         """Note what came of an episode; it counts once its group is done with (`commit`)."""
         self._outcomes.append(outcome)
@@ -178,10 +198,11 @@ class StartLibrary:
 
     def _offer(self, source: SourceEpisode) -> None:
         """Take an own episode in where there is room, or where it is better than one that is there."""
-        own = {key: tracked for key, tracked in self.sources.items() if tracked.source.origin == "own"}
-        if any(tracked.source.seed == source.seed and self._rank(tracked) >= _merit(source) for tracked in own.values()):
+        held = {start.source for start in self._assigned.values() if start is not None}
+        own = {key: one for key, one in self.sources.items() if one.source.origin == "own" and key not in held}
+        if not self.boundaries(source) or any(self.sources[key].source.seed == source.seed for key in held):
             return
-        if not self.boundaries(source):
+        if any(one.source.seed == source.seed and self._rank(one) >= _merit(source) for one in own.values()):
             return
         same = [key for key, tracked in own.items() if tracked.source.seed == source.seed]
         if not same and len(self.sources) >= self.config.max_sources:
@@ -213,6 +234,8 @@ class StartLibrary:
         0: the beginning), crucial chunks, and ``success_from_0.3``: success rate from starts in that tenth of an episode."""
         tracked = list(self.sources.values())
         figures = {"sources": float(len(tracked)), "expert_messages": float(self.num_expert_messages)}
+        figures |= {"replayed_messages": float(self.replay.num_messages), "mismatched_starts": float(self.replay.num_mismatches)}
+        figures["replay_drift"] = self.replay.max_drift
         if self.config.mode == "rollback" and tracked:
             figures["rolled_back"] = float(sum(one.position == 0 for one in tracked))
             figures["position"] = float(np.mean([one.position / one.source.num_messages for one in tracked]))
@@ -237,6 +260,7 @@ class StartLibrary:
             "chunk_steps": self.config.chunk_steps,
             "next_key": self._next_key,
             "expert_messages": self.num_expert_messages,
+            "replay": asdict(self.replay),
             "ordinary": sorted(number for number in in_flight if number in self._assigned and number not in assigned),
             "assigned": [[number, start.source, start.step] for number, start in assigned.items()],
             "sources": [
@@ -260,6 +284,7 @@ class StartLibrary:
                     "Resume with the checkpoint's setting."
                 )
         self._next_key, self.num_expert_messages = int(state["next_key"]), int(state["expert_messages"])
+        self.replay = ReplayFigures(**state["replay"])
         self._assigned = {int(number): None for number in state["ordinary"]}
         self._assigned |= {int(number): Start(int(source), int(step)) for number, source, step in state["assigned"]}
         self._outcomes = []

@@ -65,10 +65,6 @@ class SourceEpisode:
             observation=self.seen.get(step, base["observation"] if base is not None and base_step == step else {}),
         )
 
-    def replayed(self, step: int) -> int:
-        """Messages that are played again to get to `step`."""
-        return step - max((at for at in self.states if at <= step), default=0)
-
     def to_text(self) -> str:
         """For JSON: the snapshot format in base 64."""
         names = ("origin", "seed", "actions", "episode_return", "success")

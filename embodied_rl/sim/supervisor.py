@@ -222,12 +222,13 @@ class Supervisor:
         watch.failures = 1 if progress != watch.progress_at_failure else watch.failures + 1
         watch.progress_at_failure = progress
         if watch.failures > self.policy.max_restarts:
-            fault.detail += f"\nIt failed {watch.failures} times in a row; the run ends here (max_restarts={self.policy.max_restarts})."
+            note = f"It failed {watch.failures} times in a row; the run ends here (max_restarts={self.policy.max_restarts})."
+            fault.detail = f"{note}\n{fault.detail}"
             raise fault
         culprits = self._culprits(index, fault)
         self._judge(index, culprits)
         if watch.aborts > self.policy.max_restarts:
-            fault.detail += f"\nIt gave up {watch.aborts} episodes and finished none; the run ends here."
+            fault.detail = f"It gave up {watch.aborts} episodes and finished none; the run ends here.\n{fault.detail}"
             raise fault
         record = FaultRecord(fault.kind, index, worker.pid, fault.detail, tuple(culprits), (), watch.failures, 0.0)
         if not watch.open_faults:

@@ -96,7 +96,8 @@ def test_a_wrong_target_is_one_line(target: str, kwargs: dict, message: str) -> 
 
 
 SCRIPT = """
-    import sys, time, numpy as np
+    import signal, sys, time, numpy as np
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started with it ignored (nohup)
     from embodied_rl.sim.env import SimFactory
     from embodied_rl.sim.manager import EnvManager
     manager = EnvManager(SimFactory("tests.sim.toy:CountingSim", kwargs={kwargs}), 4, num_workers=2)

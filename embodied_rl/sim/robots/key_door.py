@@ -1,8 +1,8 @@
 """KeyDoor: a point robot fetches a key, passes the door that it opens, and drives to a goal; a long task whose only reward is at its end.
 
-The floor is 2 m × 1 m, with a wall across the middle at x = 1 m. The robot starts at the lower right of the left room, the key lies
-at the room's upper left, the door is at the wall's lower end, and the goal at the upper right of the right room: about 80 steps at full speed,
-in an order that random motion does not find.
+The floor is 2 m × 1 m, with a wall across the middle at x = 1 m. The robot starts at the lower left, the key lies at the upper left,
+the door is in the middle of the wall, and the goal at the lower right: 60 steps at full speed, in an order that random motion does
+not find.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ MAX_STEP_M = 0.04
 """Along each axis, at action 1."""
 SIZE_M = np.array([2.0, 1.0])
 WALL_X_M = 1.0
-DOOR_Y_M = 0.3
-"""The door reaches from the lower edge to here."""
-START_M, KEY_M, GOAL_M = np.array([0.85, 0.15]), np.array([0.15, 0.85]), np.array([1.85, 0.85])
+DOOR_Y_M = (0.35, 0.65)
+START_M, KEY_M, GOAL_M = np.array([0.15, 0.15]), np.array([0.15, 0.85]), np.array([1.85, 0.15])
 START_SPREAD_M = 0.1
 REACH_M = 0.1
 """Key and goal are reached within this distance."""
@@ -79,7 +78,7 @@ class KeyDoor:
         move = MAX_STEP_M * np.clip(actions, -1.0, 1.0)
         x, y = state[:, _X], state[:, _Y]
         wanted = np.clip(x + move[:, 0], 0.0, SIZE_M[0])
-        blocked = ((x < WALL_X_M) != (wanted < WALL_X_M)) & ~((state[:, _HAS_KEY] > 0) & (y <= DOOR_Y_M))
+        blocked = ((x < WALL_X_M) != (wanted < WALL_X_M)) & ~((state[:, _HAS_KEY] > 0) & _in_door(y))
         state[:, _X] = np.where(blocked, x, wanted)
         state[:, _Y] = np.clip(y + move[:, 1], 0.0, SIZE_M[1])
         state[:, _HAS_KEY] = np.maximum(state[:, _HAS_KEY], _near(state, KEY_M))
@@ -97,8 +96,8 @@ class KeyDoor:
         frame = np.full((width // 2, width, 3), 235, np.uint8)
         has_key = self._state[env_id, _HAS_KEY] > 0
         wall = np.abs(x - WALL_X_M) < 0.02
-        frame[wall & (y > DOOR_Y_M)] = (60, 60, 60)
-        frame[wall & (y <= DOOR_Y_M)] = (190, 220, 190) if has_key else (200, 60, 60)
+        frame[wall & ~_in_door(y)] = (60, 60, 60)
+        frame[wall & _in_door(y)] = (190, 220, 190) if has_key else (200, 60, 60)
         discs = [(GOAL_M, REACH_M, (90, 180, 90)), *([] if has_key else [(KEY_M, 0.05, (230, 190, 40))])]
         for centre, radius, colour in [*discs, (self._state[env_id, :2], 0.04, (50, 90, 200))]:
             frame[np.hypot(x - centre[0], y - centre[1]) < radius] = colour
@@ -136,7 +135,7 @@ class KeyDoorExpert:
         if key < 0:
             target = KEY_M
         elif position[0] < WALL_X_M:
-            target = np.array([WALL_X_M + 2 * MAX_STEP_M, DOOR_Y_M / 2])
+            target = np.array([WALL_X_M + 2 * MAX_STEP_M, sum(DOOR_Y_M) / 2])
         else:
             target = GOAL_M
         return np.clip((target - position) / MAX_STEP_M, -1.0, 1.0).astype(np.float32)
@@ -145,3 +144,8 @@ class KeyDoorExpert:
 def _near(state: np.ndarray, place: np.ndarray) -> np.ndarray:
     """[n] bool"""
     return np.hypot(state[:, _X] - place[0], state[:, _Y] - place[1]) <= REACH_M
+
+
+def _in_door(y: np.ndarray) -> np.ndarray:
+    """Whether a height along the wall is the door's."""
+    return (y >= DOOR_Y_M[0]) & (y <= DOOR_Y_M[1])

@@ -127,8 +127,9 @@ def test_the_picture_shows_disc_and_tip_where_the_state_says() -> None:
         sim.reset([1], [seed], out)
         blind.reset([1], [seed], truth)
         image, state = out.observation["rgb"][1].astype(int), truth.observation["state"][1]
-        red = (image[..., 0] > 180) & (image[..., 1] < 90)
-        yellow = (image[..., 0] > 200) & (image[..., 1] > 170) & (image[..., 2] < 90)
+        # A pixel counts from half covered on: the floor is (31, 33, 41), and four samples a pixel blend the edges.
+        red = (image[..., 0] > 130) & (image[..., 1] < 90)
+        yellow = (image[..., 0] > 130) & (image[..., 1] > 120) & (image[..., 2] < 110)
         for mask, place, full in ((red, state[2:], np.pi * 0.03**2), (yellow, state[:2], np.pi * 0.022**2)):
             if mask.sum() * (VIEW_M / size) ** 2 < 0.85 * full:
                 continue  # partly hidden by the bridge: no centroid to speak of
