@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied_rl.sim.crew import Crew
 from embodied_rl.sim.rooms import INFO_ROOM
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, memory_of
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, memory_of
 from embodied_rl.types import EpisodeSummary, StepBatch
 
 
@@ -28,6 +28,8 @@ class SlotViews:
         state = self._arrays["slot_state"]
         self._state = memory_of(state[self._rows]) if self._is_range else None
         self._whole_state = state
+        runs = [slots] if isinstance(slots, range) else [range(slot, slot + 1) for slot in slots.tolist()]
+        self._writers = [Marks(state, run.start, run.stop) for run in runs]
         self._marks = {mark: bytes([mark]) * self._size for mark in (IDLE, PENDING, READY)}
         self.idle = self._marks[IDLE]
         self._action = self._arrays["action"][self._rows] if self._is_range else None
@@ -45,10 +47,8 @@ class SlotViews:
         return self._state.tobytes() if self._state is not None else self._whole_state[self._rows].tobytes()
 
     def mark(self, mark: int) -> None:
-        if self._state is not None:
-            self._state[:] = self._marks[mark]
-        else:
-            self._whole_state[self._rows] = mark
+        for writer in self._writers:
+            writer.write(mark)
 
     def is_ready(self) -> bool:
         """Whether every slot has a step waiting."""

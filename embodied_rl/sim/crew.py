@@ -87,7 +87,7 @@ class Crew:
             ) from error
         arrays = self.slab.arrays
         arrays["stepping"][:] = -1
-        self.state = memory_of(arrays["slot_state"])
+        self.state = memory_of(arrays["slot_state"][: self.plan.num_slots])
         self.bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
         self.bells = [Bell(arrays["worker_bell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.plan.num_workers)]
         for index in range(len(self.workers)):

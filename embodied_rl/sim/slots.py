@@ -11,7 +11,7 @@ import numpy as np
 from embodied_rl.sim.env import SimEnv, SnapshotEnv
 from embodied_rl.sim.rooms import INFO_ROOM, Rooms, plain_info
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Slab, fence, memory_of
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
 from embodied_rl.types import StepBuffers, VariableSpec
 
 _COUNTERS = ("returns", "lengths", "success_once")
@@ -51,8 +51,7 @@ class _Part:
             )
             self.returns, self.lengths, self.success_once = runner.returns[rows], runner.lengths[rows], runner.success_once[rows]
             self.ones = np.ones(len(ids), runner.lengths.dtype)
-            self.state = runner.state_bytes[first:last]
-            self.ready = bytes([READY]) * len(ids)
+            self.marks = Marks(runner.whole_state, runner.start + first, runner.start + last)
             self.action = runner.action[rows]
             self.flat = [self.reward, *(part[rows].reshape(-1) for part in runner._floats)]
             self.done = np.zeros(len(ids), bool)
@@ -69,7 +68,8 @@ class SlotRunner:
         self.success_ends_episode: bool = setup["success_ends_episode"]
         self.chunk_size: int = setup["chunk_size"]
         arrays, rows = slab.arrays, slice(self.start, self.stop)
-        self.state = arrays["slot_state"][rows]
+        self.whole_state = arrays["slot_state"]
+        self.state = self.whole_state[rows]
         self.state_bytes = memory_of(self.state)
         self._begin, self._begin_seed = arrays["begin"][rows], arrays["begin_seed"][rows]
         self._begin_bytes = memory_of(self._begin)
@@ -192,9 +192,14 @@ class SlotRunner:
             self._publish_rooms(ids)
         fence()
         if marks is READY and part.is_view:
-            part.state[:] = part.ready
+            part.marks.write(READY)
         else:
-            self.state[rows] = marks
+            self._mark(ids, [READY] * len(ids) if marks is READY else marks.tolist())
+
+    def _mark(self, ids: list[int], marks: list[int]) -> None:
+        """One byte after the other, each stored once (see `Marks`)."""
+        for env_id, mark in zip(ids, marks, strict=True):
+            self.state_bytes[env_id] = mark
 
     def _actions(self, ids: list[int], rows: Any) -> np.ndarray:
         return self.action[rows] if self._action_room is None else self._action_room.read_all(ids)
@@ -312,7 +317,7 @@ class SlotRunner:
         self._publish_rooms(ids)
         self._begin[rows] = 0
         fence()
-        self.state[rows] = READY
+        self._mark(ids, [READY] * len(ids))
 
     def _begin_next(self, ids: list[int]) -> None:
         self.episode_index[np.asarray(ids)] += 1
@@ -337,7 +342,6 @@ class SlotRunner:
         """Give the running episode up: its step counts as truncated with reward 0 after the last good observation."""
         self._abort_due.discard(env_id)
         last = {key: part[env_id].copy() for key, part in self._tensors.items()}
-        rows = np.asarray([env_id])
         self._begin_next([env_id])
         for key, part in self._final_tensors.items():
             finite = last[key].dtype.kind != "f" or np.isfinite(last[key]).all()
@@ -351,7 +355,7 @@ class SlotRunner:
         self.out.reward[env_id], self.out.terminated[env_id], self.out.truncated[env_id], self.out.success[env_id] = 0.0, False, True, False
         self._publish_rooms([env_id])
         fence()
-        self.state[rows] = ABORTED
+        self._mark([env_id], [ABORTED])
 
     # ---- snapshots and recovery -------------------------------------------------------------------------------------
 

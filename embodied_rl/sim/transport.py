@@ -62,7 +62,7 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
     n = num_slots
     action_shape = (n, spec.action.dim) if chunk_size == 1 else (n, chunk_size, spec.action.dim)
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
-        "slot_state": ((n,), "uint8"),
+        "slot_state": ((-(-n // 8) * 8,), "uint8"),  # filled up to whole words: see `Marks`
         "begin": ((n,), "uint8"),
         "begin_seed": ((n,), "int64"),
         "manager_bell": ((1,), "uint32"),
@@ -170,6 +170,30 @@ _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX_SYSCALL is not None else Non
 def memory_of(array: np.ndarray) -> memoryview:
     """The array's memory as a memoryview (numpy's arrays are buffers, though their type does not say so)."""
     return memoryview(cast(Any, array))
+
+
+class Marks:
+    """Writes one mark to a run of slots, by single machine words.
+
+    Copying four or eight bytes at once (a slice assignment, memcpy) may store the same bytes *twice*. A writer that loses the processor
+    between the two stores finishes after the other side has answered, and undoes the answer: a slot would be stepped twice, or a
+    step that never was would be received. An element of a memoryview is one store.
+    """
+
+    def __init__(self, state: np.ndarray, start: int, stop: int) -> None:
+        """`state`: the slab's "slot_state", whose length is a multiple of 8; slots [start, stop)."""
+        whole = memory_of(state).cast("B")
+        views: dict[int, memoryview] = {8: whole.cast("Q"), 4: whole.cast("I"), 2: whole.cast("H"), 1: whole}
+        self._words: list[tuple[memoryview, int, tuple[int, ...]]] = []
+        while start < stop:
+            size = next(size for size in (8, 4, 2, 1) if start % size == 0 and start + size <= stop)
+            values = tuple(int.from_bytes(bytes([mark]) * size, "little") for mark in range(ABORTED + 1))
+            self._words.append((views[size], start // size, values))
+            start += size
+
+    def write(self, mark: int) -> None:
+        for view, index, values in self._words:
+            view[index] = values[mark]
 
 
 class Bell:

@@ -395,3 +395,15 @@ def test_descriptor_travels(ends: tuple[Channel, Channel]) -> None:
     left.close()
     with pytest.raises(ChannelClosed, match="no descriptor"):
         right.recv_fd()
+
+
+@pytest.mark.parametrize("start", range(9))
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 16])
+def test_marks_are_written_to_their_slots_alone(start: int, length: int) -> None:
+    from embodied_rl.sim.transport import ABORTED, READY, Marks
+
+    state = np.full(32, 9, np.uint8)
+    marks = Marks(state, start, start + length)
+    for mark in (READY, ABORTED, 0):
+        marks.write(mark)
+        assert state.tolist() == [9] * start + [mark] * length + [9] * (32 - start - length)
