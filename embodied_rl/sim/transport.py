@@ -33,7 +33,7 @@ was given up because its simulator failed."""
 _ALIGNMENT = 64
 _SPIN_S = 2e-6
 """How long a waiter spins before it yields: about one hand-over between running processes; longer takes the core from others."""
-_YIELDS = 200
+_YIELDS = 1000
 _YIELD_S = 1e-3
 _BLOCK_SLICE_S = 0.02
 """Longest single block: bounds what a missed wake-up can cost, and how late a dead peer is noticed."""
