@@ -150,7 +150,8 @@ class OurStepper:
         factory = SimFactory(**side.env.ours) if side.env.ours else SimFactory(side.env.target, kwargs=side.env.kwargs)
         self._num_envs = n = side.num_envs
         self._mode, self._min_ready = side.options.get("mode", "lockstep"), side.options.get("min_ready", 1)
-        self._manager = EnvManager(factory, n, num_workers=side.num_workers)
+        groups = 2 if self._mode == "halves" else 1
+        self._manager = EnvManager(factory, n, num_workers=side.num_workers, num_groups=groups)
         first = self._manager.reset()
         self._key = next(iter(first.observation))
         self._owned = first.observation[self._key].copy()

@@ -14,7 +14,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.process import WorkerProcess
-from embodied_rl.sim.transport import Bell, Slab, memory_of, slab_layout
+from embodied_rl.sim.transport import MANAGER_YIELDS, Bell, Slab, memory_of, slab_layout
 from embodied_rl.types import SimSpec, VariableSpec
 
 
@@ -24,6 +24,9 @@ class CrewPlan:
 
     num_slots: int
     num_workers: int
+    num_groups: int = 1
+    """Each worker has a share of each of this many contiguous groups of slots: while one group waits for its next actions, all workers
+    step another."""
     chunk_size: int = 1
     autoreset: bool = True
     max_episode_steps: int | None = None
@@ -36,10 +39,20 @@ class CrewPlan:
     """Workers built ahead that take a failed one's place without the time that building takes."""
 
     @property
-    def ranges(self) -> list[range]:
-        """Slots of each worker: contiguous, as equal as can be."""
-        bounds = [round(worker * self.num_slots / self.num_workers) for worker in range(self.num_workers + 1)]
-        return [range(first, last) for first, last in itertools.pairwise(bounds)]
+    def runs(self) -> list[list[range]]:
+        """Slots of each worker: a contiguous run of each group, as equal as can be."""
+        runs: list[list[range]] = [[] for _ in range(self.num_workers)]
+        load = [0] * self.num_workers
+        for group in split_slots(range(self.num_slots), self.num_groups):
+            least = sorted(range(self.num_workers), key=lambda worker: (load[worker], worker))
+            share, more = divmod(len(group), self.num_workers)  # `more` workers get one slot more: those that have least
+            first = group.start
+            for worker in range(self.num_workers):
+                size = share + (worker in least[:more])
+                if size:
+                    runs[worker].append(range(first, first + size))
+                first, load[worker] = first + size, load[worker] + size
+        return runs
 
 
 class Crew:
@@ -50,12 +63,15 @@ class Crew:
 
     def __init__(self, factory: SimFactory, plan: CrewPlan, processes: list[WorkerProcess]) -> None:
         self.factory, self.plan = factory, plan
-        self.ranges = plan.ranges
-        self.worker_of = np.repeat(np.arange(plan.num_workers), [len(slots) for slots in self.ranges])
+        self.runs = plan.runs
+        self.slots_of = [[slot for run in runs for slot in run] for runs in self.runs]
+        self.worker_of = np.zeros(plan.num_slots, np.int64)
+        for worker, slots in enumerate(self.slots_of):
+            self.worker_of[slots] = worker
         self.workers: list[WorkerProcess] = []
         self.spares: list[WorkerProcess] = []
         self._were_spares: list[WorkerProcess] = []
-        self.applied: list[dict[str, Any]] = [{} for _ in self.ranges]
+        self.applied: list[dict[str, Any]] = [{} for _ in self.runs]
         """What each worker says about its cores and memory nodes."""
         self.slab: Slab | None = None
         self.spec: SimSpec
@@ -88,7 +104,7 @@ class Crew:
         arrays = self.slab.arrays
         arrays["stepping"][:] = -1
         self.state = memory_of(arrays["slot_state"][: self.plan.num_slots])
-        self.bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
+        self.bell = Bell(arrays["manager_bell"], arrays["manager_waiting"], MANAGER_YIELDS)
         self.bells = [Bell(arrays["worker_bell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.plan.num_workers)]
         for index in range(len(self.workers)):
             self.share(index)
@@ -111,11 +127,10 @@ class Crew:
         `awaits_resume`: slots may be marked already, and the worker must not step them before it has taken up their episodes.
         """
         assert self.slab is not None, "finish() comes first"
-        slots, plan, worker = self.ranges[index], self.plan, self.workers[index]
+        plan, worker = self.plan, self.workers[index]
         assignment = {
             "worker": index,
-            "start": slots.start,
-            "stop": slots.stop,
+            "runs": [[run.start, run.stop] for run in self.runs[index]],
             "num_slots": plan.num_slots,
             "max_episode_steps": plan.max_episode_steps,
             "success_ends_episode": plan.success_ends_episode,
@@ -130,9 +145,9 @@ class Crew:
 
     def replace(self, index: int) -> bool:
         """Put a new worker in the place of one that is gone; True when it was a spare, whose simulator is (being) built already."""
-        size = len(self.ranges[index])
+        sizes = self._sizes(index)
         for spare in self.spares:
-            if spare.num_envs == size and spare.alive():
+            if spare.num_envs == sizes and spare.alive():
                 self.spares.remove(spare)
                 self._were_spares.append(spare)
                 spare.index = index
@@ -186,6 +201,10 @@ class Crew:
         assert self.slab is not None
         return self.slab.rooms("action", VariableSpec("text", self.spec.action.max_bytes))
 
+    def _sizes(self, index: int) -> list[int]:
+        """Environments of each of a worker's runs."""
+        return [len(run) for run in self.runs[index]]
+
     def _placement(self, index: int) -> dict[str, Any] | None:
         return None if self.plan.placements is None else self.plan.placements[index]
 
@@ -195,10 +214,16 @@ class Crew:
         threads = 1 if placement is None else max(1, int(placement["threads"]))
         setup = {
             "factory": dataclasses.asdict(self.factory),
-            "num_envs": len(self.ranges[index]),
+            "num_envs": self._sizes(index),
             "placement": placement,
             "threads": threads,
         }
         worker = WorkerProcess(index, setup, threads=threads)
         self._processes.append(worker)
         return worker
+
+
+def split_slots(slots: range, parts: int) -> list[range]:
+    """Contiguous parts, as equal as can be; empty ones where there are more parts than slots."""
+    bounds = [slots.start + round(part * len(slots) / parts) for part in range(parts + 1)]
+    return [range(first, last) for first, last in itertools.pairwise(bounds)]

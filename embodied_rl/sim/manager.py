@@ -59,6 +59,7 @@ class EnvManager:
         num_slots: int,
         *,
         num_workers: int | None = None,
+        num_groups: int = 1,
         seeds: EpisodeSeeds | None = None,
         success_ends_episode: bool = False,
         max_episode_steps: int | None = None,
@@ -77,6 +78,7 @@ class EnvManager:
             factory: how a worker builds its environments.
             num_slots: environments in all.
             num_workers: processes; None: as many as there are cores.
+            num_groups: contiguous groups of slots that will be stepped in turns; each worker then has a share of each group.
             seeds: of the episodes; None: training seeds of 0.
             success_ends_episode: an episode is cut (truncated) at its first success.
             max_episode_steps: an episode is cut after so many steps.
@@ -104,6 +106,7 @@ class EnvManager:
         self._plan = CrewPlan(
             num_slots=num_slots,
             num_workers=self.num_workers,
+            num_groups=num_groups,
             chunk_size=chunk_size,
             autoreset=autoreset,
             max_episode_steps=max_episode_steps,
@@ -139,6 +142,7 @@ class EnvManager:
             SimFactory(config.target, config.task, kwargs, config.extra),
             slots,
             num_workers=None if config.num_workers is None else min(config.num_workers, slots),
+            num_groups=min(config.pipeline_groups, slots),
             seeds=seeds,
             success_ends_episode=config.success_ends_episode,
             max_episode_steps=config.max_episode_steps,

@@ -31,7 +31,7 @@ class WorkerProcess:
 
     def __init__(self, index: int, setup: dict[str, Any], threads: int = 1) -> None:
         self.index = index
-        self.num_envs: int = setup["num_envs"]
+        self.num_envs: list[int] = setup["num_envs"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         ours, theirs = socket.socketpair()
         life_read, self._life_write = os.pipe()

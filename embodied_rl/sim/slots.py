@@ -60,9 +60,9 @@ class _Part:
 class SlotRunner:
     """Slots [start, stop) of a slab. `step_pending` does what the manager asked for and leaves the results in the slab."""
 
-    def __init__(self, sim: SimEnv, slab: Slab, setup: Mapping[str, Any]) -> None:
+    def __init__(self, sim: SimEnv, slab: Slab, setup: Mapping[str, Any], start: int, stop: int) -> None:
         self.sim = sim
-        self.start, self.stop = setup["start"], setup["stop"]
+        self.start, self.stop = start, stop
         self.num_envs, self.num_slots, self.index = self.stop - self.start, setup["num_slots"], setup["worker"]
         self.max_episode_steps: int | None = setup["max_episode_steps"]
         self.success_ends_episode: bool = setup["success_ends_episode"]
@@ -437,12 +437,12 @@ class SlotRunner:
 
     def mark_stepping(self, env_id: int | None) -> None:
         """Leave word in shared memory which environment is being stepped; None: no single one."""
-        self._stepping[0] = -1 if env_id is None else env_id
+        self._stepping[0] = -1 if env_id is None else self.start + env_id
 
     def stepping(self) -> list[int]:
         """Environments that were being stepped."""
-        if self._stepping[0] >= 0:
-            return [int(self._stepping[0])]
+        if self.start <= self._stepping[0] < self.stop:
+            return [int(self._stepping[0]) - self.start]
         return [row for row in self._all if self.state[row] == PENDING] or self._all
 
 

@@ -148,9 +148,9 @@ class Supervisor:
     def _watch(self, index: int, watch: _Watch, now: float, check_memory: bool) -> None:
         worker, arrays = self.crew.workers[index], self._arrays()
         worker.check(bool(arrays["failed"][index, 0]))
-        slots = self.crew.ranges[index]
+        state = self.crew.state
         progress = int(arrays["progress"][index, 0])
-        if progress != watch.progress or PENDING not in self.crew.state[slots.start : slots.stop].tobytes():
+        if progress != watch.progress or all(state[slot] != PENDING for slot in self.crew.slots_of[index]):
             watch.progress, watch.moved_at = progress, now
         elif now - watch.moved_at > self.crew.plan.step_timeout_s:
             raise worker.timed_out(self.crew.plan.step_timeout_s, "step")
@@ -240,10 +240,10 @@ class Supervisor:
 
     def _culprits(self, index: int, fault: SimFault) -> list[int]:
         """Slots that the worker was stepping: as it says, or as it left word, or all that were pending."""
-        slots = self.crew.ranges[index]
+        slots = self.crew.slots_of[index]
         alone = int(self._arrays()["stepping"][index, 0])
         if alone >= 0:
-            return [slots.start + alone]
+            return [alone]
         pending = [slot for slot in slots if self.crew.state[slot] == PENDING]
         return [slot for slot in fault.slots if slot in slots] or pending
 
@@ -256,7 +256,7 @@ class Supervisor:
             if len(culprits) == 1 and self._strikes.get(slot) == point:
                 doomed.add(slot)
             self._strikes[slot] = point
-        for slot in self.crew.ranges[index]:
+        for slot in self.crew.slots_of[index]:
             over = self.crew.state[slot] in (ENDED, ABORTED)
             begun = self.crew.state[slot] == READY or self.ledger.point(slot)[1] > (self.crew.state[slot] == PENDING)
             if not over and (self.ledger.is_lost(slot) or together or (self.policy.recovery == "restart" and begun)):
@@ -268,7 +268,7 @@ class Supervisor:
     def _resume_items(self, index: int) -> list[dict[str, Any]]:
         faulty = bool(self._watches[index].open_faults)
         items = []
-        for slot in self.crew.ranges[index]:
+        for slot in self.crew.slots_of[index]:
             mark = self.crew.state[slot]
             assert mark in (IDLE, PENDING, READY, ENDED, ABORTED)
             # Without autoreset a slot that waits for its next episode shows the end of the last one.

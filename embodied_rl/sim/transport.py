@@ -33,7 +33,9 @@ was given up because its simulator failed."""
 _ALIGNMENT = 64
 _SPIN_S = 2e-6
 """How long a waiter spins before it yields: about one hand-over between running processes; longer takes the core from others."""
-_YIELDS = 1000
+_YIELDS = 200
+MANAGER_YIELDS = 1000
+"""The manager waits for whole batches of steps, and there is one of it; many workers that yield for long would take each other's time."""
 _YIELD_S = 1e-3
 _BLOCK_SLICE_S = 0.02
 """Longest single block: bounds what a missed wake-up can cost, and how late a dead peer is noticed."""
@@ -202,8 +204,9 @@ class Bell:
     Where there is no futex the waiter sleeps in short naps instead.
     """
 
-    def __init__(self, word: np.ndarray, waiting: np.ndarray) -> None:
-        """`word` and `waiting`: uint32 arrays of one element in shared memory."""
+    def __init__(self, word: np.ndarray, waiting: np.ndarray, yields: int = _YIELDS) -> None:
+        """`word` and `waiting`: uint32 arrays of one element in shared memory; `yields`: how often a waiter yields before it blocks."""
+        self._yields = yields
         # Reading a memoryview costs a third of reading an array's element, and waiting is nothing but reading.
         self._word = memory_of(word).cast("B").cast("I")
         self._waiting = memory_of(waiting).cast("B").cast("I")
@@ -230,7 +233,7 @@ class Bell:
             if ready():
                 return True
         yield_until = spin_until + _YIELD_S
-        for _ in range(_YIELDS):
+        for _ in range(self._yields):
             os.sched_yield()
             if ready():
                 return True

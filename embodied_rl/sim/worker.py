@@ -36,9 +36,11 @@ _NEVER = float("inf")
 class Worker:
     """The loop of the process: steps and requests, until the manager lets go."""
 
-    def __init__(self, channel: Channel, runner: SlotRunner, slab: Slab, released: threading.Event, awaits_resume: bool) -> None:
-        self.channel, self.runner, self._released, self._awaits_resume = channel, runner, released, awaits_resume
-        arrays, index = slab.arrays, runner.index
+    def __init__(self, channel: Channel, runners: list[SlotRunner], slab: Slab, released: threading.Event, awaits_resume: bool) -> None:
+        self.channel, self.runners, self._released, self._awaits_resume = channel, runners, released, awaits_resume
+        self.current = runners[0]
+        """Whose simulator was called last."""
+        arrays, index = slab.arrays, runners[0].index
         self.control_pending = arrays["control_pending"][index]
         self.failed = arrays["failed"][index]
         self.bell = Bell(arrays["worker_bell"][index, :1], arrays["worker_waiting"][index, :1])
@@ -52,15 +54,29 @@ class Worker:
             if self.control_pending[0]:
                 self.control_pending[0] = 0
                 self._control()
-            if not self._awaits_resume and self.runner.step_pending():
-                self.manager_bell.ring()
+            if not self._awaits_resume:
+                for runner in self.runners:
+                    self.current = runner
+                    if runner.step_pending():
+                        self.manager_bell.ring()
 
     def _has_work(self) -> bool:
-        return bool(self.control_pending[0]) or (not self._awaits_resume and self.runner.has_pending())
+        if self.control_pending[0]:
+            return True
+        return not self._awaits_resume and any(runner.has_pending() for runner in self.runners)
+
+    def _of(self, slot: int) -> SlotRunner:
+        """The runner of a slot."""
+        self.current = next(runner for runner in self.runners if runner.start <= slot < runner.stop)
+        return self.current
 
     def _check_parent(self) -> None:
         if self._released.is_set() or os.getppid() != self._parent:
             raise ChannelClosed("the manager let go of this worker")
+
+    def stepping(self) -> dict[str, Any]:
+        """Where the simulator was that raised, for a fault report."""
+        return self.current.where(self.current.stepping())
 
     def _control(self) -> None:
         message, payload = self.channel.recv()
@@ -70,22 +86,26 @@ class Worker:
             self.channel.send({"kind": "user_error", "message": str(error)})
 
     def _answer(self, message: dict[str, Any], payload: bytes) -> None:
-        operation, runner = message["operation"], self.runner
+        operation = message["operation"]
         if operation == "reset":
-            runner.reset_all(EpisodeSeeds(**message["seeds"]), message["seed_round"], message["reconfigure"])
+            for runner in self.runners:
+                self.current = runner
+                runner.reset_all(EpisodeSeeds(**message["seeds"]), message["seed_round"], message["reconfigure"])
             self.channel.send({"kind": "done"})
         elif operation == "render":
+            runner = self._of(message["slot"])
             frame = np.ascontiguousarray(runner.sim.render(message["slot"] - runner.start), np.uint8)
             self.channel.send({"kind": "frame", "shape": frame.shape}, frame.tobytes())
         elif operation == "snapshot":
-            states = [runner.snapshot(slot - runner.start) for slot in message["slots"]]
+            states = [self._of(slot).snapshot(slot - self.current.start) for slot in message["slots"]]
             self.channel.send({"kind": "done"}, encode_state(states))
         elif operation == "resume":
             drift: dict[str, float | None] = {}
             for item in decode_state(payload):
+                runner = self._of(int(item["slot"]))
                 runner.mark_stepping(int(item["slot"]) - runner.start)
                 drift[str(item["slot"])] = runner.resume(item)
-            runner.mark_stepping(None)
+            self.current.mark_stepping(None)
             self._awaits_resume = False
             self.channel.send({"kind": "done", "drift": drift})
         else:
@@ -124,14 +144,14 @@ def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
     return apply_placement(Placement.from_dict(placement)).to_dict()
 
 
-def _serve(channel: Channel, sim: SimEnv, applied: dict[str, Any], released: threading.Event) -> None:
-    channel.send({"kind": "spec", "spec": sim.spec.to_dict(), "placement": applied})
+def _serve(channel: Channel, sims: list[SimEnv], applied: dict[str, Any], released: threading.Event) -> None:
+    channel.send({"kind": "spec", "spec": sims[0].spec.to_dict(), "placement": applied})
     message, _ = channel.recv()  # a spare waits here until it is needed
     fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
-    slab = Slab(Layout(fields, message["num_bytes"]), channel.recv_fd())
-    _take_place(message["assignment"]["placement"])
-    runner = SlotRunner(sim, slab, message["assignment"])
-    worker = Worker(channel, runner, slab, released, message["assignment"]["awaits_resume"])
+    slab, assignment = Slab(Layout(fields, message["num_bytes"]), channel.recv_fd()), message["assignment"]
+    _take_place(assignment["placement"])
+    runners = [SlotRunner(sim, slab, assignment, start, stop) for sim, (start, stop) in zip(sims, assignment["runs"], strict=True)]
+    worker = Worker(channel, runners, slab, released, assignment["awaits_resume"])
     channel.send({"kind": "done"})
     try:
         worker.run()
@@ -140,13 +160,13 @@ def _serve(channel: Channel, sim: SimEnv, applied: dict[str, Any], released: thr
     except UserError as error:
         _report(channel, worker, {"kind": "user_error", "message": str(error)})
     except NonFiniteOutput as error:
-        _report(channel, worker, _fault(FaultKind.NON_FINITE, str(error), runner.where(error.rows)))
+        _report(channel, worker, _fault(FaultKind.NON_FINITE, str(error), worker.current.where(error.rows)))
     except WrongShapeError as error:
-        _report(channel, worker, _fault(FaultKind.WRONG_SHAPE, str(error), runner.where(runner.stepping())))
+        _report(channel, worker, _fault(FaultKind.WRONG_SHAPE, str(error), worker.stepping()))
     except MemoryError:
-        _report(channel, worker, _fault(FaultKind.OUT_OF_MEMORY, traceback.format_exc(), runner.where(runner.stepping())))
+        _report(channel, worker, _fault(FaultKind.OUT_OF_MEMORY, traceback.format_exc(), worker.stepping()))
     except Exception:
-        _report(channel, worker, _fault(FaultKind.RAISED, traceback.format_exc(), runner.where(runner.stepping())))
+        _report(channel, worker, _fault(FaultKind.RAISED, traceback.format_exc(), worker.stepping()))
 
 
 def _fault(kind: FaultKind, detail: str, where: dict[str, Any]) -> dict[str, Any]:
@@ -170,22 +190,23 @@ def main() -> None:
     _live_with_parent(int(sys.argv[2]), sys.argv[3] == "main", released)
     setup, _ = channel.recv()
     sys.path[:] = setup["sys_path"]
-    sim: SimEnv | None = None
+    sims: list[SimEnv] = []
     try:
         try:
             applied = _take_place(setup["placement"])
-            sim = SimFactory(**setup["factory"]).make(setup["num_envs"])
+            # One for each run of slots: runs of several groups are stepped apart.
+            sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
             limit_threads(setup["threads"])  # of pools that do not read the environment's variables
         except UserError as error:
             channel.send({"kind": "user_error", "message": str(error)})
         except Exception:
             channel.send({"kind": "fault", "fault": FaultKind.RAISED.name, "detail": traceback.format_exc()})
         else:
-            _serve(channel, sim, applied, released)
+            _serve(channel, sims, applied, released)
     except ChannelClosed:
         pass
     finally:
-        if sim is not None:
+        for sim in sims:
             with contextlib.suppress(Exception):
                 sim.close()
     sys.stdout.flush()

@@ -13,6 +13,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
+from tests.sim.runs import assert_same, play_lockstep
 
 COUNTING = "tests.sim.toy:CountingSim"
 
@@ -227,3 +228,37 @@ def test_episodes_of_given_seeds_begin_when_they_are_asked_for(trouble: bool) ->
         assert both.slots.tolist() == [0, 1]
         assert both.observation["state"][0].tolist() == [99, 0, 0]
         assert len(manager.fault_records) == 2 * trouble
+
+
+@pytest.mark.parametrize(("slots", "workers", "groups"), [(8, 2, 2), (5, 5, 2), (4, 4, 4), (7, 3, 2), (16, 3, 1), (9, 2, 4), (3, 2, 3)])
+def test_every_worker_has_a_share_of_every_group(slots: int, workers: int, groups: int) -> None:
+    from embodied_rl.sim.crew import CrewPlan, split_slots
+
+    plan = CrewPlan(slots, workers, groups)
+    dealt = sorted(slot for runs in plan.runs for run in runs for slot in run)
+    assert dealt == list(range(slots))
+    loads = [sum(len(run) for run in runs) for runs in plan.runs]
+    assert max(loads) - min(loads) <= 1
+    assert min(loads) >= 1
+    for group in split_slots(range(slots), groups):
+        shares = [sum(slot in group for run in runs for slot in run) for runs in plan.runs]
+        assert max(shares) - min(shares) <= 1
+    assert all(any(set(run) <= set(group) for group in split_slots(range(slots), groups)) for runs in plan.runs for run in runs)
+
+
+def test_the_dealing_of_slots_changes_no_number() -> None:
+    traces = []
+    for workers, groups in ((1, 1), (2, 2), (3, 2)):
+        factory = SimFactory(COUNTING, kwargs={"length": 7})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            manager = EnvManager(factory, 6, num_workers=workers, num_groups=groups)
+        with manager:
+            manager.reset()
+            if workers == 2:
+                os.kill(manager.worker_pids()[0], signal.SIGKILL)
+            traces.append(play_lockstep(manager, 20))
+            manager.snapshot(range(6))
+            assert len(manager.render([0, 5])) == 2
+    for other in traces[1:]:
+        assert_same(traces[0], other)
