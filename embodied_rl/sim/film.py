@@ -17,9 +17,12 @@ from embodied_rl.types import StepBuffers
 
 
 def filmed(config: SimConfig, size: int) -> SimConfig:
-    """The same simulator, made for pictures of about `size` pixels a side where it can choose."""
+    """The same simulator, made for pictures of about `size` pixels a side where it can choose.
+
+    A fault ends the filming: a driver that kills the process does so every time, and trying again only takes longer to say so.
+    """
     kwargs = {"target": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs, "extra": config.extra, "size": size}
-    return dataclasses.replace(config, target="embodied_rl.sim.film:FilmedSim", task=None, kwargs=kwargs)
+    return dataclasses.replace(config, target="embodied_rl.sim.film:FilmedSim", task=None, kwargs=kwargs, on_fault="stop")
 
 
 class FilmedSim:
