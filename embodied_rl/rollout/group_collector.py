@@ -126,7 +126,6 @@ class GroupCollector:
         self._unanswered: dict[int, Observation] = {}
         self._in_flight = 0
         self._ticked_at = time.monotonic()
-        self._told = 0
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """Play until the queue has a batch for the weights `version`.

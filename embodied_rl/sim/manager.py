@@ -335,6 +335,7 @@ class EnvManager:
         answers = self._supervisor.command(requests, self._plan.start_timeout_s, "restore episodes")
         self.last_drift = {int(slot): drift for message, _ in answers.values() for slot, drift in message["drift"].items()}
         views = self._views([int(slot) for slot in slots])
+        views.mark(IDLE)  # a step that was ready belonged to what the slot did before
         views.clear_outcome()
         return views.batch(None)
 

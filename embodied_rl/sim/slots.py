@@ -146,12 +146,14 @@ class SlotRunner:
         return part
 
     def _step_some(self, ids: list[int]) -> None:
+        # A new episode first: what was to be given up in its slot is gone with the old one.
+        if beginning := [env_id for env_id in ids if self._begin[env_id]]:
+            self._abort_due.difference_update(beginning)
+            self._begin_given(beginning)
+            ids = [env_id for env_id in ids if env_id not in beginning]
         for env_id in [env_id for env_id in ids if env_id in self._abort_due]:
             self._abort(env_id)
             ids.remove(env_id)
-        if beginning := [env_id for env_id in ids if self._begin[env_id]]:
-            self._begin_given(beginning)
-            ids = [env_id for env_id in ids if env_id not in beginning]
         if self._cautious and not self.sim.spec.steps_together:
             # After a fault: one at a time, with a mark that outlives this process, so that the culprit is known if it happens again.
             for env_id in ids:
@@ -186,7 +188,7 @@ class SlotRunner:
                 self._keep_final(ended)
             if self._autoreset:
                 self._begin_next(ended)
-            # In one write: a slot must never be seen as READY when it has ENDED.
+            # At once: a slot must never be seen as READY when it has ENDED.
             marks = np.where(done, np.uint8(ENDED), np.uint8(READY))
         if self._rooms:
             self._publish_rooms(ids)
@@ -217,7 +219,7 @@ class SlotRunner:
                 break
             # Those that step together all move; what happens to the others is not looked at, and a reset follows.
             moved = np.asarray(self._all if self.sim.spec.steps_together else active)
-            self.sim.step(moved.tolist(), self.action[moved, min(step, self.chunk_size - 1)], out)
+            self.sim.step(moved.tolist(), self.action[moved, step], out)
             at = np.asarray(active)
             self._count(at)
             self._check_finite(at)
@@ -382,6 +384,7 @@ class SlotRunner:
         if item["abort"]:
             self._start_counting([env_id])
             self._abort_due.add(env_id)
+            self._begin[env_id] = 0  # it is the beginning itself that failed
             return None
         scratch = StepBuffers.allocate(self.sim.spec, self.num_envs)
         self._start_counting([env_id])

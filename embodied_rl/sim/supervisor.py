@@ -137,10 +137,9 @@ class Supervisor:
 
     def revive_all(self) -> None:
         """After the crew's processes were ended on purpose: start them, and take every slot's episode up again."""
-        for index, watch in enumerate(self._watches):
+        for watch in self._watches:
             watch.phase, watch.open_faults, watch.noticed_at = _Phase.STARTING, [], time.perf_counter()
             watch.deadline = time.perf_counter() + self.crew.plan.start_timeout_s
-            assert self.crew.workers[index].alive()
         self.settle()
 
     # ---- watching ---------------------------------------------------------------------------------------------------
