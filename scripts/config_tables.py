@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md from the dataclasses of embodied_rl/config.py, between the markers there.
+"""Writes the tables of docs/configuration.md from the dataclasses of embodied_rl/config, between the markers there.
 
 Use: `.venv/bin/python scripts/config_tables.py`; a test fails when the page and the code disagree.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from pathlib import Path
 
 from embodied_rl import config
@@ -30,7 +31,9 @@ GROUPS = {
 
 def tables() -> str:
     """The tables as Markdown."""
-    classes = {node.name: node for node in ast.parse(inspect.getsource(config)).body if isinstance(node, ast.ClassDef)}
+    sources = {sys.modules[getattr(config, name).__module__] for name in GROUPS.values()}
+    nodes = [node for source in sources for node in ast.parse(inspect.getsource(source)).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     parts = []
     for group, name in GROUPS.items():
         rows = [_row(group, field, documentation) for field, documentation in _fields(classes[name]) if not _is_group(field)]

@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("maniskill", "metaworld", "robotics", "pusht", "aloha", "robosuite", "libero", "text", "wandb", "dev")
-"""What `make` installs; not language, vllm and ray, which are large and chosen by their users."""
+EXTRAS = ("maniskill", "metaworld", "robotics", "pusht", "aloha", "robosuite", "libero", "text", "language", "formats", "wandb", "dev")
+"""What `make` installs; not vllm and ray, which are large and chosen by their users."""
 
 LEFT_OUT = {
     "mplib": "ManiSkill's motion planner; it crashes with numpy >= 2, and only ManiSkill's examples import it",

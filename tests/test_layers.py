@@ -35,7 +35,7 @@ FLOORS: dict[str, set[str]] = {
     "sim": GROUND | {"config"},
     "policies": GROUND | {"config"},
     "algorithms": GROUND | {"config"},
-    "episodes": GROUND,
+    "episodes": GROUND | {"video"},
     "checkpoint": GROUND | {"config"},
     "loggers": GROUND | {"config"},
     "generation": GROUND | {"config", "policies"},

@@ -1,0 +1,48 @@
+"""Where configuration files lie, ours and those of installed packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embodied_rl.config.building import build
+from embodied_rl.config.sim import SimConfig
+from embodied_rl.errors import UserError, did_you_mean
+
+
+def load_sim_config(name: str) -> SimConfig:
+    """Read ``configs/sim/<name>.yaml``, ours or an installed package's, or take the target that a package registered under this
+    name. Raises UserError with the nearest name."""
+    import yaml
+
+    from embodied_rl.registry import installed_targets
+
+    path = config_file("sim", name)
+    if path is not None:
+        return build(SimConfig, yaml.safe_load(path.read_text(encoding="utf-8")), "sim")
+    target = installed_targets("sim").get(name)
+    if target is None:
+        raise UserError(f"Simulator '{name}' is not known.{did_you_mean(name, group_names('sim'))}")
+    return SimConfig(name=name, target=target)
+
+
+def config_folders() -> list[Path]:
+    """Where configuration files are looked for: ours, then those of installed packages (entry points ``embodied_rl.configs``)."""
+    from embodied_rl.paths import configs_dir
+    from embodied_rl.registry import installed_config_folders
+
+    return [configs_dir(), *installed_config_folders().values()]
+
+
+def config_file(group: str, name: str) -> Path | None:
+    """The file of one choice of a group; the first folder of `config_folders` that has it wins."""
+    paths = (folder / group / f"{name}.yaml" for folder in config_folders())
+    return next((path for path in paths if path.is_file()), None)
+
+
+def group_names(group: str) -> list[str]:
+    """Names of the choices of one group (sim, policy, algorithm, experiment, …): the configuration files', and for ``sim`` those
+    that installed packages registered."""
+    from embodied_rl.registry import installed_targets
+
+    names = {path.stem for folder in config_folders() for path in Path(folder / group).glob("*.yaml")}
+    return sorted(names.union(installed_targets("sim") if group == "sim" else ()))

@@ -1,0 +1,157 @@
+"""Everything of one run, and the groups that are too small for a file of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from embodied_rl.config.algorithm import AlgorithmConfig
+from embodied_rl.config.building import build, require
+from embodied_rl.config.policy import PolicyConfig
+from embodied_rl.config.sim import SimConfig
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What turns observations into actions."""
+
+    backend: Literal["torch", "random"] = "torch"
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """Where generation and training run."""
+
+    placement: Literal["collocated"] = "collocated"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int | None = None
+    """Threads of the learner on a CPU; null: as many as there are cores."""
+
+    def __post_init__(self) -> None:
+        require(self.num_threads is None or self.num_threads >= 1, "hybrid.num_threads", ">= 1 or null", self.num_threads)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation: seeds that training never sees."""
+
+    num_episodes: int = 100
+    """At the end of the run."""
+    every_steps: int | None = None
+    """Also evaluate after this many environment steps; null: at the end only."""
+    interim_episodes: int = 32
+    """Episodes of an evaluation during the run."""
+    seed: int = 0
+    """Held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; training seeds lie below 2**30."""
+
+    def __post_init__(self) -> None:
+        require(self.num_episodes >= 1, "evaluation.num_episodes", ">= 1", self.num_episodes)
+        require(self.every_steps is None or self.every_steps >= 1, "evaluation.every_steps", ">= 1 or null", self.every_steps)
+        require(self.interim_episodes >= 1, "evaluation.interim_episodes", ">= 1", self.interim_episodes)
+        require(0 <= self.seed < 2**29, "evaluation.seed", "between 0 and 2**29", self.seed)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int | None = 50_000
+    """Environment steps between checkpoints; null: at the end only."""
+    keep_last: int = 2
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.every_steps is None or self.every_steps >= 1, "checkpoint.every_steps", ">= 1 or null", self.every_steps)
+        require(self.keep_last >= 1, "checkpoint.keep_last", ">= 1", self.keep_last)
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    enabled: Literal["auto", "yes", "no"] = "auto"
+    """auto: film the final policy where this machine can render, and say so where it cannot."""
+    num_episodes: int = 4
+    fps: int = 20
+    size: int = 256
+    """Pixels per side of the square picture."""
+
+    def __post_init__(self) -> None:
+        require(self.num_episodes >= 1, "video.num_episodes", ">= 1", self.num_episodes)
+        require(self.fps >= 1, "video.fps", ">= 1", self.fps)
+        require(self.size >= 16, "video.size", ">= 16", self.size)
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    names: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "plot"], ...] = ("console", "jsonl", "tensorboard", "plot")
+    wandb_project: str = "embodied_rl"
+    wandb_mode: Literal["online", "offline"] = "offline"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything of one run."""
+
+    sim: SimConfig
+    policy: PolicyConfig
+    algorithm: AlgorithmConfig
+    generation: GenerationConfig
+    hybrid: HybridConfig
+    logger: LoggerConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    video: VideoConfig
+    run_dir: str
+    seed: int = 1
+    total_steps: int = 200_000
+    """Environment steps to train for, at most."""
+    stop_at_success: float | None = None
+    """Stop when the success rate reaches this: of the evaluations during the run where evaluation.every_steps is set (without
+    exploration noise), else of the last 100 training episodes; null: train all steps."""
+    stop_at_return: float | None = None
+    """Stop when the mean return of an evaluation during the run reaches this (needs evaluation.every_steps); null: no such end."""
+    max_minutes: float | None = None
+    """Stop training after this much wall-clock time; null: no limit."""
+    resume: str | None = None
+    """'auto': continue from run_dir's last checkpoint where there is one; a path: continue from that checkpoint."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**31, "seed", "between 0 and 2**31 - 1", self.seed)
+        require(
+            self.sim.target != "???",  # how YAML files for OmegaConf mark a value that the user must give
+            "sim.target",
+            "given for a simulator of your own, such as sim.target=my_package.my_module:MyEnv",
+            self.sim.target,
+        )
+        require(self.total_steps >= 1, "total_steps", ">= 1", self.total_steps)
+        require(self.stop_at_success is None or 0 < self.stop_at_success <= 1, "stop_at_success", "in (0, 1] or null", self.stop_at_success)
+        require(
+            self.stop_at_return is None or self.evaluation.every_steps is not None,
+            "evaluation.every_steps",
+            "set where stop_at_return is",
+            self.evaluation.every_steps,
+        )
+        require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
+        require(
+            self.algorithm.groups is not None or self.algorithm.minibatch_size <= self.steps_per_iteration,
+            "algorithm.minibatch_size",
+            f"<= sim.num_slots * algorithm.rollout_steps ({self.steps_per_iteration})",
+            self.algorithm.minibatch_size,
+        )
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps of one rollout: num_slots × rollout_steps. (Whole episodes have no fixed number.)"""
+        return self.sim.num_slots * self.algorithm.rollout_steps
+
+    @property
+    def num_iterations(self) -> int:
+        """Rollouts in total_steps, rounded up."""
+        return -(-self.total_steps // self.steps_per_iteration)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> TrainConfig:
+        """Build and validate. Raises UserError naming the key, the value and the choices."""
+        return build(TrainConfig, data, "")
