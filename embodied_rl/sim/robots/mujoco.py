@@ -8,6 +8,7 @@ import gymnasium
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest, saved_whole
+from embodied_rl.sim.robots.locomotion import LocomotionSim, is_known
 
 MAX_SHADOW_MAP = 1024
 """Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""
@@ -34,7 +35,8 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     envs = [make_one(task, width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:
         cheapen_rendering(env)
-    return GymnasiumSim(envs, task=task, exact_snapshots=saved_whole(task))
+    kind = LocomotionSim if all(map(is_known, envs)) else GymnasiumSim
+    return kind(envs, task=task, exact_snapshots=saved_whole(task))
 
 
 def cheapen_rendering(env: gymnasium.Env) -> None:
