@@ -40,6 +40,13 @@ class TorchGenerator:
             raise RuntimeError("recv was called although no observation had been sent.")
         return self._acted.popleft()
 
+    @torch.inference_mode()
+    def value(self, observation: Observation) -> np.ndarray:
+        """State values [n] float32 by the policy's present weights, for those who record them; training computes its own."""
+        device = next(self._policy.parameters()).device
+        tensors = {key: torch.from_numpy(observation[key]).to(device) for key in self._policy.observation_keys}
+        return self._policy.value(tensors).cpu().numpy()
+
     def publish(self, version: int) -> None:
         """Copy the policy's present weights and statistics."""
         self._actor.refresh(self._policy)
@@ -74,7 +81,7 @@ class NumpyGaussianActor:
     @staticmethod
     def supports(policy: ActorCritic) -> bool:
         on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in policy.parameters())
-        return on_cpu and policy.trunk is None and type(policy.head) is DiagonalGaussian
+        return type(policy) is ActorCritic and on_cpu and policy.trunk is None and type(policy.head) is DiagonalGaussian
 
     def refresh(self, policy: ActorCritic) -> None:
         assert isinstance(policy.head, DiagonalGaussian)

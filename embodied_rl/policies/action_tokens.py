@@ -1,0 +1,98 @@
+"""Actions as tokens: the binning of RT-2 and OpenVLA, and the categorical distribution over one action's tokens.
+
+Shape legend: B rows, L action tokens of one decision (action dimensions × steps of the chunk), V choices of one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.errors import UserError
+
+
+@dataclass(frozen=True)
+class ActionTokenizer:
+    """Normalised actions in [-1, 1] to the last `num_bins` tokens of a vocabulary and back (OpenVLA, section 3.3).
+
+    The edges are ``linspace(-1, 1, num_bins)``, so there are ``num_bins - 1`` intervals and as many centers. A value's token is
+    ``vocab_size - k``, where k in 1..num_bins counts the edges that are not above it. The topmost edge alone has k = num_bins, whose
+    token decodes to the last center, as its neighbour's does: decoding loses which of the two it was, so keep tokens, not actions.
+    """
+
+    vocab_size: int = 32000
+    """Tokens of the text tokenizer, without the rows that pad the embedding."""
+    num_bins: int = 256
+
+    @property
+    def first_token(self) -> int:
+        """The smallest action token; they run to ``vocab_size - 1``."""
+        return self.vocab_size - self.num_bins
+
+    @property
+    def centers(self) -> np.ndarray:
+        """[num_bins - 1] float64, ascending."""
+        edges = np.linspace(-1.0, 1.0, self.num_bins)
+        return (edges[:-1] + edges[1:]) / 2.0
+
+    def encode(self, action: np.ndarray) -> np.ndarray:
+        """Normalised actions [...] to tokens [...] int64; values outside [-1, 1] are clipped."""
+        clipped = np.clip(action, -1.0, 1.0)
+        return (self.vocab_size - np.digitize(clipped, np.linspace(-1.0, 1.0, self.num_bins))).astype(np.int64)
+
+    def decode(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens [...] to normalised actions [...] float64.
+
+        Tokens outside the action range decode to the nearest center, as the original does with what a greedy search over the
+        whole vocabulary may bring.
+        """
+        index = np.clip(self.vocab_size - np.asarray(tokens, np.int64) - 1, 0, self.num_bins - 2)
+        return self.centers[index]
+
+    def choices(self, tokens: Tensor) -> Tensor:
+        """Tokens [...] to their index [...] among the action tokens. Raises UserError for a token that is not an action's."""
+        choice = tokens - self.first_token
+        if bool(((choice < 0) | (choice >= self.num_bins)).any()):
+            raise UserError(
+                f"Action tokens must lie in [{self.first_token}, {self.vocab_size - 1}], got "
+                f"{int(tokens.min())} to {int(tokens.max())}. Was the action recorded with another policy?"
+            )
+        return choice
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """A categorical distribution over V choices for each of L tokens, at a temperature, in float32."""
+
+    log_probs: Tensor
+    """[B, L, V] log-probabilities of all choices."""
+
+    @staticmethod
+    def from_logits(logits: Tensor, temperature: float = 1.0) -> TokenDistribution:
+        """Logits [B, L, V] of any floating dtype; `temperature` > 0 divides them.
+
+        The log-probabilities are those of the policy that samples: at the same temperature.
+        """
+        scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+        return TokenDistribution(torch.log_softmax(scaled, dim=-1))
+
+    def sample(self, noise: Tensor | None) -> Tensor:
+        """Choices [B, L] int64 by the inverse of the cumulative distribution at `noise` (uniform in [0, 1), [B, L]); None: the mode."""
+        if noise is None:
+            return self.log_probs.argmax(dim=-1)
+        cumulative = self.log_probs.exp().cumsum(dim=-1)
+        choice = torch.searchsorted(cumulative, noise.unsqueeze(-1).contiguous(), right=True).squeeze(-1)
+        # Rounding may leave the last sum below the noise.
+        return choice.clamp(max=self.log_probs.shape[-1] - 1)
+
+    def log_prob(self, choice: Tensor) -> Tensor:
+        """[B, L] of the choices [B, L]."""
+        return self.log_probs.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """[B, L] in nats."""
+        return -(self.log_probs.exp() * self.log_probs).sum(dim=-1)

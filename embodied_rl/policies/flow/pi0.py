@@ -1,0 +1,274 @@
+"""pi0 (Black et al. 2024, arXiv:2410.24164) as a policy, from a folder that transformers' `PI0ForConditionalGeneration` reads.
+
+Pictures are resized by PIL, because transformers' own processor of pi0 needs torchvision; the prompt is put together as that processor
+does it. Shape legend: see `pi0_model`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from torch import Tensor
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.files import write_atomic
+from embodied_rl.policies.base import TensorObservation
+from embodied_rl.policies.flow.options import FlowOptions
+from embodied_rl.policies.flow.pi0_model import PI0Model
+from embodied_rl.policies.flow.policy import FlowPolicy
+from embodied_rl.policies.model_folder import check_model_folder, first_line, import_transformers
+from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
+from embodied_rl.policies.openvla.images import check_images
+from embodied_rl.policies.openvla.projector import ValueHead
+from embodied_rl.types import SimSpec
+
+VALUE_HEAD, NOISE_NET, STATISTICS = "value_head.safetensors", "noise_net.safetensors", "flow_statistics.json"
+_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and deviation that values were scaled by in training; empty: they pass unscaled."""
+
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std):
+            raise UserError(f"Statistics of a flow policy: {len(self.mean)} means but {len(self.std)} deviations.")
+
+    def normalise(self, values: np.ndarray) -> np.ndarray:
+        """[..., A] in the robot's units → [..., A] float32."""
+        if not self.mean:
+            return values.astype(np.float32)
+        return ((values - np.asarray(self.mean)) / (np.asarray(self.std) + _EPSILON)).astype(np.float32)
+
+    def unnormalise(self, values: np.ndarray) -> np.ndarray:
+        """The inverse."""
+        if not self.mean:
+            return values.astype(np.float32)
+        return (values * (np.asarray(self.std) + _EPSILON) + np.asarray(self.mean)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PI0Options:
+    """How pi0 stands in a simulator."""
+
+    cameras: tuple[str, ...] = ("rgb",)
+    """Observations that hold the images, in the order that the model was trained with."""
+    state_key: str | None = "state"
+    """Observation that holds the robot's state; None: zeros."""
+    instruction: str | None = None
+    """What to do; None: the observation's, or the simulator's own instruction."""
+    instruction_key: str = "instruction"
+    """Observation that holds each row's instruction, where there is one."""
+    chunk: int | None = None
+    """K: steps of the model's chunk that are carried out; None: all."""
+
+
+class PI0Inputs:
+    """Pictures, prompts and states as pi0 reads them."""
+
+    def __init__(self, tokenizer: Any, config: Any, spec: SimSpec, options: PI0Options, state: Moments) -> None:
+        for key in (*options.cameras, *([options.state_key] if options.state_key is not None else [])):
+            if key not in spec.tensors:
+                raise UserError(f"Observation '{key}' does not exist in task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
+        self.tokenizer, self.spec, self.options, self.state = tokenizer, spec, options, state
+        vision = config.vlm_config.vision_config
+        self.image_size = int(vision.image_size)
+        self.image_tokens = (self.image_size // int(vision.patch_size)) ** 2
+        self.image_token_id = int(config.vlm_config.image_token_id)
+        self.max_state_dim = int(config.max_state_dim)
+        if options.state_key is not None:
+            width = spec.tensors[options.state_key].shape[-1]
+            if width > self.max_state_dim or (state.mean and width != len(state.mean)):
+                wanted = f"{len(state.mean)}" if state.mean else f"at most {self.max_state_dim}"
+                raise UserError(f"The robot's state '{options.state_key}' has {width} numbers, but this pi0 was trained with {wanted}.")
+
+    @property
+    def observation_keys(self) -> tuple[str, ...]:
+        keys = [*self.options.cameras]
+        if self.options.state_key is not None:
+            keys.append(self.options.state_key)
+        if self.options.instruction is None and self.options.instruction_key in self.spec.observation:
+            keys.append(self.options.instruction_key)
+        return tuple(keys)
+
+    def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
+        """Resize, tokenize and scale: once, so that training need not do it in every epoch.
+
+        Raises:
+            UserError: an image has a wrong dtype or shape, or there is no instruction.
+        """
+        pictures = [self._pictures(_numpy(observation[key]), key) for key in self.options.cameras]
+        rows = len(pictures[0])
+        state = np.zeros((rows, self.max_state_dim), np.float32)
+        if self.options.state_key is not None:
+            given = self.state.normalise(_numpy(observation[self.options.state_key]))
+            state[:, : given.shape[1]] = given
+        ids, mask = self._prompts(self._instructions(observation, rows))
+        return {
+            "images": torch.from_numpy(np.stack(pictures, axis=1)),
+            "input_ids": ids,
+            "attention_mask": mask,
+            "state": torch.from_numpy(state),
+        }
+
+    def _pictures(self, images: np.ndarray, key: str) -> np.ndarray:
+        check_images(images, key)
+        return np.stack([letterbox(image, self.image_size) for image in images])
+
+    def _instructions(self, observation: Mapping[str, Any], rows: int) -> list[str]:
+        options = self.options
+        if options.instruction is None and options.instruction_key in observation:
+            return [str(text) for text in observation[options.instruction_key]]
+        text = self.spec.instruction if options.instruction is None else options.instruction
+        if not text:
+            raise UserError(f"Task '{self.spec.task}' gives no instruction; pi0 acts on language. Set policy.instruction='pick up the …'.")
+        return [text] * rows
+
+    def _prompts(self, instructions: list[str]) -> tuple[Tensor, Tensor]:
+        """``<image>…<image><bos>{instruction}\\n`` as ids and mask [B, P] int64, padded on the right."""
+        images = [self.image_token_id] * (self.image_tokens * len(self.options.cameras))
+        start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
+        texts = {text: images + start + self.tokenizer(text + "\n", add_special_tokens=False)["input_ids"] for text in set(instructions)}
+        length = max(len(ids) for ids in texts.values())
+        pad = self.tokenizer.pad_token_id or 0
+        ids = [texts[text] + [pad] * (length - len(texts[text])) for text in instructions]
+        mask = [[1] * len(texts[text]) + [0] * (length - len(texts[text])) for text in instructions]
+        return torch.tensor(ids), torch.tensor(mask)
+
+
+class PI0Policy(FlowPolicy):
+    """pi0 on the interface of every policy. Actions reach the simulator in the units that the checkpoint was trained with."""
+
+    def __init__(
+        self, pi0: Any, tokenizer: Any, spec: SimSpec, options: PI0Options, flow: FlowOptions, *, state: Moments, action: Moments
+    ) -> None:
+        """Raises UserError when the checkpoint does not fit the simulator."""
+        if spec.action.kind != "continuous":
+            raise UserError(f"pi0 makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones.")
+        trained = len(action.mean)
+        if trained and trained != spec.action.dim:
+            raise UserError(
+                f"Task '{spec.task}' takes {spec.action.dim} action dimensions, but this pi0 was trained with {len(action.mean)}."
+            )
+        inputs = PI0Inputs(tokenizer, pi0.config, spec, options, state)
+        model = PI0Model(pi0, inputs.prepare, inputs.observation_keys)
+        chunk = (options.chunk or model.latent[0], spec.action.dim)
+        super().__init__(model, ValueHead(model.num_features), spec, flow, chunk)
+        self.inputs, self.action_moments = inputs, action
+
+    def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
+        """See `PI0Inputs.prepare`; `act` and `evaluate` take either form."""
+        return self.inputs.prepare(observation)
+
+    def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
+        """Recorded actions [B, W] → chunks [B, K, A] float32 in the data set's units."""
+        return self.action_moments.unnormalise(super().simulator_action(action))
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the folder: what transformers reads, the tokenizer, and our own heads and statistics beside it."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
+            self.model.pi0.save_pretrained(temporary)
+            self.inputs.tokenizer.save_pretrained(temporary)
+            for path in sorted(Path(temporary).iterdir()):
+                os.replace(path, directory / path.name)
+        save_state(self.critic.state_dict(), directory / VALUE_HEAD)
+        if self.noise_net is not None:
+            save_state(self.noise_net.state_dict(), directory / NOISE_NET)
+        moments = {"state": self.inputs.state, "action": self.action_moments}
+        data = {name: {"mean": list(part.mean), "std": list(part.std)} for name, part in moments.items()}
+        write_atomic(directory / STATISTICS, json.dumps(data, indent=2))
+
+
+def load_pi0_policy(
+    directory: str | Path,
+    spec: SimSpec,
+    options: PI0Options | None = None,
+    flow: FlowOptions | None = None,
+    *,
+    state: Moments | None = None,
+    action: Moments | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> PI0Policy:
+    """pi0 out of a folder. Value head and learned deviation are read where they were saved, else drawn from torch's global generator.
+
+    Args:
+        flow: None: `FlowOptions` with the checkpoint's own number of steps.
+        state, action: None: as `flow_statistics.json` in the folder has them, else unscaled.
+
+    Raises:
+        UserError: the folder is incomplete, holds another kind of model, or does not fit the simulator.
+    """
+    folder = Path(directory)
+    data = check_model_folder(folder)
+    if data["model_type"] != "pi0":
+        raise UserError(f"'{folder}' holds a model of type '{data['model_type']}', not pi0.")
+    transformers = import_transformers()
+    try:
+        pi0, report = transformers.PI0ForConditionalGeneration.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"Cannot load the pi0 model in '{folder}': {first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(f"'{folder}' lacks {len(missing)} of pi0's tensors, '{missing[0]}' first. Is the download complete?")
+    saved = _read_statistics(folder)
+    policy = PI0Policy(
+        pi0,
+        tokenizer,
+        spec,
+        options or PI0Options(),
+        flow or FlowOptions(num_steps=pi0.config.num_inference_steps),
+        state=state or saved.get("state", Moments()),
+        action=action or saved.get("action", Moments()),
+    )
+    if (folder / VALUE_HEAD).exists():
+        load_state(policy.critic, read_safetensors(folder / VALUE_HEAD), str(folder / VALUE_HEAD))
+    if policy.noise_net is not None and (folder / NOISE_NET).exists():
+        load_state(policy.noise_net, read_safetensors(folder / NOISE_NET), str(folder / NOISE_NET))
+    return policy.to(device).eval()
+
+
+def letterbox(image: np.ndarray, size: int) -> np.ndarray:
+    """uint8 [H, W, 3] → uint8 [size, size, 3]: the longer side to `size`, bilinear, and black bars on both sides, as openpi trains."""
+    height, width = image.shape[:2]
+    if (height, width) == (size, size):
+        return image
+    scale = size / max(height, width)
+    new = max(1, round(width * scale)), max(1, round(height * scale))
+    canvas = np.zeros((size, size, 3), np.uint8)
+    top, left = (size - new[1]) // 2, (size - new[0]) // 2
+    canvas[top : top + new[1], left : left + new[0]] = np.asarray(Image.fromarray(image).resize(new, Image.Resampling.BILINEAR))
+    return canvas
+
+
+def _read_statistics(folder: Path) -> dict[str, Moments]:
+    path = folder / STATISTICS
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return {name: Moments(tuple(map(float, part["mean"])), tuple(map(float, part["std"]))) for name, part in data.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"'{path}' is damaged: {type(error).__name__}: {error}.") from error
+
+
+def _numpy(values: Any) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -1,0 +1,157 @@
+"""Reading and writing OpenVLA's weights: `config.json` and safetensors in one file or several with an index.
+
+Published checkpoints load as they are, and what is written loads in the original's code. Nothing is unpickled: heads that others
+publish as ``.pt`` files must be converted first (docs/openvla.md shows how).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from embodied_rl.errors import UserError
+from embodied_rl.files import write_atomic, write_atomic_with
+from embodied_rl.policies.openvla.config import read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHOWN = 4
+
+
+def load_weights(
+    model: nn.Module,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    optional: Collection[str] = (),
+) -> None:
+    """Fill a model that was made on the meta device, shard by shard: never more than the model and one tensor are in memory.
+
+    Args:
+        optional: names that the main files need not hold (they come from files of their own).
+
+    Raises:
+        UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
+    """
+    wanted = model.state_dict()
+    found: set[str] = set()
+    for path, names in _files(directory).items():
+        state = dict(_tensors(path, names, device, dtype))
+        _check(directory, wanted, state)
+        found |= state.keys()
+        model.load_state_dict(state, strict=False, assign=True)
+    missing = [name for name in wanted if name not in found and name not in optional]
+    if missing:
+        raise UserError(f"The checkpoint in '{directory}' lacks {_list(missing)}. Is it complete, and OpenVLA's?")
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """`load_state_dict`, strict, with one line for what does not fit. Raises UserError."""
+    wanted = module.state_dict()
+    _check(source, wanted, state)
+    missing = [name for name in wanted if name not in state]
+    if missing:
+        raise UserError(f"'{source}' lacks {_list(missing)}.")
+    module.load_state_dict(dict(state), assign=True)
+
+
+def read_safetensors(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """All tensors of a file. Raises UserError when it is missing, damaged, or a pickle."""
+    if path.suffix in (".pt", ".pth", ".bin"):
+        raise UserError(f"'{path}' is a pickle, which can run any program when it is read. Convert it to safetensors (docs/openvla.md).")
+    return dict(_tensors(path, None, device, dtype))
+
+
+def save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], directory: Path, max_shard_bytes: int) -> None:
+    """Write `config.json` and the weights, in one file or in shards of at most `max_shard_bytes`.
+
+    Files are written beside their place and renamed, the index last. Weights of an earlier save that are no part of this one are
+    removed.
+    """
+    shards = _split(state, max_shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [f"model-{index + 1:05}-of-{len(shards):05}.safetensors" for index in range(len(shards))]
+    for name, keys in zip(names, shards, strict=True):
+        save_state({key: state[key] for key in keys}, directory / name)
+    if len(shards) > 1:
+        places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        index = {"metadata": {"total_size": sum(_bytes(tensor) for tensor in state.values())}, "weight_map": dict(sorted(places.items()))}
+        write_atomic(directory / INDEX, json.dumps(index, indent=2))
+    else:
+        (directory / INDEX).unlink(missing_ok=True)
+    for stale in {*directory.glob("model-?????-of-?????.safetensors"), directory / SINGLE} - {directory / name for name in names}:
+        stale.unlink(missing_ok=True)
+    write_atomic(directory / "config.json", json.dumps(config, indent=2, sort_keys=True))
+
+
+def save_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """One safetensors file, marked as PyTorch's so that transformers takes it."""
+    whole = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    write_atomic_with(path, lambda temporary: save_file(whole, temporary, metadata={"format": "pt"}))
+
+
+def _files(directory: Path) -> dict[Path, list[str] | None]:
+    """{file: names to take from it, None for all}. Raises UserError when a shard of the index is missing."""
+    if (directory / INDEX).exists():
+        places = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise UserError(f"'{directory / INDEX}' has no weight_map.")
+        files: dict[Path, list[str] | None] = {}
+        for shard in sorted(set(places.values())):
+            if not (directory / shard).exists():
+                raise UserError(f"Shard '{shard}' of '{directory}' is missing; {INDEX} needs {len(set(places.values()))} shards.")
+            files[directory / shard] = [name for name, place in places.items() if place == shard]
+        return files
+    if not (directory / SINGLE).exists():
+        raise UserError(f"'{directory}' holds neither {SINGLE} nor {INDEX}. Only safetensors are read.")
+    return {directory / SINGLE: None}
+
+
+def _tensors(path: Path, names: list[str] | None, device: str | torch.device, dtype: torch.dtype | None) -> Iterable[tuple[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            stored = set(file.keys())
+            for name in sorted(stored) if names is None else names:
+                if name not in stored:
+                    raise UserError(f"'{path}' lacks '{name}', which {INDEX} places there.")
+                tensor = file.get_tensor(name)
+                yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"Cannot read '{path}': {error}. Is the file complete?") from error
+
+
+def _check(place: object, wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    unknown = [name for name in state if name not in wanted]
+    if unknown:
+        raise UserError(f"'{place}' holds {_list(unknown)}, which this model does not have.")
+    wrong = [name for name, tensor in state.items() if tensor.shape != wanted[name].shape]
+    if wrong:
+        name = wrong[0]
+        raise UserError(f"'{place}': '{name}' is {list(state[name].shape)}, but this model has {list(wanted[name].shape)}.")
+
+
+def _split(state: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
+    """Names in order, a new shard where the next tensor would not fit."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        if shards[-1] and size + _bytes(tensor) > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _bytes(tensor)
+    return shards
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more

@@ -1,0 +1,211 @@
+"""What `config.json` of an OpenVLA checkpoint says, checked once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+ResizeStrategy = Literal["resize-naive", "resize-crop", "letterbox"]
+
+VIT_KEY = "embodied_rl_vision"
+"""Our own entry of `config.json`: the shapes of vision transformers that `VIT_SHAPES` does not name."""
+
+
+@dataclass(frozen=True)
+class ViTShape:
+    """One vision transformer of the fused pair. Images are square, patches 14 × 14 pixels."""
+
+    width: int
+    depth: int
+    num_heads: int
+    mlp_width: int
+    num_registers: int = 0
+    """Register tokens; with any there is a class token too (DINOv2). Without, there is neither (SigLIP)."""
+    layer_scale: bool = False
+    attention_pool: bool = False
+    """Carries a pooling head that this model never runs; its weights are part of the checkpoint."""
+    image_size: int = 224
+    patch_size: int = 14
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+
+DINOV2_L = ViTShape(1024, 24, 16, 4096, num_registers=4, layer_scale=True)
+SIGLIP_SO400M = ViTShape(1152, 27, 16, 4304, attention_pool=True)
+VIT_SHAPES: dict[str, ViTShape] = {
+    "vit_large_patch14_reg4_dinov2.lvd142m": DINOV2_L,
+    "vit_so400m_patch14_siglip_224": SIGLIP_SO400M,
+}
+"""By the names that checkpoints use."""
+
+
+@dataclass(frozen=True)
+class OpenVLAConfig:
+    """A checkpoint's architecture, tokens and action statistics."""
+
+    text: Mapping[str, Any]
+    """Arguments of transformers' LlamaConfig."""
+    vision: tuple[ViTShape, ViTShape]
+    """The DINOv2-like `featurizer` and the SigLIP-like `fused_featurizer`."""
+    resize: ResizeStrategy = "resize-naive"
+    num_action_bins: int = 256
+    pad_to_multiple_of: int = 64
+    """Rows by which the embedding is larger than the tokenizer's vocabulary."""
+    pad_token_id: int = 32000
+    norm_stats: Mapping[str, Any] = field(default_factory=dict)
+    """{data set: {"action": {"q01": [A], "q99": [A], "mask": [A], …}, "proprio": {…}}}"""
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    """The whole of `config.json`, so that saving keeps what we do not read."""
+
+    def __post_init__(self) -> None:
+        if self.resize not in get_args(ResizeStrategy):
+            raise UserError(f"image_resize_strategy='{self.resize}' is not known.{did_you_mean(self.resize, get_args(ResizeStrategy))}")
+        if self.vision[0].num_patches != self.vision[1].num_patches or self.vision[0].image_size != self.vision[1].image_size:
+            raise UserError(f"Both vision transformers must see the same patches, got {self.vision[0]} and {self.vision[1]}.")
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the text tokenizer: the embedding's rows less those that pad it."""
+        return int(self.text["vocab_size"]) - self.pad_to_multiple_of
+
+    @property
+    def hidden_size(self) -> int:
+        """d of the language model."""
+        return int(self.text["hidden_size"])
+
+    @property
+    def vision_width(self) -> int:
+        """Width of the concatenated patch features."""
+        return self.vision[0].width + self.vision[1].width
+
+    @property
+    def num_patches(self) -> int:
+        """Patch tokens of one image."""
+        return self.vision[0].num_patches
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of the square image that both transformers see."""
+        return self.vision[0].image_size
+
+    def llama(self) -> LlamaConfig:
+        """The language model's configuration, with torch's fused attention. Raises MissingExtraError without transformers."""
+        try:
+            from transformers import LlamaConfig
+        except ImportError as error:
+            raise MissingExtraError("OpenVLA", "language", error) from error
+        config = LlamaConfig(**self.text)
+        config._attn_implementation = "sdpa"
+        return config
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `config.json`: what was read, with what we may have changed."""
+        raw = dict(self.raw) or _fresh_json(self)
+        raw |= {"text_config": dict(self.text), "norm_stats": dict(self.norm_stats), "image_resize_strategy": self.resize}
+        if any(name not in VIT_SHAPES for name in raw.get("timm_model_ids", ())):
+            raw[VIT_KEY] = [asdict(shape) for shape in self.vision]
+        return raw
+
+    @staticmethod
+    def openvla_7b() -> OpenVLAConfig:
+        """The shape of the published 7B model, without any data set's statistics."""
+        text = {
+            "model_type": "llama",
+            "vocab_size": 32064,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "pad_token_id": 32000,
+            "tie_word_embeddings": False,
+        }
+        return OpenVLAConfig(text=text, vision=(DINOV2_L, SIGLIP_SO400M))
+
+    @staticmethod
+    def read(directory: Path, vision: tuple[ViTShape, ViTShape] | None = None) -> OpenVLAConfig:
+        """Read `config.json` of a checkpoint.
+
+        `vision` gives the shapes of transformers whose names are not in `VIT_SHAPES`. A `dataset_statistics.json` beside it, as
+        fine-tuned checkpoints carry it, replaces the statistics of the same data sets.
+
+        Raises:
+            UserError: the file is missing, is not JSON or not an OpenVLA's, or names a vision transformer that is not known.
+        """
+        raw = read_json(directory / "config.json")
+        if raw.get("model_type") != "openvla":
+            raise UserError(f"'{directory}/config.json' has model_type={raw.get('model_type')!r}; an OpenVLA checkpoint has 'openvla'.")
+        if not raw.get("use_fused_vision_backbone", True):
+            raise UserError(f"'{directory}/config.json' has a single vision backbone; only the fused DINOv2 + SigLIP pair is supported.")
+        statistics = directory / "dataset_statistics.json"
+        norm_stats = dict(raw.get("norm_stats") or {}) | (read_json(statistics) if statistics.exists() else {})
+        try:
+            return OpenVLAConfig(
+                text=raw["text_config"],
+                vision=vision or _vision(raw, directory),
+                resize=raw.get("image_resize_strategy", "resize-naive"),
+                num_action_bins=int(raw.get("n_action_bins", 256)),
+                pad_to_multiple_of=int(raw.get("pad_to_multiple_of", 64)),
+                pad_token_id=int(raw.get("pad_token_id", 32000)),
+                norm_stats=norm_stats,
+                raw=raw,
+            )
+        except KeyError as error:
+            raise UserError(f"'{directory}/config.json' has no entry {error}. Is it the config.json of an OpenVLA checkpoint?") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises UserError when the file is missing or holds something else."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"Cannot read '{path}': {error.strerror or error}. A checkpoint folder needs it.") from error
+    except ValueError as error:
+        raise UserError(f"'{path}' is not JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise UserError(f"'{path}' must hold a JSON object, got {type(data).__name__}.")
+    return data
+
+
+def _vision(raw: Mapping[str, Any], directory: Path) -> tuple[ViTShape, ViTShape]:
+    if VIT_KEY in raw:
+        first, second = raw[VIT_KEY]
+        return ViTShape(**first), ViTShape(**second)
+    names = tuple(raw["timm_model_ids"])
+    unknown = [name for name in names if name not in VIT_SHAPES]
+    if unknown or len(names) != 2:
+        problem = f"vision transformer '{unknown[0]}' is not known.{did_you_mean(unknown[0], VIT_SHAPES)}" if unknown else f"got {names}."
+        raise UserError(f"'{directory}/config.json': two vision transformers are expected; {problem}")
+    return VIT_SHAPES[names[0]], VIT_SHAPES[names[1]]
+
+
+def _fresh_json(config: OpenVLAConfig) -> dict[str, Any]:
+    """`config.json` of a model that was not read from one, as the original's loader wants it."""
+    names = {shape: name for name, shape in VIT_SHAPES.items()}
+    return {
+        "model_type": "openvla",
+        "architectures": ["OpenVLAForActionPrediction"],
+        "arch_specifier": "no-align+fused-gelu-mlp",
+        "vision_backbone_id": "dinosiglip-vit-so-224px",
+        "llm_backbone_id": "llama2-7b-pure",
+        "hf_llm_id": "meta-llama/Llama-2-7b-hf",
+        "llm_max_length": 2048,
+        "timm_model_ids": [names.get(shape, "custom") for shape in config.vision],
+        "timm_override_act_layers": [None, None],
+        "image_sizes": [shape.image_size for shape in config.vision],
+        "use_fused_vision_backbone": True,
+        "n_action_bins": config.num_action_bins,
+        "pad_to_multiple_of": config.pad_to_multiple_of,
+        "pad_token_id": config.pad_token_id,
+    }

@@ -1,0 +1,392 @@
+"""OpenVLA and OpenVLA-OFT as policies: pictures and an instruction to action tokens, their log-probabilities, and values.
+
+Shape legend: B rows, I images of a row, S pixels of a side, P prompt tokens, K steps of a chunk (1 for OpenVLA), A action dimensions,
+L = K·A action tokens, D width of the language model.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.base import ActionOutput, Evaluation, TensorObservation
+from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
+from embodied_rl.policies.openvla.generation import Accelerated, GenerationMode, generate
+from embodied_rl.policies.openvla.images import PixelNormaliser, libero_gripper, libero_images
+from embodied_rl.policies.openvla.model import OpenVLA, VisionLanguageModel
+from embodied_rl.policies.openvla.norm_stats import Bounds, range_of
+from embodied_rl.policies.openvla.oft import OpenVLAOFT
+from embodied_rl.policies.openvla.processor import OpenVLAProcessor
+from embodied_rl.policies.openvla.projector import ValueHead, value_head_state
+from embodied_rl.types import SimSpec
+
+VALUE_HEAD = "value_head.safetensors"
+PREPARED = ("images", "input_ids", "prompt_mask")
+"""What `prepare` makes of an observation, and "proprio" where the model reads it."""
+
+
+@dataclass(frozen=True)
+class VLAOptions:
+    """How a VLA stands in a simulator."""
+
+    cameras: tuple[str, ...] = ("rgb",)
+    """Observations that hold the images, in the order that the model was trained with."""
+    proprio_key: str = "state"
+    """Observation that holds the robot's state, where the model reads it."""
+    instruction: str | None = None
+    """What to do; None: the observation's, or the simulator's own instruction."""
+    instruction_key: str = "instruction"
+    """Observation that holds each row's instruction, where there is one."""
+    unnorm_key: str | None = None
+    """Data set whose action ranges are used; None where the checkpoint has only one."""
+    bounds: Bounds = "quantiles"
+    temperature: float = 1.0
+    """Of sampling and of log-probabilities."""
+    prompt_tokens: int | None = None
+    """P; None: as many as the longest prompt of a batch needs."""
+    image_recipe: Literal["resize", "libero"] = "resize"
+    """resize: the checkpoint's strategy. libero: rotate, JPEG, Lanczos, crop, as LIBERO's checkpoints were trained."""
+    gripper: Literal["as_is", "libero"] = "as_is"
+    """libero: the last action dimension from 0 … 1 to the simulator's 1 or -1."""
+    generation: GenerationMode = "eager"
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise UserError(f"policy.temperature must be > 0, got {self.temperature}. Evaluation takes the most likely tokens anyway.")
+        if not self.cameras:
+            raise UserError("policy.cameras must name at least one image of the observation.")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one pass without gradients gives."""
+
+    choices: Tensor
+    """[B, L] int64 index among the action tokens."""
+    log_prob: Tensor
+    """[B, L] float32"""
+    value: Tensor
+    """[B] float32; 0 without a value head."""
+
+
+class VLAPolicy(nn.Module):
+    """Implements `embodied_rl.policies.base.Policy`. Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
+
+    noise_kind: Literal["uniform"] = "uniform"
+    """`act` wants noise uniform in [0, 1), one number for each action token."""
+
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        processor: OpenVLAProcessor,
+        spec: SimSpec,
+        options: VLAOptions,
+        *,
+        action_dim: int | None,
+        chunk: int,
+        num_images: int,
+        epsilon: float,
+        proprio_dim: int | None = None,
+        value_head: bool = True,
+    ) -> None:
+        super().__init__()
+        self.spec, self.options, self.processor = spec, options, processor
+        self.chunk_size, self.num_images = chunk, num_images
+        statistics = model.config.norm_stats
+        self.action_range = range_of(statistics, options.unnorm_key, bounds=options.bounds, epsilon=epsilon)
+        self.proprio_range = None
+        if proprio_dim is not None:
+            self.proprio_range = range_of(statistics, options.unnorm_key, "proprio", bounds=options.bounds, epsilon=epsilon)
+        _check_spec(spec, options, num_images, self.action_range.dim, action_dim, proprio_dim)
+        self.model = model
+        self.value_head = ValueHead(model.config.hidden_size).to(model.device) if value_head else None
+        self.normaliser = PixelNormaliser(processor.normalisation).to(model.device)
+        self._decide: Accelerated[Decision] = Accelerated(self._decision, options.generation)
+
+    @property
+    def num_units(self) -> int:
+        """L"""
+        return self.chunk_size * self.action_range.dim
+
+    @property
+    def observation_keys(self) -> tuple[str, ...]:
+        """The parts of an observation that `act` and `evaluate` read when it has not been prepared."""
+        keys = [*self.options.cameras]
+        if self.proprio_range is not None:
+            keys.append(self.options.proprio_key)
+        if self.options.instruction is None and self.options.instruction_key in self.spec.observation:
+            keys.append(self.options.instruction_key)
+        return tuple(keys)
+
+    # ---- observations -------------------------------------------------------------------------------------------------
+
+    def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
+        """Resize images, tokenize instructions, scale the robot's state: once, so that training need not do it in every epoch.
+
+        Args:
+            observation: {key: array or tensor [B, ...]}; instructions are an object array of str.
+
+        Returns:
+            images uint8 [B, I, S, S, 3], input_ids int64 [B, P], prompt_mask bool [B, P], proprio float32 [B, dim]; on the CPU.
+
+        Raises:
+            UserError: an image has a wrong dtype or shape, an instruction is empty or too long.
+        """
+        options = self.options
+        pictures = [self._pictures(_numpy(observation[key]), key) for key in options.cameras]
+        prompts = self.processor.prompts(self._instructions(observation, len(pictures[0])), options.prompt_tokens)
+        prepared = {"images": torch.from_numpy(np.stack(pictures, axis=1)), "input_ids": prompts.input_ids, "prompt_mask": prompts.mask}
+        if self.proprio_range is not None:
+            state = self.proprio_range.normalise(_numpy(observation[options.proprio_key]))
+            prepared["proprio"] = torch.from_numpy(state.astype(np.float32))
+        return prepared
+
+    def _pictures(self, images: np.ndarray, key: str) -> np.ndarray:
+        if self.options.image_recipe == "libero":
+            return libero_images(images, self.model.config.image_size)
+        return self.processor.images(images, key=key)
+
+    def _instructions(self, observation: Mapping[str, Any], rows: int) -> list[str]:
+        fixed = self.options.instruction
+        if fixed is None and self.options.instruction_key in observation:
+            return [str(text) for text in observation[self.options.instruction_key]]
+        text = self.spec.instruction if fixed is None else fixed
+        if text is None:
+            raise UserError(
+                f"Task '{self.spec.task}' gives no instruction. OpenVLA acts on language: set policy.instruction='put the … on the …'."
+            )
+        return [text] * rows
+
+    def _inputs(self, observation: Mapping[str, Any]) -> tuple[dict[str, Tensor | None], bool]:
+        """Prepared tensors on the model's device, and whether a prompt is padded."""
+        ready = cast(TensorObservation, observation) if "input_ids" in observation else self.prepare(observation)
+        padded = not bool(ready["prompt_mask"].all())
+        tensors: dict[str, Tensor | None] = {key: ready[key].to(self.model.device, non_blocking=True) for key in PREPARED}
+        tensors["proprio"] = ready["proprio"].to(self.model.device) if self.proprio_range is not None else None
+        return tensors, padded
+
+    # ---- Policy ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
+        """Token ids [B, L] with log-probabilities [B, L] and, with a value head, values [B].
+
+        Args:
+            observation: of the simulator, or as `prepare` gives it.
+            noise: [B, L] uniform in [0, 1); None: the most likely tokens.
+        """
+        tensors, padded = self._inputs(observation)
+        if noise is not None:
+            self._check_noise(noise, len(cast(Tensor, tensors["input_ids"])))
+        decision = self._decide(tensors | {"noise": noise}, padded=padded)
+        value = decision.value if self.value_head is not None else None
+        return ActionOutput(decision.choices + self.model.tokens.first_token, decision.log_prob, value)
+
+    def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
+        """Log-probabilities and entropies [B, L] of token ids [B, L], and values [B], from one pass; all with gradients."""
+        tensors, padded = self._inputs(observation)
+        tokens = action.to(self.model.device)
+        choices = self.model.tokens.choices(tokens)
+        logits, hidden = self._scores(tensors, tokens, padded=padded)
+        distribution = TokenDistribution.from_logits(logits, self.options.temperature)
+        return Evaluation(distribution.log_prob(choices), distribution.entropy, self._value(hidden))
+
+    def value(self, observation: Mapping[str, Any]) -> Tensor:
+        """[B]. Raises UserError without a value head."""
+        if self.value_head is None:
+            raise UserError("This policy was built without a value head, which the method needs. Set policy.value_head=true.")
+        tensors, padded = self._inputs(observation)
+        return self._value(self._state(tensors, padded=padded))
+
+    def update_statistics(self, observation: TensorObservation) -> None:
+        """Nothing: pixels and states are scaled by the checkpoint's constants."""
+
+    def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
+        """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's own units, as the data set recorded them."""
+        normalised = self.model.tokens.decode(_numpy(action))
+        return self._in_units(normalised)
+
+    def _in_units(self, normalised: np.ndarray) -> np.ndarray:
+        actions = self.action_range.unnormalise(normalised.reshape(len(normalised), self.chunk_size, self.action_range.dim))
+        return (libero_gripper(actions) if self.options.gripper == "libero" else actions).astype(np.float32)
+
+    # ---- files ----------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the checkpoint as the original has it, with the tokenizer's files, and `value_head.safetensors` beside it."""
+        self.model.save_pretrained(directory)
+        self.processor.save(directory)
+        if self.value_head is not None:
+            save_state(self.value_head.state_dict(), Path(directory) / VALUE_HEAD)
+
+    def load_value_head(self, path: str | Path) -> None:
+        """Take a value head's weights from a safetensors file with RL4VLA's names or RLinf's; other weights in it are left alone.
+
+        Raises:
+            UserError: this policy has no value head, or the file's does not fit.
+        """
+        if self.value_head is None:
+            raise UserError(f"This policy has no value head to fill from '{path}'. Set policy.value_head=true.")
+        weight = self.value_head.head_l1.weight
+        state = value_head_state(read_safetensors(Path(path), dtype=weight.dtype, device=weight.device))
+        load_state(self.value_head, state, str(path))
+
+    def _check_noise(self, noise: Tensor, rows: int) -> None:
+        if tuple(noise.shape) != (rows, self.num_units):
+            raise UserError(
+                f"This policy samples {self.num_units} tokens: noise must be [{rows}, {self.num_units}], got {list(noise.shape)}."
+            )
+        if not noise.is_cuda and bool(((noise < 0) | (noise >= 1)).any()):
+            raise UserError("This policy samples tokens: noise must be uniform in [0, 1), not normal.")
+
+    def _value(self, hidden: Tensor) -> Tensor:
+        """[B, D] → [B]"""
+        return hidden.new_zeros(len(hidden), dtype=torch.float32) if self.value_head is None else self.value_head(hidden)
+
+    @abstractmethod
+    def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
+        """Images to sampled tokens; one fixed program, so that it can be captured."""
+
+    @abstractmethod
+    def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
+        """Logits [B, L, V] of all choices, and the hidden state [B, D] at the prompt's last token."""
+
+    @abstractmethod
+    def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
+        """[B, D] the hidden state at the prompt's last token."""
+
+
+class OpenVLAPolicy(VLAPolicy):
+    """OpenVLA: A tokens of one step, sampled one after another."""
+
+    model: OpenVLA
+
+    def __init__(
+        self, model: OpenVLA, processor: OpenVLAProcessor, spec: SimSpec, options: VLAOptions | None = None, *, value_head: bool = True
+    ) -> None:
+        """Raises UserError when the checkpoint's actions or images do not fit the simulator."""
+        options = options or VLAOptions()
+        super().__init__(model, processor, spec, options, action_dim=None, chunk=1, num_images=1, epsilon=0.0, value_head=value_head)
+
+    def _prefix(self, tensors: dict[str, Any], padded: bool) -> Any:
+        return self.model.prefix(self.normaliser(tensors["images"]), tensors["input_ids"], tensors["prompt_mask"], padded=padded)
+
+    def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
+        sampled = generate(self.model, self._prefix(tensors, padded), noise, self.num_units, self.options.temperature)
+        return Decision(sampled.choices, sampled.log_prob, self._value(sampled.hidden))
+
+    def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
+        return self.model.teacher_forced(self._prefix(tensors, padded), tokens)
+
+    def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
+        return self.model.hidden(self._prefix(tensors, padded))[:, -1]
+
+
+class OFTPolicy(VLAPolicy):
+    """OpenVLA-OFT: K·A tokens of a chunk at once; with the regression head, K·A values without probabilities."""
+
+    model: OpenVLAOFT
+
+    def __init__(
+        self, model: OpenVLAOFT, processor: OpenVLAProcessor, spec: SimSpec, options: VLAOptions | None = None, *, value_head: bool = True
+    ) -> None:
+        """Raises UserError when the checkpoint's actions, images or robot state do not fit the simulator."""
+        oft = model.oft
+        super().__init__(
+            model,
+            processor,
+            spec,
+            options or VLAOptions(),
+            action_dim=oft.action_dim,
+            chunk=oft.chunk,
+            num_images=oft.num_images,
+            epsilon=1e-8,
+            proprio_dim=oft.proprio_dim,
+            value_head=value_head and oft.head == "discrete",
+        )
+
+    def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
+        """As `VLAPolicy.act`; the regression head gives normalised actions [B, L] float32 instead of tokens, and no randomness.
+
+        Raises:
+            UserError: noise for the regression head.
+        """
+        if self.model.oft.head == "discrete":
+            return super().act(observation, noise)
+        if noise is not None:
+            raise UserError("OpenVLA-OFT with head=l1 has no probabilities: evaluate it without noise; RL needs head=discrete.")
+        with torch.no_grad():
+            action = self.model.regressed(self._hidden(*self._inputs(observation)))
+        return ActionOutput(action, torch.zeros_like(action))
+
+    def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
+        """See `VLAPolicy.evaluate`. Raises UserError with the regression head."""
+        if self.model.oft.head != "discrete":
+            raise UserError("OpenVLA-OFT with head=l1 has no log-probabilities: RL needs head=discrete.")
+        return super().evaluate(observation, action)
+
+    def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
+        """Token ids, or the regression head's values, [B, L] → chunks [B, K, A] float32 in the simulator's units."""
+        return super().simulator_action(action) if self.model.oft.head == "discrete" else self._in_units(_numpy(action).astype(np.float64))
+
+    def _hidden(self, tensors: dict[str, Any], padded: bool) -> Tensor:
+        pixels = self.normaliser(tensors["images"])
+        sequence = self.model.sequence(pixels, tensors["input_ids"], tensors["prompt_mask"], padded=padded, proprio=tensors["proprio"])
+        return self.model.action_hidden(sequence)
+
+    def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
+        hidden = self._hidden(tensors, padded)
+        distribution = TokenDistribution.from_logits(self.model.action_logits(hidden), self.options.temperature)
+        choices = distribution.sample(noise)
+        return Decision(choices, distribution.log_prob(choices), self._value(hidden[:, 0]))
+
+    def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
+        hidden = self._hidden(tensors, padded)
+        return self.model.action_logits(hidden), hidden[:, 0]
+
+    def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
+        return self._hidden(tensors, padded)[:, 0]
+
+
+def _numpy(values: Any) -> np.ndarray:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _check_spec(
+    spec: SimSpec, options: VLAOptions, num_images: int, trained_dim: int, action_dim: int | None, proprio_dim: int | None
+) -> None:
+    """One line for each way in which a checkpoint does not fit a simulator."""
+    if spec.action.kind != "continuous":
+        raise UserError(f"Task '{spec.task}' takes {spec.action.kind} actions; OpenVLA gives continuous ones.")
+    if action_dim is not None and action_dim != trained_dim:
+        raise UserError(f"The model gives {action_dim} action dimensions, but the data set '{options.unnorm_key}' has {trained_dim}.")
+    if spec.action.dim != trained_dim:
+        raise UserError(
+            f"Task '{spec.task}' takes {spec.action.dim} action dimensions, but the checkpoint's data set has {trained_dim}. "
+            "Choose a control mode or a policy.unnorm_key that agrees."
+        )
+    if len(options.cameras) != num_images:
+        raise UserError(f"The model sees {num_images} image(s), but policy.cameras names {len(options.cameras)}: {list(options.cameras)}.")
+    for key in options.cameras:
+        if key not in spec.tensors:
+            raise UserError(f"policy.cameras: '{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
+        part = spec.tensors[key]
+        if part.dtype != "uint8" or len(part.shape) != 3 or part.shape[-1] != 3:
+            raise UserError(f"policy.cameras: '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}, not uint8 [H, W, 3].")
+    if proprio_dim is not None:
+        part = spec.tensors.get(options.proprio_key)  # type: ignore[assignment]
+        if part is None or part.shape != (proprio_dim,):
+            shape = "missing" if part is None else str(list(part.shape))
+            raise UserError(
+                f"The model reads a robot state of {proprio_dim} numbers, but '{options.proprio_key}' of task '{spec.task}' is {shape}. "
+                f"Set policy.proprio_key.{did_you_mean(options.proprio_key, spec.tensors)}"
+            )

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from embodied_rl.errors import UserError
+from embodied_rl.policies.flow.options import FlowOptions
+from embodied_rl.policies.flow.pi0 import Moments, PI0Options, PI0Policy, letterbox, load_pi0_policy
+from embodied_rl.policies.tiny_language import train_tokenizer
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
+
+H, D, STEPS = 4, 5, 4
+TEXTS = ["push the red cube", "pick up the bowl and put it on the plate"] * 4
+SPEC = SimSpec(
+    "Toy-v0",
+    {"state": TensorSpec((3,)), "rgb": TensorSpec((24, 16, 3), "uint8"), "wrist": TensorSpec((16, 16, 3), "uint8")},
+    ActionSpec.continuous([-1.0] * 3, [1.0] * 3),
+    instruction="push the red cube",
+)
+TALKING = SimSpec(SPEC.task, {**SPEC.observation, "instruction": VariableSpec("text")}, SPEC.action)
+OPTIONS = PI0Options(cameras=("rgb", "wrist"), chunk=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random pi0 with a tokenizer, as transformers writes it."""
+    path = tmp_path_factory.mktemp("pi0")
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    config = transformers.PI0Config(
+        vlm_config={
+            "model_type": "paligemma",
+            "text_config": {"model_type": "gemma", "hidden_size": 32, "intermediate_size": 48, **heads},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "patch_size": 8,
+                "image_size": 16,
+                "vision_use_head": False,
+            },
+            "projection_dim": 32,
+            "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        },
+        dit_config={"model_type": "gemma", "hidden_size": 24, "intermediate_size": 32, **heads},
+        chunk_size=H,
+        max_state_dim=6,
+        max_action_dim=D,
+        num_inference_steps=STEPS,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.PI0ForConditionalGeneration(config)
+        with torch.no_grad():
+            # Everything must matter, or no test would see it.
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.25)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(str(path))
+    return path
+
+
+def load(folder: Path, method: Any = "flow_sde", spec: SimSpec = SPEC, **changes: Any) -> PI0Policy:
+    torch.manual_seed(0)
+    return load_pi0_policy(folder, spec, OPTIONS, FlowOptions(method, num_steps=STEPS), **changes)
+
+
+def observe(rows: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "state": rng.normal(size=(rows, 3)).astype(np.float32),
+        "rgb": rng.integers(0, 256, (rows, 24, 16, 3), np.uint8),
+        "wrist": rng.integers(0, 256, (rows, 16, 16, 3), np.uint8),
+    }
+
+
+def test_actions_are_transformers_own(folder: Path) -> None:
+    policy = load(folder)
+    ready = policy.prepare(observe(3))
+    with torch.no_grad():
+        policy.initial_noise.copy_(torch.randn(1, H, D, generator=torch.Generator().manual_seed(1)))
+        pixels = (ready["images"].permute(0, 1, 4, 2, 3).float() / 255.0 - 0.5) / 0.5
+        expected = policy.model.pi0.sample_actions(
+            state=ready["state"],
+            input_ids=ready["input_ids"],
+            pixel_values=pixels,
+            noise=policy.initial_noise.expand(3, -1, -1),
+            attention_mask=ready["attention_mask"],
+            pixel_attention_mask=torch.ones(3, 2, dtype=torch.bool),
+        )
+    got = policy.simulator_action(policy.act(ready, None).action)
+    assert got.shape == (3, 2, 3)
+    np.testing.assert_allclose(got, expected[:, :2, :3].numpy(), atol=1e-5)
+    assert np.abs(got[0] - got[1]).max() > 1e-2, "the observation must matter"
+
+
+def test_the_prompt_is_images_then_text(folder: Path) -> None:
+    policy = load(folder)
+    ready = policy.prepare(observe(2))
+    tokenizer = policy.inputs.tokenizer
+    # Two cameras of 2x2 patches each.
+    assert ready["input_ids"][0, :8].tolist() == [tokenizer.convert_tokens_to_ids("<image>")] * 8
+    assert tokenizer.decode(ready["input_ids"][0, 8:], skip_special_tokens=True) == "push the red cube\n"
+    assert ready["state"].shape == (2, 6)
+    assert not ready["state"][:, 3:].any()
+
+
+@pytest.mark.parametrize("method", ["flow_sde", "flow_noise", "dppo"])
+def test_evaluate_reproduces_what_act_said(folder: Path, method: str) -> None:
+    policy = load(folder, method)
+    ready = policy.prepare(observe(4))
+    noise = torch.randn(4, policy.noise_width, generator=torch.Generator().manual_seed(2))
+    output = policy.act(ready, noise)
+    evaluation = policy.evaluate(ready, output.action)
+    assert evaluation.log_prob.shape == (4, policy.num_units)
+    torch.testing.assert_close(evaluation.log_prob, output.log_prob, atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(evaluation.value, output.value, atol=1e-5, rtol=0)
+    (evaluation.log_prob.sum() + evaluation.value.sum()).backward()
+    # Everything but what the last layer of the prefix makes beyond its keys and values: that is read by the value alone.
+    without = [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.any()]
+    assert [name for name in without if "lm_head" not in name and "embed_tokens" not in name and "noise_net" not in name] == []
+
+
+def test_prompts_of_different_length_do_not_disturb_each_other(folder: Path) -> None:
+    policy = load(folder, spec=TALKING)
+    both = {**observe(2), "instruction": np.array(TEXTS[:2], object)}
+    assert "instruction" in policy.observation_keys
+    noise = torch.randn(2, policy.noise_width, generator=torch.Generator().manual_seed(3))
+    together = policy.act(both, noise)
+    for row in range(2):
+        alone = policy.act({key: part[row : row + 1] for key, part in both.items()}, noise[row : row + 1])
+        torch.testing.assert_close(together.action[row : row + 1], alone.action, atol=1e-4, rtol=0)
+        torch.testing.assert_close(together.log_prob[row : row + 1], alone.log_prob, atol=1e-3, rtol=0)
+
+
+def test_the_cloning_loss_is_transformers_own(folder: Path) -> None:
+    policy = load(folder)
+    ready = policy.prepare(observe(3))
+    generator = torch.Generator().manual_seed(4)
+    action, noise, t = torch.randn(3, H, 3, generator=generator), torch.randn(3, H, D, generator=generator), torch.tensor([0.1, 0.5, 0.9])
+    with torch.no_grad():
+        expected = policy.model.pi0(
+            state=ready["state"],
+            noise=noise,
+            timestep=t,
+            input_ids=ready["input_ids"],
+            pixel_values=ready["images"].permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0,
+            pixel_attention_mask=torch.ones(3, 2, dtype=torch.bool),
+            attention_mask=ready["attention_mask"],
+            actions=torch.nn.functional.pad(action, (0, D - 3)),
+        ).loss
+        got = policy.cloning_loss(ready, action, noise, t)
+    torch.testing.assert_close(got.mean(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
+    policy = load(folder, "flow_noise", state=Moments((1.0, 0.0, 0.0), (2.0, 1.0, 1.0)), action=Moments((0.5, 0.0, 0.0), (2.0, 1.0, 1.0)))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.01)
+    policy.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved", "flow_noise")
+    noise = torch.randn(2, policy.noise_width, generator=torch.Generator().manual_seed(5))
+    one, two = policy.act(observe(2), noise), again.act(observe(2), noise)
+    assert torch.equal(one.action, two.action)
+    assert torch.equal(one.log_prob, two.log_prob)
+    assert one.value is not None
+    assert two.value is not None
+    assert torch.equal(one.value, two.value)
+    # 2·x + 0.5 in the first dimension; the head of the row is normalised.
+    head = one.action[:, :6].view(2, 2, 3).numpy()
+    np.testing.assert_allclose(again.simulator_action(one.action)[..., 0], 2.0 * head[..., 0] + 0.5, rtol=1e-5)
+    np.testing.assert_allclose(again.prepare(observe(2))["state"][:, 0], (observe(2)["state"][:, 0] - 1.0) / 2.0, rtol=1e-5)
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir() if path.name.startswith(".")) == []
+    assert type(transformers.PI0ForConditionalGeneration.from_pretrained(tmp_path / "saved")).__name__ == "PI0ForConditionalGeneration"
+
+
+def test_letterbox() -> None:
+    # 24 high, 16 wide, to 12: 12 high, 8 wide, two black columns on each side.
+    picture = letterbox(np.full((24, 16, 3), 200, np.uint8), 12)
+    assert picture.shape == (12, 12, 3)
+    assert (picture[:, 2:10] == 200).all()
+    assert not picture[:, :2].any()
+    assert not picture[:, 10:].any()
+
+
+def test_bad_input_is_one_line(folder: Path, tmp_path: Path) -> None:
+    silent = SimSpec("Toy-v0", SPEC.observation, SPEC.action)
+    wide = SimSpec("Toy-v0", SPEC.observation, ActionSpec.continuous([-1.0] * 6, [1.0] * 6), instruction="go")
+    cases: list[tuple[Any, str]] = [
+        (lambda: load(tmp_path / "none"), "does not exist"),
+        (lambda: load(folder, spec=silent).prepare(observe(1)), "gives no instruction"),
+        (lambda: load(folder, spec=wide), "2 steps x 6 dimensions, but the flow model makes 4 x 5"),
+        (lambda: load(folder, action=Moments((0.0,) * 7, (1.0,) * 7)), "takes 3 action dimensions, but this pi0 was trained with 7"),
+        (lambda: load(folder, state=Moments((0.0,) * 7, (1.0,) * 7)), "has 3 numbers, but this pi0 was trained with 7"),
+        (lambda: load_pi0_policy(folder, SPEC, PI0Options(cameras=("rbg",))), "Did you mean 'rgb'"),
+        (lambda: load(folder).prepare({**observe(1), "rgb": np.zeros((1, 24, 16, 3), np.float32)}), "must hold uint8 images"),
+        (lambda: Moments((0.0,), ()), "1 means but 0 deviations"),
+    ]
+    for call, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    with pytest.raises(UserError, match="of type 'llama', not pi0"):
+        load(tmp_path)
