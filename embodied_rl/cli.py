@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
@@ -79,6 +80,10 @@ class Command:
     examples: tuple[str, ...] = ()
     prefixes: Mapping[str, str] | None = None
     """Families of further keys: {"sim.": what they do}; they come out of `parse` as YAML values under their full name."""
+    paths: tuple[Argument, ...] = ()
+    """Files and folders that are given without a key, in this order."""
+    many_paths: bool = False
+    """The last of `paths` takes all further ones too, and is a list."""
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the arguments; ``--help`` prints the usage and exits.
@@ -93,10 +98,19 @@ class Command:
             print(self.usage())
             raise SystemExit(0)
         known = {argument.name: argument for argument in self.arguments}
-        values: dict[str, Any] = {argument.name: argument.default for argument in self.arguments}
+        values: dict[str, Any] = {argument.name: argument.default for argument in (*self.paths, *self.arguments)}
         further: dict[str, Any] = {}
+        places = list(self.paths)
         for word in argv:
             key, equals, text = word.partition("=")
+            # Folders of runs have names like lr=3e-4: what is there is a path, unless it begins as a key does.
+            if places and (not equals or (key not in known and Path(word).exists())):
+                if self.many_paths and len(places) == 1:
+                    taken = values[places[0].name]
+                    values[places[0].name] = [word] if taken is REQUIRED else [*taken, word]
+                else:
+                    values[places.pop(0).name] = word
+                continue
             if not equals:
                 raise UserError(f"Argument '{word}' is not of the form key=value. {self._keys()} See --help.")
             if any(key.startswith(prefix) and key != prefix for prefix in self.prefixes or {}):
@@ -105,24 +119,27 @@ class Command:
                 values[key] = _convert(known[key], text)
             else:
                 raise UserError(f"Argument '{key}' is not known.{did_you_mean(key, [*known, *(f'{p}…' for p in self.prefixes or {})])}")
-        missing = [f"{key}=…" for key, value in values.items() if value is REQUIRED]
+        missing = [argument.name.upper() for argument in self.paths if values[argument.name] is REQUIRED]
+        missing += [f"{argument.name}=…" for argument in self.arguments if values[argument.name] is REQUIRED]
         if missing:
             raise UserError(f"Argument {' and '.join(missing)} is missing. {self._keys()} See --help.")
         return values, further
 
     def usage(self) -> str:
         """The text of ``--help``."""
-        rows = [(f"{a.name}={'|'.join(a.choices) or a.kind.__name__.upper()}", a.help + _default_text(a)) for a in self.arguments]
+        rows = [(a.name.upper(), a.help) for a in self.paths]
+        rows += [(f"{a.name}={'|'.join(a.choices) or a.kind.__name__.upper()}", a.help + _default_text(a)) for a in self.arguments]
         rows += [(f"{prefix}KEY=VALUE", text) for prefix, text in (self.prefixes or {}).items()]
         width = max(len(left) for left, _ in rows)
-        lines = [f"usage: python -m embodied_rl.{self.name} key=value …", "", self.summary, "", "arguments:"]
+        words = " ".join([self.name, *(a.name.upper() for a in self.paths), *(["…"] if self.many_paths else []), "key=value …"])
+        lines = [f"usage: python -m embodied_rl.{words}", "", self.summary, "", "arguments:"]
         lines += [f"  {left:<{width}}  {right}" for left, right in rows]
         if self.examples:
             lines += ["", "examples:", *(f"  python -m embodied_rl.{self.name} {example}" for example in self.examples)]
         return "\n".join(lines)
 
     def _keys(self) -> str:
-        return f"Known: {', '.join(a.name for a in self.arguments)}."
+        return f"Known: {', '.join([*(a.name.upper() for a in self.paths), *(a.name for a in self.arguments)])}."
 
 
 def _default_text(argument: Argument) -> str:

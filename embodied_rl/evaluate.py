@@ -1,13 +1,12 @@
-"""``python -m embodied_rl.evaluate checkpoint=PATH``: success and return of a checkpoint on held-out seeds."""
+"""``python -m embodied_rl.evaluate checkpoint=PATH``: success and return of checkpoints on held-out seeds, compared seed by seed."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,33 +15,43 @@ import numpy as np
 from embodied_rl.cli import Argument, Command, command_line, run_command
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
     from embodied_rl.generation.base import ActedBatch, Generator
+    from embodied_rl.policies.actor_critic import ActorCritic
     from embodied_rl.reporting import Figures
+    from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, Observation, SimSpec
 
-EVALUATION_FILE = "evaluation.json"
+EVALUATION_FILE, COMPARISON_FILE = "evaluation.json", "comparison.json"
+MAX_CHECKPOINTS = 64
 
 COMMAND = Command(
     name="evaluate",
-    summary="Play held-out seeds, which training never saw, with a checkpoint's policy and report success and return.",
+    summary="Play held-out seeds, which training never saw, with the policies of checkpoints and report success and return.",
     arguments=(
-        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's"),
-        Argument("num_episodes", int, "episodes to play, one per seed", 100),
+        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; several: separated by commas, or a pattern"),
+        Argument("against", str, "play the same seeds with this checkpoint too, or with 'random', and compare seed by seed", None),
+        Argument("num_episodes", int, "episodes to play with each, one per seed", 100),
         Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
         Argument(
             "policy", str, "the checkpoint's policy, or random actions for comparison", "checkpoint", choices=("checkpoint", "random")
         ),
         Argument("sim", str, "another simulator with the same spaces; default: the checkpoint's own", None),
-        Argument("output", str, "where to write JSON; default: evaluation.json in the run's folder", None),
+        Argument(
+            "output",
+            str,
+            "where to write JSON, with a CSV of all episodes of the same name beside it; default: evaluation.json in the run's folder, "
+            "or the next free comparison.json where several are played",
+            None,
+        ),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4"},
     examples=(
         "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1",
         "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1/checkpoints/best num_episodes=500 seed=1000",
+        "checkpoint=runs/fetch_reach/20260101-120000-seed1 against=runs/fetch_reach/20260101-120000-seed2",
+        "'checkpoint=runs/fetch_reach/20260101-120000-seed1/checkpoints/step_*' against=random",
     ),
 )
 
@@ -81,21 +90,65 @@ def evaluate_checkpoint(
         IncompatibleCheckpointError: the simulator's spaces are not those that the policy was trained with.
         UserError, SimFault: from the simulator.
     """
+    (result,) = evaluate_players([(checkpoint, policy)], num_episodes, seed=seed, sim=sim)
+    return result
+
+
+def evaluate_players(
+    players: Sequence[tuple[Checkpoint, str]], num_episodes: int, *, seed: int = 0, sim: SimConfig | None = None
+) -> list[EvaluationResult]:
+    """Play the same held-out seeds with each of `players`, (checkpoint, "checkpoint" or "random"), in the same simulators.
+
+    Args:
+        players: at least one; the first one's simulator is taken where `sim` is None.
+        num_episodes: of each, >= 1.
+        seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
+        sim: the simulator's configuration.
+
+    Returns:
+        One result each, in their order.
+
+    Raises:
+        IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.
+        UserError, SimFault: from the simulator.
+    """
+    from embodied_rl.errors import UserError
+    from embodied_rl.progress import progress_bar
     from embodied_rl.reporting import summarise
     from embodied_rl.rollout.evaluation import evaluate
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
     started = time.perf_counter()
-    wanted = checkpoint.config.sim if sim is None else sim
+    wanted = players[0][0].config.sim if sim is None else sim
     # More slots than episodes would start simulators for nothing.
     slots = min(wanted.num_slots, num_episodes)
+    results: list[EvaluationResult] = []
     with EnvManager.from_config(wanted, EpisodeSeeds.held_out(seed), num_slots=slots) as manager:
         spec = manager.spec
-        generator = make_generator(checkpoint, spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
-        episodes = evaluate(manager, generator, num_episodes, first_seed=seed)
-    figures = summarise(episodes, spec.reports_success)
-    return EvaluationResult(wanted, spec, policy, episodes, figures, time.perf_counter() - started)
+        # All are made first: a checkpoint that does not fit is told before anything is played.
+        generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
+        with progress_bar(spec.task, num_episodes * len(players)) as advance:
+            for (_, policy), generator in zip(players, generators, strict=True):
+                finished: list[bool] = []
+
+                def on_episode(episode: EpisodeSummary, finished: list[bool] = finished) -> None:
+                    finished.append(episode.success_once)
+                    advance(1, f"success {np.mean(finished):.0%}" if spec.reports_success else "")
+
+                # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
+                later = bool(results)
+                episodes = evaluate(manager, generator, num_episodes, first_seed=seed, reconfigure=later, on_episode=on_episode)
+                if not episodes:
+                    raise UserError(f"None of the {num_episodes} episodes could be finished: the simulator failed in every one.")
+                figures = summarise(episodes, spec.reports_success)
+                results.append(EvaluationResult(wanted, spec, policy, episodes, figures, time.perf_counter() - started))
+                started = time.perf_counter()
+    return results
+
+
+def _fitting(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> Generator:
+    return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, sim), seed=seed)
 
 
 def is_own_task(checkpoint: Checkpoint, sim: SimConfig) -> bool:
@@ -116,8 +169,20 @@ def make_generator(
         from embodied_rl.generation.random_backend import RandomGenerator
 
         return NoisyGenerator(RandomGenerator(spec), spec, seed)
-    from embodied_rl.checkpoint import check_compatible, check_tensors
     from embodied_rl.generation.torch_backend import TorchGenerator
+
+    generator = TorchGenerator(make_policy(checkpoint, spec, same_task=same_task))
+    generator.publish(0)
+    return generator
+
+
+def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> ActorCritic:
+    """The checkpoint's policy with its weights loaded.
+
+    Raises:
+        IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
+    """
+    from embodied_rl.checkpoint import check_compatible, check_tensors
     from embodied_rl.policies.actor_critic import build_policy
 
     check_compatible(checkpoint, spec, same_task=same_task)
@@ -125,9 +190,19 @@ def make_generator(
     check_tensors(checkpoint, module.state_dict())
     module.load_state_dict(checkpoint.policy)
     module.train(False)
-    generator = TorchGenerator(module)
-    generator.publish(0)
-    return generator
+    return module
+
+
+def value_estimate(policy: ActorCritic) -> Callable[[Observation], np.ndarray]:
+    """What the policy expects: {key: [n, ...]} → [n] values."""
+    import torch
+
+    def estimate(observation: Observation) -> np.ndarray:
+        tensors = {key: torch.from_numpy(observation[key]) for key in policy.observation_keys}
+        with torch.inference_mode():
+            return policy.value(tensors).numpy()
+
+    return estimate
 
 
 class NoisyGenerator:
@@ -162,7 +237,15 @@ class NoisyGenerator:
 
 
 def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any]) -> SimConfig:
-    """The checkpoint's simulator configuration, or the named one, with values such as ``{"sim.num_slots": 4}`` changed.
+    """The checkpoint's simulator configuration, or the named one, with values changed: see `override_sim`."""
+    from embodied_rl.config import load_sim_config
+
+    base = checkpoint.config.sim if name is None or name == checkpoint.config.sim.name else load_sim_config(name)
+    return override_sim(base, overrides)
+
+
+def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
+    """A simulator configuration with values such as ``{"sim.num_slots": 4}`` changed.
 
     Workers and groups shrink with the number of slots unless they are given themselves.
 
@@ -171,10 +254,9 @@ def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str,
     """
     import dataclasses
 
-    from embodied_rl.config import SimConfig, load_sim_config
+    from embodied_rl.config import SimConfig
     from embodied_rl.errors import UserError
 
-    base = checkpoint.config.sim if name is None or name == checkpoint.config.sim.name else load_sim_config(name)
     data = dataclasses.asdict(base)
     for key, value in overrides.items():
         _, first, *rest = key.split(".")
@@ -192,49 +274,28 @@ def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str,
     return SimConfig.from_dict(data)
 
 
-def result_table(result: EvaluationResult) -> Table:
-    """What the command prints."""
-    from rich import box
-    from rich.table import Table
+def expand_checkpoints(text: str) -> list[str]:
+    """Paths of ``A``, ``A,B`` or a pattern such as ``runs/*/checkpoints/step_*``, each once.
 
-    figures = result.figures
-    title = f"{result.spec.task}, {result.policy} policy, {figures.num_episodes} held-out seeds {figures.seeds[0]} … {figures.seeds[1]}"
-    table = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for column in ("", "value", "95% interval"):
-        table.add_column(column, justify="left" if not column else "right")
-    for label, rate, interval in (
-        ("success (once)", figures.success, figures.success_interval),
-        ("success (at end)", figures.success_at_end, figures.success_at_end_interval),
-    ):
-        if rate is not None and interval is not None:
-            table.add_row(label, f"{rate:.1%}", f"{100 * interval[0]:.1f} – {100 * interval[1]:.1f}%")
-    low, high = figures.return_interval
-    table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", f"{low:.4g} – {high:.4g}")
-    table.add_row("episode length", f"{figures.length_mean:.1f}", "")
-    return table
+    Raises:
+        UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`.
+    """
+    import glob
 
+    from embodied_rl.errors import UserError
 
-def result_document(result: EvaluationResult, checkpoint: Checkpoint, command: str) -> dict[str, Any]:
-    """What evaluation.json holds: figures, provenance and a row per episode."""
-    import dataclasses
-
-    from embodied_rl.reporting import episode_rows
-    from embodied_rl.versions import machine, versions
-
-    return {
-        "task": result.spec.task,
-        "policy": result.policy,
-        "checkpoint": str(checkpoint.path),
-        "step": checkpoint.step,
-        **result.figures.to_dict(),
-        "wall_clock_s": round(result.wall_clock_s, 2),
-        "command": command,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sim": dataclasses.asdict(result.sim),
-        "versions": versions(),
-        "machine": machine(),
-        "episodes": episode_rows(result.episodes),
-    }
+    if Path(text).exists():  # a name may hold a comma or a bracket
+        return [text]
+    paths: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        found = sorted(glob.glob(word)) if any(letter in word for letter in "*?[") and not Path(word).exists() else [word]
+        if not found:
+            raise UserError(f"No checkpoint matches '{word}'. Patterns are those of the shell: runs/fetch_reach/*, …/checkpoints/step_*.")
+        paths += found
+    paths = list(dict.fromkeys(paths))
+    if not 1 <= len(paths) <= MAX_CHECKPOINTS:
+        raise UserError(f"checkpoint={text} names {len(paths)} checkpoints; between 1 and {MAX_CHECKPOINTS} can be played at once.")
+    return paths
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -245,26 +306,63 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
-    from rich.console import Console
-
-    from embodied_rl.checkpoint import load_checkpoint
     from embodied_rl.errors import UserError
-    from embodied_rl.files import write_atomic
 
     if values["num_episodes"] < 1:
         raise UserError(f"num_episodes must be >= 1, got {values['num_episodes']}.")
     if not 0 <= values["seed"] < 2**29:
         raise UserError(f"seed must be between 0 and 2**29, got {values['seed']}.")
-    checkpoint = load_checkpoint(values["checkpoint"], with_learner=False)
-    sim = choose_sim(checkpoint, values["sim"], overrides)
-    result = evaluate_checkpoint(checkpoint, values["num_episodes"], seed=values["seed"], sim=sim, policy=values["policy"])
-    output = Path(values["output"]) if values["output"] else checkpoint.run_dir / EVALUATION_FILE
-    document = result_document(result, checkpoint, command_line("evaluate", argv))
-    console = Console(highlight=False, soft_wrap=True)
+    players = _players(values["checkpoint"], values["policy"], values["against"])
+    first = players[0][0]
+    sim = choose_sim(first, values["sim"], overrides)
+    results = evaluate_players(players, values["num_episodes"], seed=values["seed"], sim=sim)
+    _tell(players, results, values, command_line("evaluate", argv))
+
+
+def _players(checkpoint: str, policy: str, against: str | None) -> list[tuple[Checkpoint, str]]:
+    """Who plays, the one that is compared against last."""
+    from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.errors import UserError
+
+    loaded = {found.path: found for found in (load_checkpoint(path, with_learner=False) for path in expand_checkpoints(checkpoint))}
+    players = [(found, policy) for found in loaded.values()]
+    if against is None:
+        return players
+    other = (players[0][0], "random") if against == "random" else (load_checkpoint(against, with_learner=False), "checkpoint")
+    # Of a pattern that names it too, it is compared with the others.
+    players = [player for player in players if (player[0].path, player[1]) != (other[0].path, other[1])]
+    if not players:
+        raise UserError(f"checkpoint={checkpoint} and against={against} are the same; give two that differ.")
+    return [*players, other]
+
+
+def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[EvaluationResult], values: Mapping[str, Any], command: str) -> None:
+    """Tables on the console; JSON and CSV."""
+    from rich.console import Console
+
+    from embodied_rl.evaluation_output import comparison_table, document_of, documents_of, episodes_csv, overview, result_table, task_table
+    from embodied_rl.files import next_free, write_atomic
+
+    # A file or a pipe has no width that tables should be squeezed into.
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    run_dir = players[0][0].run_dir
+    against = values["against"] is not None
     # Shown first: a file that cannot be written must not cost the figures.
-    console.print(result_table(result))
+    if len(players) == 1:
+        console.print(result_table(results[0]))
+        default, document = run_dir / EVALUATION_FILE, document_of(players[0][0], results[0], command)
+    else:
+        console.print(overview(players, results, against=against))
+        if against:
+            console.print(comparison_table(players, results))
+        default, document = next_free(run_dir / COMPARISON_FILE), documents_of(players, results, command, against=against)
+    if (tasks := task_table(players, results)) is not None:
+        console.print(tasks)
+    output = Path(values["output"]).with_suffix(".json") if values["output"] else default
     write_atomic(output, json.dumps(document, indent=1) + "\n")
-    console.print(f"{result.wall_clock_s:.1f} s. Every episode: {output}", markup=False)
+    write_atomic(output.with_suffix(".csv"), episodes_csv(players, results))
+    seconds = sum(result.wall_clock_s for result in results)
+    console.print(f"{seconds:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}", markup=False)
 
 
 if __name__ == "__main__":

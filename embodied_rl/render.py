@@ -1,43 +1,54 @@
-"""``python -m embodied_rl.render checkpoint=PATH``: an mp4 and a GIF of a checkpoint's policy, several episodes side by side."""
+"""``python -m embodied_rl.render checkpoint=PATH``: an mp4 and a GIF of policies or recorded episodes, side by side."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.cli import Argument, Command, run_command
+from embodied_rl.filming.settings import FORMATS, Film, file_name, write_videos
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
-    from embodied_rl.generation.base import Generator
+    from embodied_rl.episodes.recorded import RecordedEpisode
+    from embodied_rl.episodes.recording import Recording
+    from embodied_rl.filming.composition import Pictures, Row
+    from embodied_rl.filming.episodes import FilmedEpisode
+    from embodied_rl.filming.playing import PolicyActor
+    from embodied_rl.filming.selection import Selection
     from embodied_rl.sim.faults import SimFault
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, SimSpec
 
-FORMATS = ("mp4", "gif")
-MAX_STEPS_SHOWN = 250
-"""Steps of an episode that have a picture; when one lasts longer, all are shown faster: every second step, every fourth, …"""
-HOLD_S = 1.0
-"""How long the end of the last episode stays."""
+LOGGERS = ("tensorboard", "wandb")
 _MAX_SLOTS = 4
 
 COMMAND = Command(
     name="render",
-    summary="Film a checkpoint's policy on held-out seeds: one mp4 and one GIF with all episodes side by side.",
+    summary="Film policies on held-out seeds, or show recorded episodes: one mp4 and one GIF with all of them side by side.",
     arguments=(
-        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's"),
-        Argument("num_episodes", int, "episodes to film, one per seed", 4),
-        Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
-        Argument("output", str, "folder to write to; default: videos in the run's folder", None),
-        Argument("size", int, "pixels a side of each episode's picture", 256),
+        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's", None),
+        Argument("against", str, "film the same seeds with this checkpoint too, or with 'random', in a row below", None),
+        Argument("recording", str, "show recorded episodes instead; those without pictures are replayed in the simulator", None),
+        Argument("num_episodes", int, "episodes to show", 4),
+        Argument("select", str, "which: first, best, worst or random, of those that are played or recorded; best:9 shows nine", "first"),
+        Argument("among", int, "episodes to select from; default: four times as many as are shown, or the whole recording", None),
+        Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; also what select=random draws from", 0),
+        Argument("cameras", str, "the simulator's cameras, or those recorded, separated by commas; an unknown one lists them", "default"),
+        Argument(
+            "overlay",
+            str,
+            "what is drawn into the pictures: task, instruction, step, reward, value, actions, success; default, all or none",
+            "default",
+        ),
+        Argument("output", str, "folder to write to; default: videos in the run's folder, or beside the recording", None),
+        Argument("size", int, "pixels a side of each picture", 256),
         Argument("fps", int, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
         Argument("format", str, "mp4, gif or both, separated by a comma", "mp4,gif"),
+        Argument("log", str, "also put the video into the run's logs: tensorboard, wandb or both", None),
         Argument(
             "policy", str, "the checkpoint's policy, or random actions for comparison", "checkpoint", choices=("checkpoint", "random")
         ),
@@ -47,27 +58,14 @@ COMMAND = Command(
     examples=(
         "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1",
         "checkpoint=runs/halfcheetah/20260101-120000-seed1 num_episodes=1 format=gif",
+        "checkpoint=runs/fetch_reach/20260101-120000-seed1 select=worst:4 among=50 overlay=all",
+        "checkpoint=runs/metaworld_reach/20260101-120000-seed1 against=random cameras=corner,gripperPOV",
+        "recording=recordings/pickcube select=best:9",
     ),
 )
 
 
-@dataclass
-class FilmedEpisode:
-    """One episode's pictures."""
-
-    seed: int
-    frames: list[np.ndarray] = field(default_factory=list)
-    """Each [size, size, 3] uint8, with text; the last one is the episode's last moment."""
-    steps: list[int] = field(default_factory=list)
-    """After how many steps each picture was taken."""
-    summary: EpisodeSummary | None = None
-    """None while it is running."""
-
-    def thin(self, stride: int) -> None:
-        """Keep the pictures of every `stride`-th step, and the last one of an episode that has ended."""
-        last = len(self.steps) - 1 if self.summary is not None else None
-        kept = [index for index, step in enumerate(self.steps) if step % stride == 0 or index == last]
-        self.frames, self.steps = [self.frames[index] for index in kept], [self.steps[index] for index in kept]
+# ---- policies -------------------------------------------------------------------------------------------------------
 
 
 def render_videos(
@@ -82,158 +80,245 @@ def render_videos(
     policy: str = "checkpoint",
     sim: SimConfig | None = None,
 ) -> list[Path]:
-    """Film held-out episodes and write them as one video per format; earlier videos are kept, new ones numbered.
+    """Film held-out episodes of one policy and write them as one video per format: `film_players` with the usual settings."""
+    film = Film(num_episodes=num_episodes, size=size, fps=fps, seed=seed, formats=tuple(formats))
+    return film_players([(checkpoint, policy)], output, film, sim=sim)
+
+
+def film_players(players: Sequence[tuple[Checkpoint, str]], output: Path, film: Film, *, sim: SimConfig | None = None) -> list[Path]:
+    """Film the same held-out seeds with one policy or with two and write one video per format; earlier videos are kept, new ones numbered.
+
+    Of two, the seeds are selected by how the first one does.
 
     Args:
-        checkpoint: whose policy acts (with its mode).
+        players: (checkpoint, "checkpoint" or "random"), one or two; policies act with their mode.
         output: folder for the videos.
-        num_episodes: of the seeds 2**30 + seed + 0, 1, …
-        size: pixels a side of each episode's picture.
-        fps: pictures a second, one per control step (one for several steps where an episode is longer than `MAX_STEPS_SHOWN`;
-            short ones are played slower, so that one can follow them).
-        seed: see `num_episodes`.
-        formats: "mp4", "gif" or both.
-        policy: "checkpoint" or "random".
-        sim: another simulator configuration; None: the checkpoint's.
+        film: how.
+        sim: another simulator configuration; None: the first checkpoint's.
 
     Returns:
-        The files, in the order of `formats`.
+        The files, in the order of `film.formats`.
 
     Raises:
         UserError: the task or this machine cannot render, or the files cannot be written.
-        IncompatibleCheckpointError: the checkpoint does not fit the simulator.
+        IncompatibleCheckpointError: a checkpoint does not fit the simulator.
     """
-    from embodied_rl.video import play_rate, write_gif, write_mp4
-
-    wanted = checkpoint.config.sim if sim is None else sim
-    spec, episodes = _play(checkpoint, wanted, num_episodes=num_episodes, size=size, seed=seed, policy=policy)
-    frames = side_by_side(episodes, reports_success=spec.reports_success)
-    rate = play_rate(len(frames), fps)
-    base = output / f"{_file_name(spec.task)}_step{checkpoint.step:09d}{'_random' if policy == 'random' else ''}"
-    paths = _free_names(base, formats)
-    for path in paths:
-        if path.suffix == ".mp4":
-            write_mp4(path, frames, rate, HOLD_S)
-        else:
-            write_gif(path, frames, rate, HOLD_S)
-    return paths
-
-
-def _play(
-    checkpoint: Checkpoint, sim: SimConfig, *, num_episodes: int, size: int, seed: int, policy: str
-) -> tuple[SimSpec, list[FilmedEpisode]]:
     from embodied_rl.errors import UserError
-    from embodied_rl.evaluate import is_own_task, make_generator
     from embodied_rl.sim.faults import SimFault
-    from embodied_rl.sim.film import filmed
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.sim.seeding import EpisodeSeeds
 
-    slots = min(num_episodes, _MAX_SLOTS)
+    wanted = players[0][0].config.sim if sim is None else sim
     try:
-        with EnvManager.from_config(filmed(sim, size), EpisodeSeeds.held_out(seed), num_slots=slots) as manager:
-            spec = manager.spec
-            if not spec.can_render:
-                raise UserError(f"Task '{spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
-            generator = make_generator(checkpoint, spec, policy=policy, same_task=is_own_task(checkpoint, sim), seed=seed)
-            return spec, film(manager, generator, num_episodes, first_seed=seed, size=size)
+        spec, rows = _play(players, wanted, film)
     except SimFault as error:
         # Graphics drivers end a process in ways that no exception tells.
         raise UserError(
             f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). "
             "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
         ) from error
+    return write_videos(_pictures(rows, spec, film, film.cameras), output / _name(players, spec, film), film)
 
 
-def film(manager: EnvManager, generator: Generator, num_episodes: int, *, first_seed: int, size: int) -> list[FilmedEpisode]:
-    """Play held-out seeds as `rollout.evaluation.evaluate` does, with the policy's mode, and keep a picture of every step.
-
-    Of episodes longer than `MAX_STEPS_SHOWN` every second (fourth, …) step is kept, and of all others too: they run side by side.
-
-    Args:
-        manager: of a `FilmedSim`, whose slots are then left in the middle of episodes.
-        generator: what acts.
-        num_episodes: seeds 2**30 + first_seed + 0 … num_episodes - 1, each once.
-        first_seed: see `num_episodes`.
-        size: pixels a side of the pictures.
-
-    Returns:
-        One per seed, ascending.
-    """
+def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film) -> tuple[SimSpec, list[Row]]:
+    from embodied_rl.errors import UserError
+    from embodied_rl.filming.selection import Selection
+    from embodied_rl.sim.film import filmed
+    from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 
-    num_slots, spec = manager.num_slots, manager.spec
-    start = manager.reset(EpisodeSeeds.held_out(first_seed))
-    observation = {key: part.copy() for key, part in start.observation.items()}
-    stride = 1
-    episodes = [FilmedEpisode(HELD_OUT_START + first_seed + index) for index in range(num_episodes)]
-    # Slot s plays episodes s, s + num_slots, …
-    current = list(range(num_slots))
-    returns, lengths, success = np.zeros(num_slots), np.zeros(num_slots, int), np.zeros(num_slots, bool)
-
-    def take(slot: int) -> None:
-        episode = episodes[current[slot]]
-        (picture,) = manager.render([slot])
-        episode.frames.append(_annotate(picture, size, spec.task, episode.seed, lengths[slot], returns[slot], bool(success[slot])))
-        episode.steps.append(int(lengths[slot]))
-
-    for slot in current:
-        take(slot)
-    slots = np.arange(num_slots)
-    while True:
-        active = np.flatnonzero(np.array(current) < num_episodes)
-        if active.size == 0:
-            return episodes
-        generator.send(slots, observation, None)
-        actions = spec.action.denormalise(generator.recv().action)
-        manager.send(active, actions[active])
-        outcome = manager.recv(active)
-        for key, part in outcome.observation.items():
-            observation[key][active] = part
-        returns[active] += outcome.reward
-        lengths[active] += 1
-        success[active] |= outcome.success
-        ended = {summary.slot: summary for summary in outcome.episodes}
-        for slot in active.tolist():
-            if slot in ended or lengths[slot] % stride == 0:
-                take(slot)
-            if slot in ended:
-                episodes[current[slot]].summary = ended[slot]
-                current[slot] += num_slots
-                returns[slot], lengths[slot], success[slot] = 0.0, 0, False
-                if current[slot] < num_episodes:
-                    take(slot)
-        stride = _thinned(episodes, stride)
+    selection = film.selection()
+    positions: Sequence[int] = selection.positions(film.seed) if selection.is_known_before else range(selection.among)
+    seeds = [HELD_OUT_START + film.seed + position for position in positions]
+    config = filmed(sim, film.size, film.cameras)
+    with EnvManager.from_config(
+        config, EpisodeSeeds.held_out(film.seed), num_slots=min(len(seeds), _MAX_SLOTS), autoreset=False
+    ) as manager:
+        if not manager.spec.can_render:
+            raise UserError(f"Task '{manager.spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
+        actors = [_actor(checkpoint, policy, sim, manager, film.seed) for checkpoint, policy in players]
+        shown = [_film_one(manager, actors[0], seeds, film, selection)]
+        chosen = [episode.seed for episode in shown[0]]
+        everything = Selection("first", len(chosen), len(chosen))
+        shown += [_film_one(manager, actor, chosen, film, everything) for actor in actors[1:]]
+        return manager.spec, _rows(players, shown, manager.spec)
 
 
-def _thinned(episodes: Sequence[FilmedEpisode], stride: int) -> int:
-    """Once an episode has too many pictures, drop every second one of all; returns the steps from one picture to the next."""
-    if max(len(episode.frames) for episode in episodes) > MAX_STEPS_SHOWN + 1:
-        stride *= 2
-        for episode in episodes:
-            episode.thin(stride)
-    return stride
+def _film_one(manager: EnvManager, actor: PolicyActor, seeds: Sequence[int], film: Film, selection: Selection) -> list[FilmedEpisode]:
+    from embodied_rl.filming import playing
+    from embodied_rl.filming.overlays import parse_overlays
+
+    with _progress(f"filming {manager.spec.task}", len(seeds), film) as advance:
+        finished: list[EpisodeSummary] = []
+
+        def on_episode(episode: EpisodeSummary) -> None:
+            finished.append(episode)
+            rate = sum(one.success_once for one in finished) / len(finished)
+            advance(1, f"success {rate:.0%}" if manager.spec.reports_success else "")
+
+        return playing.film(
+            manager,
+            actor,
+            seeds,
+            size=film.size,
+            num_cameras=max(1, len(film.cameras)),
+            selection=selection,
+            with_values="value" in parse_overlays(film.overlay),
+            on_episode=on_episode,
+        )
 
 
-def side_by_side(episodes: Sequence[FilmedEpisode], *, reports_success: bool) -> list[np.ndarray]:
-    """Pictures with all episodes next to each other; one that has ended keeps its last moment in a green or red frame.
+def _actor(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> PolicyActor:
+    from embodied_rl.evaluate import is_own_task, make_generator, make_policy, value_estimate
+    from embodied_rl.filming.playing import PolicyActor
+    from embodied_rl.generation.torch_backend import TorchGenerator
+
+    spec, slots, same_task = manager.spec, manager.num_slots, is_own_task(checkpoint, sim)
+    if policy == "random":
+        return PolicyActor(make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed), spec.action, slots)
+    module = make_policy(checkpoint, spec, same_task=same_task)
+    generator = TorchGenerator(module)
+    generator.publish(0)
+    return PolicyActor(generator, spec.action, slots, value_estimate(module))
+
+
+def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[FilmedEpisode]], spec: SimSpec) -> list[Row]:
+    """Each policy's episodes, named with what they came to."""
+    from embodied_rl.evaluation_output import labels
+    from embodied_rl.filming.composition import Row
+
+    rows = []
+    for label, episodes in zip(labels(players), shown, strict=True):
+        outcomes = [episode.finished for episode in episodes]
+        mean = sum(outcome.episode_return for outcome in outcomes) / len(outcomes)
+        success = f"   success {sum(outcome.success_once for outcome in outcomes)} of {len(outcomes)}" if spec.reports_success else ""
+        rows.append(Row(f"{label}{success}   mean return {mean:.2f}", episodes))
+    return rows
+
+
+def _name(players: Sequence[tuple[Checkpoint, str]], spec: SimSpec, film: Film) -> str:
+    """Of the files, without number and ending."""
+    (checkpoint, policy), *others = players
+    parts = [file_name(spec.task), f"step{checkpoint.step:09d}", *(["random"] if policy == "random" else [])]
+    kind = film.selection().kind
+    parts += [] if kind == "first" else [kind]
+    for other, its_policy in others:
+        run = "" if other.run_dir == checkpoint.run_dir else f"{file_name(other.run_dir.name)}-"
+        parts += ["against", "random" if its_policy == "random" else f"{run}step{other.step:09d}"]
+    return "_".join(parts)
+
+
+# ---- recordings -----------------------------------------------------------------------------------------------------
+
+
+def film_recording(recording: Recording, output: Path, film: Film, *, sim: SimConfig | None = None) -> list[Path]:
+    """Show episodes of a recording and write one video per format; earlier videos are kept, new ones numbered.
+
+    Recorded pictures are taken where there are any; otherwise the episodes are played again in the simulator, from state to state where
+    states were recorded, else by their actions.
 
     Args:
-        episodes: finished ones.
-        reports_success: False: the frame is grey, for the task has no notion of success.
-    """
-    from embodied_rl.video import GREEN, GREY, RED, add_border, tile
+        recording: opened.
+        output: folder for the videos.
+        film: how; ``cameras`` are those that were recorded.
+        sim: the simulator for a replay; None: the recording's own.
 
-    finals = []
-    for episode in episodes:
-        assert episode.summary is not None, "the episode has not ended"
-        colour = GREY if not reports_success else GREEN if episode.summary.success_once else RED
-        finals.append(add_border(episode.frames[-1], colour))
-    longest = max(len(episode.frames) for episode in episodes)
-    pairs = list(zip(episodes, finals, strict=True))
-    return [
-        tile([episode.frames[index] if index < len(episode.frames) - 1 else final for episode, final in pairs]) for index in range(longest)
-    ]
+    Raises:
+        UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
+    """
+    from embodied_rl.errors import UserError
+    from embodied_rl.filming.composition import Row
+    from embodied_rl.filming.recorded import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
+
+    if len(recording) == 0:
+        raise UserError(f"'{recording.path}' holds no episode.")
+    selection = film.selection(len(recording))
+    numbers = selection.positions(film.seed) if selection.is_known_before else selection.ranked(summaries(recording)[: selection.among])
+    known = recorded_cameras(recording.episode(numbers[0]))
+    cameras = choose_cameras(film.cameras, known, recording) if known or film.cameras not in ((), ("default",)) else ()
+    stride = stride_of([int(recording.lengths[number]) for number in numbers], 3 * film.size**2 * max(1, len(cameras)))
+    episodes = []
+    if cameras:
+        with _progress(f"reading {recording.spec.task}", len(numbers), film) as advance:
+            for number in numbers:
+                episode = recording.episode(number)
+                found = recorded_cameras(episode)
+                if missing := [camera for camera in cameras if camera not in found]:
+                    raise UserError(f"Episode {number} of '{recording.path}' has no pictures of camera '{missing[0]}'.")
+                views = {camera: found[camera] for camera in cameras}
+                episodes.append(from_pictures(recording, number, views, episode, size=film.size, stride=stride))
+                advance(1)
+    else:
+        episodes = _replayed(recording, numbers, film, stride, sim)
+    kind = "" if selection.kind == "first" else f"_{selection.kind}"
+    name = f"{file_name(recording.spec.task)}_{file_name(recording.path.stem)}{kind}"
+    return write_videos(_pictures([Row("", episodes)], recording.spec, film, cameras), output / name, film)
+
+
+def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: int, sim: SimConfig | None) -> list[FilmedEpisode]:
+    """Play these episodes again, and keep what the simulator draws."""
+    from embodied_rl.filming.recorded import PictureSink
+    from embodied_rl.replay import sim_of
+    from embodied_rl.rollout.replaying import Replayer, check_fits
+    from embodied_rl.sim.instrumented import instrumented, plain_spec
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.seeding import EpisodeSeeds
+
+    wanted = sim_of(recording) if sim is None else sim
+    first = recording.episode(numbers[0])
+    shown = instrumented(wanted, physics=first.state is not None, image_size=film.size)
+    sinks: list[PictureSink] = []
+
+    def open_sink(episode: RecordedEpisode) -> Any:
+        sinks.append(PictureSink(recording, numbers[len(sinks)], episode, film.size, stride))
+        return sinks[-1]
+
+    slots = min(len(numbers), _MAX_SLOTS)
+    with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
+        check_fits(recording.spec, plain_spec(manager.spec))
+        replayer = Replayer(manager, "state" if first.state is not None or first.snapshots else "action", open_sink)
+        with _progress(f"replaying {recording.spec.task}", len(numbers), film) as advance:
+            different = 0
+            for replay in replayer.run((number, recording.episode(number)) for number in numbers):
+                different += not replay.success_matches
+                advance(1)
+    if different and film.show_progress:
+        print(
+            f"{different} of {len(numbers)} episodes came out otherwise than they were recorded: see embodied_rl.replay.", file=sys.stderr
+        )
+    return [sink.filmed for sink in sinks]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[str]) -> Pictures:
+    from embodied_rl.filming.composition import Pictures
+    from embodied_rl.filming.overlays import Overlays, parse_overlays
+
+    overlays = Overlays(parse_overlays(film.overlay), spec.action, tuple(cameras))
+    return Pictures(rows, overlays, reports_success=spec.reports_success)
+
+
+def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
+    """Put a video into the logs of the checkpoint's run, at the checkpoint's step.
+
+    Raises:
+        MissingExtraError: a logger's packages are not installed.
+    """
+    from embodied_rl.loggers.tensorboard import TensorBoardLogger
+    from embodied_rl.loggers.wandb import WandbLogger
+
+    run_dir, config = checkpoint.run_dir, checkpoint.config.logger
+    for name in names:
+        logger: TensorBoardLogger | WandbLogger
+        if name == "tensorboard":
+            logger = TensorBoardLogger(run_dir)
+        else:
+            # Continues the run that training logged to.
+            logger = WandbLogger(run_dir, config.wandb_project, config.wandb_mode, checkpoint.config.to_dict(), resume_step=checkpoint.step)
+        try:
+            logger.log_video(checkpoint.step, paths[0])
+        finally:
+            logger.close()
 
 
 def _cause(fault: SimFault) -> str:
@@ -242,26 +327,16 @@ def _cause(fault: SimFault) -> str:
     return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
 
 
-def _annotate(picture: np.ndarray, size: int, task: str, seed: int, step: int, episode_return: float, success: bool) -> np.ndarray:
-    from embodied_rl.video import fit_square, overlay
+def _progress(title: str, total: int, film: Film) -> Any:
+    from contextlib import nullcontext
 
-    bottom = f"seed {seed}   step {step}   return {episode_return:.2f}"
-    return overlay(fit_square(picture, size), task, bottom, "success" if success else "")
+    from embodied_rl.progress import progress_bar
 
-
-def _free_names(base: Path, formats: Sequence[str]) -> list[Path]:
-    """One number for all formats of a video."""
-    number = 1
-    while True:
-        name = base.name if number == 1 else f"{base.name}_{number}"
-        paths = [base.with_name(f"{name}.{suffix}") for suffix in formats]
-        if not any(path.exists() for path in paths):
-            return paths
-        number += 1
+    # At the end of training the run's own display is still there.
+    return progress_bar(title, total) if film.show_progress else nullcontext(lambda count, note="": None)
 
 
-def _file_name(task: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in task)
+# ---- command line ---------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -272,31 +347,69 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
+    film = Film(
+        **{name: values[name] for name in ("num_episodes", "select", "among", "seed", "overlay", "size", "fps")},
+        cameras=() if values["cameras"] == "default" else tuple(name.strip() for name in values["cameras"].split(",")),
+        formats=_words(values["format"]) or (values["format"],),
+        show_progress=True,
+    )
+    paths = _film_recording(values, overrides, film) if values["recording"] else _film_checkpoints(values, overrides, film)
+    for path in paths:
+        print(f"{path} ({path.stat().st_size / 1e6:.2f} MB)")
+
+
+def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
     from embodied_rl.checkpoint import load_checkpoint
     from embodied_rl.errors import UserError, did_you_mean
     from embodied_rl.evaluate import choose_sim
 
-    for name, least, most in (("num_episodes", 1, 64), ("size", 16, 2048), ("fps", 1, 120), ("seed", 0, 2**29 - 1)):
-        if not least <= values[name] <= most:
-            raise UserError(f"{name} must be between {least} and {most}, got {values[name]}.")
-    formats = [word.strip() for word in values["format"].split(",") if word.strip()]
-    for word in formats or [values["format"]]:
-        if word not in FORMATS:
-            raise UserError(f"format={values['format']}: '{word}' is not a choice.{did_you_mean(word, FORMATS)}")
+    if values["checkpoint"] is None:
+        raise UserError("Nothing to film: give checkpoint=… (a run's folder, say) or recording=…. See --help.")
+    logs = _words(values["log"] or "")
+    for word in logs:
+        if word not in LOGGERS:
+            raise UserError(f"log={values['log']}: '{word}' is not a choice.{did_you_mean(word, LOGGERS)}")
     checkpoint = load_checkpoint(values["checkpoint"], with_learner=False)
-    paths = render_videos(
-        checkpoint,
-        Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos",
-        num_episodes=values["num_episodes"],
-        size=values["size"],
-        fps=values["fps"],
-        seed=values["seed"],
-        formats=list(dict.fromkeys(formats)),
-        policy=values["policy"],
-        sim=choose_sim(checkpoint, values["sim"], overrides),
-    )
-    for path in paths:
-        print(f"{path} ({path.stat().st_size / 1e6:.2f} MB)")
+    players = [(checkpoint, values["policy"])]
+    if values["against"] is not None:
+        random = values["against"] == "random"
+        players.append((checkpoint, "random") if random else (load_checkpoint(values["against"], with_learner=False), "checkpoint"))
+    output = Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos"
+    paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides))
+    if logs:
+        log_videos(checkpoint, paths, logs)
+    return paths
+
+
+def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
+    from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.errors import UserError
+
+    for name in ("checkpoint", "against", "log"):
+        if values[name] is not None:
+            raise UserError(f"recording= and {name}= do not go together: recorded episodes are shown as they are.")
+    recording = open_recording(values["recording"])
+    try:
+        sim = recording_sim(recording, values["sim"], overrides)
+        output = Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos"
+        return film_recording(recording, output, film, sim=sim)
+    finally:
+        recording.close()
+
+
+def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str, Any]) -> SimConfig | None:
+    """The simulator for a replay that the command line asks for; None: the recording's own. Raises UserError for an unknown key."""
+    from embodied_rl.config import load_sim_config
+    from embodied_rl.evaluate import override_sim
+    from embodied_rl.replay import sim_of
+
+    if name is None and not overrides:
+        return None
+    return override_sim(load_sim_config(name) if name is not None else sim_of(recording), overrides)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 if __name__ == "__main__":

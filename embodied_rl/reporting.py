@@ -86,6 +86,27 @@ def summarise(episodes: Sequence[EpisodeSummary], reports_success: bool) -> Figu
     )
 
 
+def by_task(episodes: Sequence[EpisodeSummary]) -> dict[str, list[EpisodeSummary]]:
+    """{task: its episodes}, in the order of names, where the simulator says which task an episode was of; empty for a single task."""
+    tasks: dict[str, list[EpisodeSummary]] = {}
+    for episode in episodes:
+        if (task := task_of(episode)) is not None:
+            tasks.setdefault(task, []).append(episode)
+    return dict(sorted(tasks.items())) if len(tasks) > 1 else {}
+
+
+def task_of(episode: EpisodeSummary) -> str | None:
+    """The episode's own task, which multi-task simulators put into their info; None for others."""
+    task = episode.final_info.get("task")
+    return task if isinstance(task, str) else None
+
+
+def task_figures(episodes: Sequence[EpisodeSummary], reports_success: bool) -> dict[str, Any]:
+    """``{"tasks": {task: its figures}}`` for JSON; empty for a single task."""
+    tasks = {task: summarise(own, reports_success).to_dict() for task, own in by_task(episodes).items()}
+    return {"tasks": tasks} if tasks else {}
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """A finished run, as the trainer knows it."""
@@ -129,6 +150,7 @@ def write_results(summary: RunSummary) -> dict[str, Any]:
         "policy": config.policy.name,
         "seed": config.seed,
         **summarise(summary.episodes, summary.spec.reports_success).to_dict(),
+        **task_figures(summary.episodes, summary.spec.reports_success),
         "steps": summary.steps,
         "iterations": summary.iterations,
         "wall_clock_s": round(summary.wall_clock_s, 2),
@@ -158,6 +180,7 @@ def episode_rows(episodes: Sequence[EpisodeSummary]) -> list[dict[str, Any]]:
             "return": e.episode_return,
             "length": e.length,
             "terminated": e.terminated,
+            **({} if (task := task_of(e)) is None else {"task": task}),
         }
         for e in episodes
     ]
@@ -193,7 +216,7 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, stream: 
             summary.loggers.log_video(summary.steps, video)
         # The curves are drawn, and the live display ends, before the report and the closing text.
         summary.loggers.close()
-    write_report(summary.run_dir, results, videos, result_text(results))
+    write_report([summary.run_dir])
     print(closing_text(summary, results, videos, reason), file=stream or sys.stdout, flush=True)
     if failure is not None:
         raise failure

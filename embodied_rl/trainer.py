@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import time
@@ -17,19 +18,23 @@ import torch
 
 from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors, checkpoint_name, save_checkpoint
 from embodied_rl.config import TrainConfig
-from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
+from embodied_rl.episodes.recorded import RecordingInfo
+from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import write_atomic_with
 from embodied_rl.generation import make_generator
 from embodied_rl.hybrid.engine import HybridEngine
 from embodied_rl.loggers import make_loggers
-from embodied_rl.methods import Experience, check_method, make_method
+from embodied_rl.methods import Experience, check_method, make_method, training_sim
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.reporting import RunSummary
 from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.rollout.training_recording import FOLDER, TrainingRecorder
 from embodied_rl.sim.faults import NonFiniteSimulationError
+from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import EpisodeSummary
+from embodied_rl.versions import versions
 
 _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
@@ -67,9 +72,12 @@ class Trainer:
         self._faults_told = 0
         self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
+        self.recorder: TrainingRecorder | None = None
         check_method(config)
         # The simulators start while this process builds its networks.
-        self.manager = EnvManager.from_config(config.sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None)
+        sim = training_sim(config)
+        self.manager = EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None)
+        self.spec = plain_spec(self.manager.spec)
         try:
             self._build()
             if checkpoint is not None:
@@ -84,9 +92,10 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         torch.manual_seed(config.seed)
-        self.policy = build_policy(config.policy, self.manager.spec)
+        self.policy = build_policy(config.policy, self.spec)
         self.generator = make_generator(config.generation, self.policy)
-        self.method = make_method(config, self.manager, self.policy, self.generator)
+        self.method = make_method(config, self.manager, self.policy, self.generator, self.run_dir)
+        self._record_episodes()
         self.engine = HybridEngine(self.policy, self.generator)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -113,11 +122,14 @@ class Trainer:
                 self._publish()
                 self._report(experience, stats, time.perf_counter() - started)
                 self._evaluate_and_save_when_due()
+        if not self.interrupted:
+            self.method.finish()
+            self.engine.publish(version=self.iteration)
         self.save()
 
     def _finished(self) -> bool:
         config = self.config
-        if self.interrupted or self.steps >= config.total_steps:
+        if self.interrupted or self.steps >= config.total_steps or self.method.finished:
             return True
         if config.max_minutes is not None and self.wall_clock_s() > 60 * config.max_minutes:
             return True
@@ -207,7 +219,7 @@ class Trainer:
             self.run_dir,
             self.steps,
             policy=self.policy.state_dict(),
-            learner=self.method.learner.state_tensors(),
+            learner=self.method.state_tensors(),
             state={
                 "iteration": self.iteration,
                 "wall_clock_s": self.wall_clock_s(),
@@ -216,19 +228,34 @@ class Trainer:
                 "algorithm": self.method.state_dict(),
             },
             config=self.config,
-            spec=self.manager.spec,
+            spec=self.spec,
             metrics=self.metrics,
             command=self.command,
             is_best=is_best,
         )
 
+    def _record_episodes(self) -> None:
+        """Have a share of the training episodes written down, where that is asked for. Raises UserError where none are played."""
+        config = self.config
+        if config.record.share == 0:
+            return
+        collector = getattr(self.method, "collector", None)
+        if collector is None:
+            raise UserError(
+                f"record.share={config.record.share:g}: algorithm={config.algorithm.name} plays no episodes. Set record.share=0."
+            )
+        who = {"kind": "training", "algorithm": config.algorithm.name, "seed": config.seed}
+        info = RecordingInfo(self.spec, dataclasses.asdict(config.sim), who, self.command, versions())
+        self.recorder = TrainingRecorder(self.run_dir / FOLDER, info, config.record, seed=config.seed, num_slots=self.manager.num_slots)
+        collector.recorder = self.recorder
+
     def _load(self, checkpoint: Checkpoint) -> None:
-        check_compatible(checkpoint, self.manager.spec)
+        check_compatible(checkpoint, self.spec)
         check_tensors(checkpoint, self.policy.state_dict())
         self.policy.load_state_dict(checkpoint.policy)
         state = checkpoint.state
         try:
-            self.method.learner.load_state_tensors(checkpoint.learner)
+            self.method.load_state_tensors(checkpoint.learner)
             self.method.load_state_dict(state["algorithm"])
             self.iteration, self.steps = int(state["iteration"]), checkpoint.step
             self._started -= float(state["wall_clock_s"])
@@ -242,7 +269,7 @@ class Trainer:
         return RunSummary(
             run_dir=self.run_dir,
             config=self.config,
-            spec=self.manager.spec,
+            spec=self.spec,
             episodes=episodes,
             steps=self.steps,
             iterations=self.iteration,
@@ -258,6 +285,8 @@ class Trainer:
         return time.time() - self._started
 
     def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
         self.loggers.close()
         self.manager.close()
 

@@ -291,6 +291,8 @@ class Rollout:
     policy_version: int
     """Version of the weights that acted."""
     episodes: tuple[EpisodeSummary, ...]
+    success: np.ndarray | None = None
+    """[T, N] bool: success at each step; None: not kept."""
 
     @property
     def num_steps(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied_rl.errors import UserError
 from embodied_rl.files import write_atomic, write_atomic_with
 
 if TYPE_CHECKING:
@@ -36,40 +38,71 @@ def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
     return np.asarray(canvas).copy()
 
 
-def overlay(frame: np.ndarray, top: str, bottom: str, badge: str = "", badge_colour: tuple[int, int, int] = GREEN) -> np.ndarray:
-    """Write a line into a dark strip above and below a picture [H, W, 3] uint8, and a coloured badge into the upper right corner.
+def overlay(
+    frame: np.ndarray, top: str | Sequence[str], bottom: str | Sequence[str], badge: str = "", badge_colour: tuple[int, int, int] = GREEN
+) -> np.ndarray:
+    """Write lines into a dark strip above and below a picture [H, W, 3] uint8, and a coloured badge into the upper right corner.
 
     Text that is too long is cut with an ellipsis, so that it never runs out of the picture. The outermost pixels stay free of
-    text, so that `add_border` covers none of it.
+    text, so that `add_border` covers none of it. No line at all is no strip; an empty one is an empty strip.
     """
     from PIL import Image, ImageDraw
 
     image = Image.fromarray(frame)
     draw: Any = ImageDraw.Draw(image, "RGBA")
     height, width = frame.shape[:2]
-    font, edge, pad = _font(max(9, width // 21)), border_width(width), max(2, width // 64)
-    # What the letters of the font take from top to bottom, those that reach below the line included.
-    ascent, descent = font.getmetrics()
-    strip, left = edge + ascent + descent + pad, edge + pad
-    badge_width = math.ceil(draw.textlength(badge, font=font)) + edge + 4 * pad if badge else 0
-    for text, y, text_y in ((top, 0, edge), (bottom, height - strip, height - strip + pad)):
-        room = width - 2 * left - (badge_width if y == 0 else 0)
-        draw.rectangle((0, y, width, y + strip - 1), fill=_STRIP)
-        draw.text((left, text_y), _cut(draw, text, font, room), font=font, fill=_TEXT)
+    look = TextLook.of(frame)
+    badge_width = math.ceil(draw.textlength(badge, font=look.font)) + look.edge + 4 * look.pad if badge else 0
+    above, below = ([text] if isinstance(text, str) else list(text) for text in (top, bottom))
+    strip = look.strip(len(below))
+    for lines, y, text_y in ((above, 0, look.edge), (below, height - strip, height - strip + look.pad)):
+        if lines:
+            draw.rectangle((0, y, width, y + look.strip(len(lines)) - 1), fill=_STRIP)
+        for index, text in enumerate(lines):
+            room = width - 2 * look.left - (badge_width if y == 0 and index == 0 else 0)
+            draw.text((look.left, text_y + index * look.line), cut_text(draw, text, look.font, room), font=look.font, fill=_TEXT)
     if badge:
-        draw.rectangle((width - badge_width, 0, width, strip - 1), fill=badge_colour)
-        draw.text((width - badge_width + 2 * pad, edge), badge, font=font, fill=_TEXT)
+        draw.rectangle((width - badge_width, 0, width, look.strip(1) - 1), fill=badge_colour)
+        draw.text((width - badge_width + 2 * look.pad, look.edge), badge, font=look.font, fill=_TEXT)
     return np.asarray(image).copy()
 
 
-def border_width(width: int) -> int:
-    """Pixels of the border around a picture that is `width` pixels wide."""
-    return max(2, round(width * 0.02))
+@dataclass(frozen=True)
+class TextLook:
+    """How large text is in a picture, and how far it stays from the edge, in pixels."""
+
+    font: Any
+    edge: int
+    """Left to `add_border`."""
+    pad: int
+    line: int
+    """From one line to the next: what the letters of the font take, those that reach below the line included."""
+
+    @staticmethod
+    def of(frame: np.ndarray) -> TextLook:
+        """Of a picture [H, W, 3]; a wide one has the text of its height."""
+        size = min(frame.shape[:2])
+        font = load_font(max(9, size // 21))
+        return TextLook(font, border_width(size), max(2, size // 64), sum(font.getmetrics()))
+
+    @property
+    def left(self) -> int:
+        """Where a line begins."""
+        return self.edge + self.pad
+
+    def strip(self, num_lines: int) -> int:
+        """Height of a strip of so many lines."""
+        return self.edge + num_lines * self.line + self.pad if num_lines else 0
+
+
+def border_width(size: int) -> int:
+    """Pixels of the border around a picture whose shorter side has `size` pixels."""
+    return max(2, round(size * 0.02))
 
 
 def add_border(frame: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
     """A copy of a picture [H, W, 3] uint8 whose edge, `border_width` pixels, has one colour."""
-    thickness = border_width(frame.shape[1])
+    thickness = border_width(min(frame.shape[:2]))
     bordered = frame.copy()
     bordered[:thickness] = bordered[-thickness:] = colour
     bordered[:, :thickness] = bordered[:, -thickness:] = colour
@@ -81,9 +114,12 @@ def play_rate(num_pictures: int, fps: int) -> int:
     return min(fps, max(_SLOWEST_FPS, int(num_pictures / _SHORTEST_S)))
 
 
-def tile(frames: Sequence[np.ndarray]) -> np.ndarray:
-    """Lay pictures of one size [n × [H, W, 3]] side by side: one row up to four, else as near to a square as possible; gaps are black."""
-    columns = len(frames) if len(frames) <= 4 else math.ceil(math.sqrt(len(frames)))
+def tile(frames: Sequence[np.ndarray], columns: int | None = None) -> np.ndarray:
+    """Lay pictures of one size [n × [H, W, 3]] side by side, `columns` in a row; gaps are black.
+
+    Without `columns`: one row up to four, else as near to a square as possible.
+    """
+    columns = columns or num_columns(len(frames), frames[0].shape[1] / frames[0].shape[0])
     rows = math.ceil(len(frames) / columns)
     height, width = frames[0].shape[:2]
     grid = np.zeros((rows * height, columns * width, 3), np.uint8)
@@ -91,6 +127,11 @@ def tile(frames: Sequence[np.ndarray]) -> np.ndarray:
         y, x = index // columns * height, index % columns * width
         grid[y : y + height, x : x + width] = frame
     return grid
+
+
+def num_columns(count: int, aspect: float = 1.0) -> int:
+    """Of a grid of pictures `aspect` times as wide as high: one row as wide as four squares, else as near to a square as possible."""
+    return count if count * aspect <= 4 else max(1, math.ceil(math.sqrt(count / aspect)))
 
 
 def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0) -> Path:
@@ -113,7 +154,8 @@ def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
         with av.open(str(temporary), "w", format="mp4", options={"movflags": "faststart"}) as container:
             stream: Any = container.add_stream("libx264", rate=fps, options={"crf": "23", "preset": "veryfast"})
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-            for frame in [*frames, *[frames[-1]] * round(hold_s * fps)]:
+            for index in range(len(frames) + round(hold_s * fps)):
+                frame = frames[min(index, len(frames) - 1)]
                 even = np.ascontiguousarray(frame[:height, :width])
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
             container.mux(stream.encode())
@@ -134,6 +176,11 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
     Raises:
         UserError: the file cannot be written.
     """
+    return write_atomic(path, gif_bytes(frames, fps, hold_s, max_bytes))
+
+
+def gif_bytes(frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0, max_bytes: int = MAX_GIF_BYTES) -> bytes:
+    """What `write_gif` writes."""
     largest = max(frames[0].shape[:2])
     width_scale, stride, colours = min(1.0, 1024 / largest), max(1, round(fps / 12)), 128
     for _ in range(8):
@@ -146,7 +193,29 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
         else:
             width_scale *= max(0.6, min(0.9, math.sqrt(max_bytes / len(data))))
             colours = max(48, colours * 3 // 4)
-    return write_atomic(path, data)
+    return data
+
+
+def mp4_as_gif(path: Path, max_bytes: int = MAX_GIF_BYTES) -> bytes:
+    """The pictures of an mp4 as a GIF of at most about `max_bytes`. Raises UserError for a file that is no video."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            rate = float(stream.average_rate or 20)
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+    except (av.FFmpegError, IndexError) as error:
+        raise UserError(f"'{path}' is not a video that can be read: {error}.") from error
+    if not frames:
+        raise UserError(f"'{path}' is not a video that can be read: it holds no picture.")
+    return gif_bytes(frames, max(1, round(rate)), max_bytes=max_bytes)
+
+
+def gif_size(data: bytes) -> tuple[int, int]:
+    """(width, height) of an encoded GIF, in pixels."""
+    # Six bytes of signature, then both as little-endian 16-bit numbers.
+    return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
 
 
 def _encode_gif(frames: Sequence[np.ndarray], fps: int, hold_s: float, scale: float, stride: int, colours: int) -> bytes:
@@ -180,13 +249,15 @@ def _palette(images: Sequence[Image.Image], colours: int) -> Image.Image:
 
 
 @lru_cache(maxsize=8)
-def _font(size: int) -> Any:
+def load_font(size: int) -> Any:
+    """The font of all text in pictures, `size` pixels high."""
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
 
 
-def _cut(draw: Any, text: str, font: Any, room: float) -> str:
+def cut_text(draw: Any, text: str, font: Any, room: float) -> str:
+    """`text`, cut with an ellipsis where it would take more than `room` pixels."""
     if draw.textlength(text, font=font) <= room:
         return text
     while text and draw.textlength(f"{text}…", font=font) > room:

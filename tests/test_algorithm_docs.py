@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from embodied_rl import config
 from embodied_rl.algorithms import reward_shaping, rewards
 from embodied_rl.algorithms.advantage_table import ADVANTAGES, AdvantageInfo
 from embodied_rl.algorithms.aggregation import AGGREGATION_MODES
@@ -183,7 +182,7 @@ def test_keys_of_the_configuration_are_there(name: str) -> None:
     for key in named:
         holder: Any = AlgorithmConfig
         for part in key.split("."):
-            hints = typing.get_type_hints(holder, vars(config))
+            hints = typing.get_type_hints(holder)
             assert part in hints, f"algorithm.{key} is no key"
             if part in open_keys:
                 break

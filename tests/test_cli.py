@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -135,3 +136,31 @@ def test_every_field_of_a_simulators_configuration_can_be_overridden() -> None:
     from embodied_rl.config import SimConfig
 
     assert {field.name for field in dataclasses.fields(SimConfig)} == set(compose_config("train", [])["sim"])
+
+
+# --- paths without a key ---------------------------------------------------------------------------------------------
+
+
+def test_paths_are_taken_in_their_order_and_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    wall, fence = Argument("wall", str, "which one"), Argument("fence", str, "and which")
+    command = Command("paint", "Paint.", (Argument("colour", str, "of the paint", "red"),), paths=(wall, fence))
+    (tmp_path / "lr=3").mkdir()
+    values, _ = command.parse([str(tmp_path / "lr=3"), "colour=green", "north"])
+    assert values == {"wall": str(tmp_path / "lr=3"), "fence": "north", "colour": "green"}
+    for words, message in (
+        (["north"], "Argument FENCE is missing. Known: WALL, FENCE, colour"),
+        (["a", "b", "c"], "'c' is not of the form key=value"),
+        (["a", "colur=green"], "Argument 'colur' is not known. Did you mean 'colour'?"),
+    ):
+        with pytest.raises(UserError) as caught:
+            command.parse(words)
+        assert message in str(caught.value)
+    assert command.usage().startswith("usage: python -m embodied_rl.paint WALL FENCE key=value …")
+
+
+def test_the_last_path_may_take_all_that_follow() -> None:
+    command = Command("paint", "Paint.", (), paths=(Argument("wall", str, "which ones"),), many_paths=True)
+    assert command.parse(["a", "b", "c"])[0] == {"wall": ["a", "b", "c"]}
+    with pytest.raises(UserError, match="Argument WALL is missing"):
+        command.parse([])
+    assert command.usage().startswith("usage: python -m embodied_rl.paint WALL … key=value …")

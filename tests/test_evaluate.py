@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import itertools
 import json
 import shutil
 import statistics
@@ -17,7 +20,7 @@ import torch
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.evaluate import NoisyGenerator, choose_sim, evaluate_checkpoint, main
+from embodied_rl.evaluate import NoisyGenerator, choose_sim, evaluate_checkpoint, expand_checkpoints, main
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.types import ActionSpec
@@ -250,3 +253,157 @@ def test_figures_are_shown_even_if_the_file_cannot_be_written(cartpole: Path, tm
     assert "2 held-out seeds 1073741824 … 1073741825" in out
     assert "Cannot write" in err
     assert len(err.splitlines()) == 1
+
+
+# ---- several checkpoints --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def balancing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints at 1,024 and 2,048 steps."""
+    return train_shortly(
+        tmp_path_factory.mktemp("balancing") / "run",
+        "sim=cartpole",
+        "total_steps=2048",
+        "checkpoint.every_steps=1024",
+        "checkpoint.keep_last=5",
+        "algorithm.num_epochs=8",
+    )
+
+
+def test_two_checkpoints_are_compared_seed_by_seed(balancing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, last = (balancing / "checkpoints" / name for name in ("step_000001024", "step_000002048"))
+    output = tmp_path / "both.json"
+    main([f"checkpoint={last}", f"against={first}", "num_episodes=8", "seed=5", f"output={output}", "sim.num_slots=3"])
+    shown = capsys.readouterr().out
+    document = json.loads(output.read_text(encoding="utf-8"))
+    ours, theirs = document["evaluations"]
+    assert (ours["label"], theirs["label"]) == ("step 2048", "step 1024")
+    # The later one begins in simulators that have played already, and plays as if alone.
+    for played, folder in ((ours, last), (theirs, first)):
+        alone = evaluate_checkpoint(load_checkpoint(folder, with_learner=False), 8, seed=5)
+        assert [row["return"] for row in played["episodes"]] == [episode.episode_return for episode in alone.episodes]
+        assert played["checkpoint"] == str(folder.resolve())
+        assert played["policy_sha256"] == hashlib.sha256((folder / "policy.safetensors").read_bytes()).hexdigest()
+    (comparison,) = document["comparisons"]
+    differences = [a["return"] - b["return"] for a, b in zip(ours["episodes"], theirs["episodes"], strict=True)]
+    assert comparison["num_pairs"] == 8
+    assert comparison["return_difference"] == pytest.approx(statistics.fmean(differences))
+    assert comparison["return_p_value"] == by_all_signs(differences)
+    assert comparison["success"] is None
+    assert "success" not in shown.replace("success rate", "")
+    assert f"{statistics.fmean(differences):+.4g}" in shown
+    with output.with_suffix(".csv").open(newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert [(row["policy"], int(row["step"])) for row in table] == [("step 2048", 2048)] * 8 + [("step 1024", 1024)] * 8
+    assert [float(row["return"]) for row in table] == [row["return"] for row in (*ours["episodes"], *theirs["episodes"])]
+    assert {row["success_once"] for row in table} == {""}, "no notion of success is no failure"
+    assert {row["task"] for row in table} == {"CartPole-v1"}
+
+
+def by_all_signs(differences: list[float]) -> float:
+    sums = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in itertools.product((-1, 1), repeat=len(differences))
+    ]
+    return statistics.fmean(total >= abs(sum(differences)) - 1e-9 for total in sums)
+
+
+def test_a_pattern_plays_all_and_each_is_compared_with_random(balancing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"checkpoint={balancing}/checkpoints/step_*", "against=random", "num_episodes=6"]
+    for _ in range(2):
+        main(arguments)
+    shown = capsys.readouterr().out
+    document = json.loads((balancing / "comparison.json").read_text(encoding="utf-8"))
+    assert (balancing / "comparison_2.json").is_file(), "an earlier comparison is kept"
+    assert [one["label"] for one in document["evaluations"]] == ["step 1024", "step 2048", "random"]
+    assert [one["policy"] for one in document["comparisons"]] == ["step 1024", "step 2048"]
+    p_values = [one["return_p_value"] for one in document["comparisons"]]
+    # Holm's for two: the smaller is doubled, the larger at least as large as that.
+    smaller = min(1.0, 2 * min(p_values))
+    assert [one["p_values_holm"]["return"] for one in document["comparisons"]] == [
+        smaller if p == min(p_values) else max(smaller, p) for p in p_values
+    ]
+    for text in ("against: random", "Against random, seed by seed (6 pairs)", "adjusted for the number of comparisons"):
+        assert text in shown
+
+
+def test_lists_and_patterns_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c,d"):
+        (tmp_path / name).mkdir()
+    assert expand_checkpoints("a") == ["a"]
+    assert expand_checkpoints("c,d") == ["c,d"], "a folder's own name may hold a comma"
+    assert expand_checkpoints("b, a,b") == ["b", "a"]
+    assert expand_checkpoints("[ab]") == ["a", "b"]
+    assert expand_checkpoints("*") == ["a", "b", "c,d"]
+    assert expand_checkpoints("missing") == ["missing"]  # loading it says what lies beside
+    for bad, message in ((",", "names 0 checkpoints"), ("x*", r"No checkpoint matches 'x\*'")):
+        with pytest.raises(UserError, match=message):
+            expand_checkpoints(bad)
+    for number in range(65):
+        (tmp_path / f"run{number}").mkdir()
+    with pytest.raises(UserError, match="names 65 checkpoints; between 1 and 64"):
+        expand_checkpoints("run*")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["against=RUN"], "are the same; give two that differ"),
+        (["against=nowhere"], "Checkpoint 'nowhere' does not exist"),
+        (["against=REACH"], "was made for another simulator"),
+        (["policy=random", "against=random"], "are the same; give two that differ"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_one_line(
+    cartpole: Path, reach: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("RUN", str(cartpole)).replace("REACH", str(reach)) for word in arguments]
+    assert message in one_line_error(main, [f"checkpoint={cartpole}", "num_episodes=1", *words], capsys)
+
+
+def test_success_of_two_policies_is_tested_by_pairs(reach: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "reach.json"
+    main([f"checkpoint={reach}", "against=random", "num_episodes=24", "seed=40", f"output={output}"])
+    document = json.loads(output.read_text(encoding="utf-8"))
+    ours, theirs = (one["episodes"] for one in document["evaluations"])
+    pairs = [(a["success_once"], b["success_once"]) for a, b in zip(ours, theirs, strict=True)]
+    counts = {name: pairs.count(pair) for name, pair in (("both", (True, True)), ("only_policy", (True, False)))}
+    counts |= {name: pairs.count(pair) for name, pair in (("only_against", (False, True)), ("neither", (False, False)))}
+    found = document["comparisons"][0]["success"]
+    assert {name: found[name] for name in counts} == counts
+    assert counts["only_policy"] + counts["only_against"] > 0
+    assert found["difference"] == pytest.approx((counts["only_policy"] - counts["only_against"]) / 24)
+    stats = pytest.importorskip("scipy.stats")
+    differing = counts["only_policy"] + counts["only_against"]
+    assert found["p_value"] == pytest.approx(stats.binomtest(counts["only_policy"], differing).pvalue)
+    assert f"both {counts['both']}, only this one {counts['only_policy']}" in capsys.readouterr().out
+
+
+def test_each_task_of_a_multi_task_simulator_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("metaworld")
+    names = ["reach-v3", "push-v3", "door-open-v3"]
+    run = train_shortly(
+        tmp_path / "run", "sim=metaworld_mt10", f"sim.kwargs.tasks=[{','.join(names)}]", "sim.max_episode_steps=12", "total_steps=256"
+    )
+    final = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    assert len(final["tasks"]) == 2, "two episodes, of two of the three tasks"
+    capsys.readouterr()
+    main([f"checkpoint={run}", "num_episodes=7", "seed=2"])
+    shown = capsys.readouterr().out
+    document = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    # The seed chooses the task: 2**30 + 2 is divisible by 3, so the seven are reach, push, door, reach, push, door, reach.
+    assert (HELD_OUT + 2) % 3 == 0
+    assert [row["task"] for row in document["episodes"]] == [names[index % 3] for index in range(7)]
+    assert list(document["tasks"]) == sorted(names)
+    for name, figures in document["tasks"].items():
+        returns = [row["return"] for row in document["episodes"] if row["task"] == name]
+        assert figures["num_episodes"] == len(returns) == (3 if name == "reach-v3" else 2)
+        assert figures["return_mean"] == pytest.approx(statistics.fmean(returns), rel=1e-12)
+        assert figures["success_interval_95"] == pytest.approx(
+            score_interval(round(figures["success"] * len(returns)), len(returns)), abs=1e-9
+        )
+        (line,) = [line for line in shown.splitlines() if name in line]
+        assert f" {figures['return_mean']:.4g} " in line
+    with (run / "evaluation.csv").open(newline="", encoding="utf-8") as file:
+        assert [row["task"] for row in csv.DictReader(file)] == [row["task"] for row in document["episodes"]]

@@ -72,8 +72,18 @@ def check(name: str, arguments: list[str]) -> None:
             chosen = dict(word.split("=", 1) for word in overrides)
             if "sim" in chosen and "sim.name" not in chosen:
                 assert config.sim.name == chosen["sim"], "an experiment won over the simulator on the command line"
-    elif name in ("evaluate", "render"):
+    elif name in ("evaluate", "render", "record", "replay", "offline_eval"):
         importlib.import_module(f"embodied_rl.{name}").COMMAND.parse(arguments)
+    elif name == "report":
+        from embodied_rl.report import COMMAND
+
+        named = [word for word in arguments if "=" in word]
+        assert len(named) < len(arguments) or any(word.startswith("run=") for word in named), "no run is named"
+        COMMAND.parse([*(["run=x"] if not any(word.startswith("run=") for word in named) else []), *named])
+    elif name == "episodes":
+        from embodied_rl.episode_tools import COMMANDS
+
+        COMMANDS[arguments[0]].parse(arguments[1:])
     elif name == "catalog":
         from embodied_rl.catalog import KINDS, what_to_check
 

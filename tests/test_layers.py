@@ -31,24 +31,33 @@ FLOORS: dict[str, set[str]] = {
     "config": GROUND,
     "video": GROUND,
     "cli": GROUND,
+    "comparison": GROUND,
+    "progress": set(),
     "compose": GROUND | {"config"},
     "sim": GROUND | {"config"},
     "policies": GROUND | {"config"},
     "algorithms": GROUND | {"config"},
     "episodes": GROUND | {"video"},
     "checkpoint": GROUND | {"config"},
-    "loggers": GROUND | {"config"},
+    "loggers": GROUND | {"config", "video"},
     "generation": GROUND | {"config", "policies"},
-    "rollout": GROUND | {"config", "generation", "sim"},
-    "hybrid": GROUND | {"config", "generation", "policies", "algorithms"},
+    "rollout": GROUND | {"config", "episodes", "generation", "sim"},
+    "hybrid": GROUND | {"config", "episodes", "generation", "policies", "algorithms"},
     "report_page": GROUND | {"config", "loggers"},
     "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},
-    "methods": GROUND | {"config", "algorithms", "generation", "hybrid", "policies", "rollout", "sim"},
-    "trainer": GROUND | {"config", "checkpoint", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "rollout", "sim"},
+    "filming": GROUND | {"config", "episodes", "generation", "sim", "video"},
+    "evaluation_output": GROUND | {"config", "checkpoint", "comparison", "reporting"},
+    "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies"},
+    "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
+    "offline_report": GROUND | {"episodes", "video"},
+    "methods": GROUND | {"config", "algorithms", "episodes", "generation", "hybrid", "policies", "rollout", "sim"},
+    "trainer": GROUND
+    | {"config", "checkpoint", "episodes", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "rollout", "sim"},
 }
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""
 
-COMMAND_LINES = {"train", "evaluate", "render", "record", "replay", "offline_eval", "catalog", "doctor"}
+COMMAND_LINES = {"train", "evaluate", "render", "record", "replay", "offline_eval", "catalog", "doctor", "report", "episode_tools"}
+COMMAND_LINES |= {"__main__"}
 """The roof: they may import everything, each other too; nobody below may import them."""
 
 TORCH_FREE = ("sim", "types", "errors", "registry", "paths", "config", "files")
@@ -64,7 +73,9 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    return [*module.split("."), ""][1]
+    """A package's ``__main__`` is a command line, whatever room it stands in."""
+    parts = module.split(".")
+    return "__main__" if parts[-1] == "__main__" else [*parts, ""][1]
 
 
 def is_for_type_checkers(node: ast.AST) -> bool:

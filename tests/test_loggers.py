@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from embodied_rl.config import LoggerConfig
@@ -23,6 +24,7 @@ from embodied_rl.loggers.base import LoggerGroup
 from embodied_rl.loggers.console import ConsoleLogger, clock_text, time_shares
 from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
 from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
+from embodied_rl.video import write_gif, write_mp4
 
 METRICS = {
     "episode/success": 0.25,
@@ -92,6 +94,49 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resumed_run_repeats(tm
     reader.Reload()
     assert [(event.step, event.value) for event in reader.Scalars("episode/return")] == [(100, 12.5), (200, 25.0), (300, -1.5)]
     assert math.isnan(reader.Scalars("train/kl")[0].value)
+
+
+def moving_square(num_frames: int) -> list[np.ndarray]:
+    frames = [np.full((48, 64, 3), (20, 40, 120), np.uint8) for _ in range(num_frames)]
+    for index, frame in enumerate(frames):
+        frame[16:32, 3 * index : 3 * index + 16] = (230, 210, 40)
+    return frames
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_tensorboard_shows_a_video_as_a_gif_that_plays(tmp_path: Path, beside: bool) -> None:
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    frames = moving_square(12)
+    movie = write_mp4(tmp_path / "videos" / "push.mp4", frames, fps=10)
+    if beside:
+        write_gif(tmp_path / "videos" / "push.gif", frames, fps=10)
+    with make_loggers(LoggerConfig(names=("tensorboard",)), tmp_path, {}, 1000) as group:
+        group.log_video(300, movie)
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    (event,) = reader.Images("video")
+    assert (event.step, event.width, event.height) == (300, 64, 48)
+    with Image.open(io.BytesIO(event.encoded_image_string)) as image:
+        assert (image.format, image.size) == ("GIF", (64, 48))
+        assert getattr(image, "n_frames", 1) == 12
+        for index, frame in enumerate(frames):
+            image.seek(index)
+            shown = np.asarray(image.convert("RGB")).astype(int)
+            assert abs(shown - frame).mean() < 12, "another picture, or another order"
+            assert image.info["duration"] == 100
+    if beside:
+        assert event.encoded_image_string == (tmp_path / "videos" / "push.gif").read_bytes()
+
+
+def test_a_video_that_is_none_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "push.mp4").write_bytes(b"not a film")
+    with (
+        make_loggers(LoggerConfig(names=("tensorboard",)), tmp_path, {}, 1000) as group,
+        pytest.raises(UserError, match=r"push\.mp4' is not a video that can be read"),
+    ):
+        group.log_video(300, tmp_path / "push.mp4")
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:

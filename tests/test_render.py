@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,21 @@ import torch
 from PIL import Image
 
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.config import SimConfig
 from embodied_rl.evaluate import evaluate_checkpoint, make_generator
+from embodied_rl.filming import episodes as filming_episodes
+from embodied_rl.filming.episodes import MAX_STEPS_SHOWN, FilmedEpisode
+from embodied_rl.filming.overlays import Overlays, annotate, parse_overlays
+from embodied_rl.filming.playing import Playing, PolicyActor, film
+from embodied_rl.filming.selection import Selection
 from embodied_rl.policies.actor_critic import build_policy
-from embodied_rl.render import MAX_STEPS_SHOWN, FilmedEpisode, film, main, render_videos, side_by_side
+from embodied_rl.render import main, render_videos
 from embodied_rl.sim.film import filmed
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import EpisodeSummary
-from embodied_rl.video import GREEN, GREY, RED, add_border, border_width, fit_square, overlay
+from embodied_rl.types import ActionSpec, Observation
+from embodied_rl.video import GREEN, GREY, RED, add_border, fit_square, overlay
 from tests.short_run import one_line_error, train_shortly
 
 HELD_OUT = 2**30
@@ -82,10 +90,24 @@ def drawn_by_hand(run_dir: Path, seed: int) -> list[np.ndarray]:
     return pictures
 
 
+USUAL = Overlays(parse_overlays("default"), ActionSpec.discrete(2))
+
+
+def filmed_by_us(run_dir: Path, seeds: Sequence[int], *, num_slots: int = 2, **options: Any) -> list[FilmedEpisode]:
+    checkpoint = load_checkpoint(run_dir, with_learner=False)
+    config = filmed(checkpoint.config.sim, SIZE)
+    with EnvManager.from_config(config, EpisodeSeeds.held_out(0), num_slots=num_slots, autoreset=False) as manager:
+        actor = PolicyActor(make_generator(checkpoint, manager.spec), manager.spec.action, num_slots)
+        return film(manager, actor, seeds, size=SIZE, **options)
+
+
+def with_text(episode: FilmedEpisode) -> np.ndarray:
+    return np.stack([annotate(frame, episode, moment, USUAL) for frame, moment in zip(episode.frames, episode.moments, strict=True)])
+
+
 def test_every_picture_is_the_one_drawn_by_hand(cartpole: Path) -> None:
     checkpoint = load_checkpoint(cartpole, with_learner=False)
-    with EnvManager.from_config(filmed(checkpoint.config.sim, SIZE), EpisodeSeeds.held_out(3), num_slots=2) as manager:
-        episodes = film(manager, make_generator(checkpoint, manager.spec), 5, first_seed=3, size=SIZE)
+    episodes = filmed_by_us(cartpole, range(HELD_OUT + 3, HELD_OUT + 8))
     assert [episode.seed for episode in episodes] == list(range(HELD_OUT + 3, HELD_OUT + 8))
     evaluated = evaluate_checkpoint(checkpoint, 5, seed=3).episodes
     for episode, summary in zip(episodes, evaluated, strict=True):
@@ -97,8 +119,8 @@ def test_every_picture_is_the_one_drawn_by_hand(cartpole: Path) -> None:
             summary.episode_return,
         )
         assert len(episode.frames) == len(expected) == summary.length + 1
-        # The automatic reset has not replaced the last picture by the first of the next episode.
-        np.testing.assert_array_equal(np.stack(episode.frames), np.stack(expected))
+        np.testing.assert_array_equal(with_text(episode), np.stack(expected))
+        assert [moment.reward for moment in episode.moments] == [0.0] + [1.0] * summary.length
 
 
 def test_the_command_line_writes_an_mp4_and_a_gif_that_play(cartpole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +173,6 @@ def test_earlier_videos_are_never_overwritten(cartpole: Path, tmp_path: Path) ->
 
 
 def test_long_episodes_are_shown_faster_and_the_short_ones_beside_them_too(monkeypatch: pytest.MonkeyPatch, cartpole: Path) -> None:
-    checkpoint = load_checkpoint(cartpole, with_learner=False)
     by_hand = [drawn_by_hand(cartpole, HELD_OUT + 3 + index) for index in range(5)]
     lengths = [len(pictures) - 1 for pictures in by_hand]
     limit = max(lengths) // 2 - 1
@@ -159,31 +180,172 @@ def test_long_episodes_are_shown_faster_and_the_short_ones_beside_them_too(monke
     assert 2 * limit < max(lengths) <= 4 * limit
     assert any(length % 4 for length in lengths), "one should end between two pictures"
     assert MAX_STEPS_SHOWN == 250
-    monkeypatch.setattr("embodied_rl.render.MAX_STEPS_SHOWN", limit)
-    with EnvManager.from_config(filmed(checkpoint.config.sim, SIZE), EpisodeSeeds.held_out(3), num_slots=2) as manager:
-        episodes = film(manager, make_generator(checkpoint, manager.spec), 5, first_seed=3, size=SIZE)
+    monkeypatch.setattr(filming_episodes, "MAX_STEPS_SHOWN", limit)
+    episodes = filmed_by_us(cartpole, range(HELD_OUT + 3, HELD_OUT + 8))
     for episode, pictures, length in zip(episodes, by_hand, lengths, strict=True):
-        assert episode.steps == sorted({*range(0, length, 4), length})
-        np.testing.assert_array_equal(np.stack(episode.frames), np.stack([pictures[step] for step in episode.steps]))
+        steps = [moment.step for moment in episode.moments]
+        assert steps == sorted({*range(0, length, 4), length})
+        np.testing.assert_array_equal(with_text(episode), np.stack([pictures[step] for step in steps]))
 
 
-def test_an_ended_tile_keeps_its_last_moment_in_a_frame_of_its_outcome() -> None:
-    def episode(colour: int, num_frames: int, success: bool) -> FilmedEpisode:
-        frames = [np.full((32, 32, 3), colour + index, np.uint8) for index in range(num_frames)]
-        summary = EpisodeSummary(0, 0, 0, 1.0, num_frames - 1, success, success, False)
-        return FilmedEpisode(0, frames, [*range(num_frames)], summary)
+@pytest.mark.parametrize("kind", ["best", "worst"])
+def test_the_best_and_the_worst_are_chosen_and_only_their_pictures_are_held(cartpole: Path, kind: str) -> None:
+    seeds = [HELD_OUT + offset for offset in (11, 4, 19, 7, 2, 8)]  # in any order
+    returns = {seed: float(len(drawn_by_hand(cartpole, seed)) - 1) for seed in seeds}
+    assert len(set(returns.values())) > 3, "episodes that are all alike would say nothing"
+    seen: list[int] = []
+    shown = filmed_by_us(
+        cartpole, seeds, selection=Selection.parse(f"{kind}:2", 4, 6), on_episode=lambda summary: seen.append(summary.seed)
+    )
+    assert sorted(seen) == sorted(seeds)
+    sign = -1 if kind == "best" else 1
+    assert [episode.seed for episode in shown] == sorted(seeds, key=lambda seed: (sign * returns[seed], seed))[:2]
+    for episode in shown:
+        np.testing.assert_array_equal(with_text(episode), np.stack(drawn_by_hand(cartpole, episode.seed)))
 
-    short, long = episode(50, 2, True), episode(150, 4, False)
-    frames = side_by_side([short, long], reports_success=True)
-    assert len(frames) == 4
-    width = border_width(32)
-    for index, frame in enumerate(frames):
-        left, right = frame[:, :32], frame[:, 32:]
-        assert (left[width:-width, width:-width] == 50 + min(index, 1)).all()
-        assert (right[width:-width, width:-width] == 150 + index).all()
-        assert (left[0] == (GREEN if index >= 1 else 50)).all()
-        assert (right[0] == (RED if index >= 3 else 150 + index)).all()
-    assert (side_by_side([short, long], reports_success=False)[-1][0] == GREY).all()
+
+def test_selected_seeds_have_their_own_file_name(cartpole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [f"checkpoint={cartpole}", f"output={tmp_path}", "size=32", "format=gif", "seed=3"]
+    main([*common, "select=best:2", "among=5"])
+    main([*common, "select=random:3"])
+    stem = f"CartPole-v1_step{load_checkpoint(cartpole).step:09d}"
+    names = [Path(line.split(" (")[0]).name for line in capsys.readouterr().out.splitlines()]
+    assert names == [f"{stem}_best.gif", f"{stem}_random.gif"]
+    assert gif(tmp_path / names[0])[0][0].shape == (32, 64, 3)
+    assert gif(tmp_path / names[1])[0][0].shape == (32, 96, 3)
+
+
+def test_two_policies_stand_one_above_the_other_on_the_same_seeds(
+    cartpole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([f"checkpoint={cartpole}", "against=random", f"output={tmp_path}", f"size={SIZE}", "num_episodes=2", "seed=3", "format=mp4"])
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"CartPole-v1_step{load_checkpoint(cartpole).step:09d}_against_random.mp4"
+    frames, _ = mp4(path)
+    height, width, _ = frames[0].shape
+    band = (height - 2 * SIZE) // 2
+    assert (width, band) == (2 * SIZE, band)
+    assert 10 < band < 40
+    by_hand = [drawn_by_hand(cartpole, HELD_OUT + 3 + index) for index in range(2)]
+    random_start = [pictures[0] for pictures in by_hand]
+    # Both begin alike, for the seeds are the same; then the upper row is the policy's own.
+    for row in (0, 1):
+        y = (row + 1) * band + row * SIZE
+        assert near(frames[0][y : y + SIZE], np.concatenate(random_start, axis=1))
+    for index in range(1, min(len(pictures) for pictures in by_hand) - 1):
+        assert near(frames[index][band : band + SIZE], np.concatenate([pictures[index] for pictures in by_hand], axis=1))
+    assert not near(frames[-1][:band], frames[-1][band + SIZE : 2 * band + SIZE]), "each row has its own colour"
+
+
+def test_values_are_the_critics(cartpole: Path) -> None:
+    from embodied_rl.evaluate import make_policy, value_estimate
+
+    checkpoint = load_checkpoint(cartpole, with_learner=False)
+    with EnvManager.from_config(filmed(checkpoint.config.sim, SIZE), EpisodeSeeds.held_out(0), num_slots=1, autoreset=False) as manager:
+        policy = make_policy(checkpoint, manager.spec)
+        actor = PolicyActor(make_generator(checkpoint, manager.spec), manager.spec.action, 1, value_estimate(policy))
+        (episode,) = film(manager, actor, [HELD_OUT + 3], size=32, with_values=True)
+    with gymnasium.make("CartPole-v1", max_episode_steps=60) as env:
+        observation, _ = env.reset(seed=HELD_OUT + 3)
+        for moment, following in zip(episode.moments, [*episode.moments[1:], None], strict=True):
+            with torch.no_grad():
+                tensors = {"state": torch.as_tensor(observation)[None]}
+                assert moment.value == pytest.approx(float(policy.critic(policy.features(tensors))), abs=1e-5)
+            if following is not None:
+                assert following.action is not None
+                observation, *_ = env.step(int(following.action[0]))
+
+
+def vector_cartpole(num_envs: int) -> gymnasium.vector.VectorEnv:
+    """CartPoles that all move in one call."""
+    options = {"autoreset_mode": "Disabled"}
+    return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="sync", render_mode="rgb_array", vector_kwargs=options)
+
+
+class LeftActor:
+    """Pushes to the left. Implements `Actor`."""
+
+    def act(self, observation: Observation, playing: Playing) -> np.ndarray:
+        return np.zeros((len(playing), 1), np.int64)
+
+    def values(self, observation: Observation) -> None:
+        return None
+
+
+def test_simulators_that_step_together_are_filmed_to_the_end_of_the_last() -> None:
+    config = SimConfig("vector", "tests.test_render:vector_cartpole", pipeline_groups=1, num_workers=1)
+    seeds = range(HELD_OUT, HELD_OUT + 5)
+    with EnvManager.from_config(filmed(config, 32), EpisodeSeeds.held_out(0), num_slots=2, autoreset=False) as manager:
+        assert manager.spec.steps_together
+        episodes = film(manager, LeftActor(), seeds, size=32)
+    with gymnasium.make("CartPole-v1") as env:
+        for episode, seed in zip(episodes, seeds, strict=True):
+            env.reset(seed=seed)
+            length = 1
+            while not env.step(0)[2]:
+                length += 1
+            assert (episode.finished.seed, episode.finished.length, len(episode.frames)) == (seed, length, length + 1)
+
+
+@pytest.mark.parametrize("images", ["64", "none"])
+def test_recorded_episodes_are_shown_with_their_pictures_or_replayed(
+    tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.record import main as record
+
+    folder = tmp_path / "recordings" / "cartpole"
+    words = [
+        "sim=cartpole",
+        "policy=random",
+        "num_episodes=4",
+        f"output={folder}",
+        f"images={images}",
+        "sim.num_slots=2",
+        "sim.num_workers=1",
+    ]
+    record(words)
+    capsys.readouterr()
+    main([f"recording={folder}", "select=best:1", "format=mp4", f"size={SIZE}"])
+    path = Path(capsys.readouterr().out.splitlines()[-1].split(" (")[0])
+    assert path == tmp_path / "recordings" / "videos" / "CartPole-v1_cartpole_best.mp4"
+    frames, rate = mp4(path)
+    with open_recording(folder) as recording:
+        number = int(np.argmax(recording.returns))
+        episode = recording.episode(number)
+        length, seed = episode.num_steps, episode.seed
+        assert len(frames) == length + 1 + rate
+        # Played again in plain gymnasium: the same actions from the same seed.
+        with gymnasium.make("CartPole-v1", render_mode="rgb_array") as env:
+            env.reset(seed=seed)
+            for step in range(length + 1):
+                square = fit_square(np.asarray(env.render()), SIZE)
+                shown = overlay(square, "CartPole-v1", f"seed {seed}   step {step}   return {float(step):.2f}")
+                expected = add_border(shown, GREY) if step == length else shown
+                # Pictures of 64 pixels, stored as mp4 and drawn larger, are blurred.
+                assert np.abs(frames[step].astype(int) - expected).mean() < (12 if images == "64" else 4), step
+                if step < length:
+                    env.step(int(episode.action[step, 0]))
+
+
+@pytest.mark.parametrize("log", ["tensorboard", "wandb"])
+def test_a_film_goes_into_the_logs_of_its_run(cartpole: Path, tmp_path: Path, log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(cartpole, run, symlinks=True)
+    if log == "wandb":
+        pytest.importorskip("wandb")
+    main([f"checkpoint={run}", f"output={tmp_path / 'films'}", "size=32", "num_episodes=1", "format=mp4", f"log={log}"])
+    (movie,) = (tmp_path / "films").iterdir()
+    if log == "wandb":
+        (kept,) = run.glob("wandb/offline-run-*/files/media/videos/*.mp4")
+        assert kept.read_bytes() == movie.read_bytes()
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(run / "tensorboard"))
+    reader.Reload()
+    (event,) = reader.Images("video")
+    assert event.step == load_checkpoint(run).step
 
 
 @pytest.mark.skipif(mujoco_backend() is None, reason="MuJoCo cannot draw off-screen here")
@@ -193,9 +355,9 @@ def test_pixels_become_a_film_with_the_badge_of_success(tmp_path: Path) -> None:
     (path,) = render_videos(checkpoint, tmp_path / "films", num_episodes=6, size=64, seed=20, formats=("mp4",), policy="random")
     frames, rate = mp4(path)
     assert frames[0].shape == (2 * 64, 3 * 64, 3)  # six tiles: three in a row
-    with EnvManager.from_config(filmed(checkpoint.config.sim, 64), EpisodeSeeds.held_out(20), num_slots=4) as manager:
+    with EnvManager.from_config(filmed(checkpoint.config.sim, 64), EpisodeSeeds.held_out(20), num_slots=4, autoreset=False) as manager:
         generator = make_generator(checkpoint, manager.spec, policy="random", seed=20)
-        episodes = film(manager, generator, 6, first_seed=20, size=64)
+        episodes = film(manager, PolicyActor(generator, manager.spec.action, 4), range(HELD_OUT + 20, HELD_OUT + 26), size=64)
     assert rate == min(20, max(5, max(len(episode.frames) for episode in episodes) // 2))
     outcomes = [episode.summary.success_once for episode in episodes if episode.summary is not None]
     assert len(outcomes) == 6
@@ -207,7 +369,8 @@ def test_pixels_become_a_film_with_the_badge_of_success(tmp_path: Path) -> None:
         corner = last[-2:, :].reshape(-1, 3).mean(axis=0)
         assert np.abs(corner - (GREEN if success else RED)).max() < 60  # the codec blurs a border of two pixels
         # The badge, left of the border and of the last letter.
-        assert (np.abs(episodes[index].frames[-1][0, -1].astype(int) - GREEN).max() == 0) == success
+        badge = annotate(episodes[index].frames[-1], episodes[index], episodes[index].moments[-1], USUAL)[0, -1]
+        assert (np.abs(badge.astype(int) - GREEN).max() == 0) == success
 
 
 def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +394,18 @@ def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, 
         (["episodes=3"], "Argument 'episodes' is not known. Did you mean 'num_episodes'?"),
         (["sim=pendulum", "num_episodes=1"], "was made for another simulator"),
         (["output=FILE", "num_episodes=1", "size=32"], "Cannot write"),
+        ([], "Nothing to film: give checkpoint=… (a run's folder, say) or recording=…"),
+        (["select=bets:2"], "select=bets:2: 'bets' is not a choice. Did you mean 'best'?"),
+        (["select=best:two"], "'two' is not a number of episodes; write select=best:4, say"),
+        (["select=worst:9", "among=5"], "select=worst:9: between 1 and among=5 episodes can be shown"),
+        (["select=first:65"], "at most 64 episodes can be shown"),
+        (["among=2000"], "among must be between 1 and 1024, got 2000"),
+        (["overlay=task,valeu"], "overlay=task,valeu: 'valeu' is not a choice. Did you mean 'value'?"),
+        (["cameras=default,default"], "name up to 8, each once"),
+        (["cameras=top", "num_episodes=1"], "Task 'CartPole-v1' has no camera 'top': it is drawn one way only, which is cameras=default"),
+        (["log=tensorbord"], "log=tensorbord: 'tensorbord' is not a choice. Did you mean 'tensorboard'?"),
+        (["recording=nowhere"], "recording= and checkpoint= do not go together"),
+        (["against=nowhere"], "Checkpoint 'nowhere' does not exist"),
         (["sim.target=tests.test_render:BrokenScreen", "num_episodes=1"], "cannot be drawn on this machine (RuntimeError: no driver)"),
         (["sim.target=tests.test_render:DyingDriver", "num_episodes=1"], "Filming failed: simulator worker 0 died (killed by SIGSEGV)"),
         (["sim.target=tests.test_render:BrokenPhysics", "num_episodes=1"], "worker 0 raised an exception (ZeroDivisionError: no mass)"),
@@ -241,7 +416,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     words = [word.replace("FILE", str(tmp_path / "file" / "films")) for word in arguments]
-    assert message in one_line_error(main, [f"checkpoint={cartpole}", *words], capsys)
+    assert message in one_line_error(main, [f"checkpoint={cartpole}", *words] if words else [], capsys)
 
 
 class BrokenScreen(gymnasium.Wrapper):

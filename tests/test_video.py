@@ -11,7 +11,20 @@ import pytest
 from PIL import Image
 
 from embodied_rl.errors import UserError
-from embodied_rl.video import GREEN, GREY, RED, add_border, border_width, fit_square, overlay, play_rate, tile, write_gif, write_mp4
+from embodied_rl.video import (
+    GREEN,
+    GREY,
+    RED,
+    add_border,
+    border_width,
+    fit_square,
+    num_columns,
+    overlay,
+    play_rate,
+    tile,
+    write_gif,
+    write_mp4,
+)
 
 GRADIENT = np.broadcast_to(np.arange(40, 168, 2, dtype=np.uint8)[None, :, None], (64, 64, 3))
 
@@ -132,11 +145,18 @@ def test_a_border_is_of_its_colour_and_leaves_the_rest() -> None:
 
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (2, 1, 2), (4, 1, 4), (5, 2, 3), (9, 3, 3), (10, 3, 4)])
 def test_tiles_lie_row_by_row_and_gaps_are_black(count: int, rows: int, columns: int) -> None:
-    grid = tile([np.full((4, 6, 3), 10 * (index + 1), np.uint8) for index in range(count)])
-    assert grid.shape == (rows * 4, columns * 6, 3)
+    grid = tile([np.full((6, 6, 3), 10 * (index + 1), np.uint8) for index in range(count)])
+    assert grid.shape == (rows * 6, columns * 6, 3)
     for place in range(rows * columns):
-        y, x = place // columns * 4, place % columns * 6
-        assert (grid[y : y + 4, x : x + 6] == (10 * (place + 1) if place < count else 0)).all()
+        y, x = place // columns * 6, place % columns * 6
+        assert (grid[y : y + 6, x : x + 6] == (10 * (place + 1) if place < count else 0)).all()
+
+
+@pytest.mark.parametrize(("count", "aspect", "columns"), [(2, 2.0, 2), (3, 2.0, 2), (4, 2.0, 2), (1, 6.0, 1), (4, 4.0, 1), (9, 0.5, 5)])
+def test_wide_pictures_stand_in_fewer_columns(count: int, aspect: float, columns: int) -> None:
+    # One row as wide as four squares; beyond, columns · aspect is about the number of rows.
+    assert num_columns(count, aspect) == columns
+    assert tile([np.zeros((4, round(4 * aspect), 3), np.uint8)] * count).shape[1] == columns * round(4 * aspect)
 
 
 @pytest.mark.parametrize(

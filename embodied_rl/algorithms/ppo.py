@@ -54,7 +54,8 @@ class PPO:
         if config.normalize_advantage == "batch":
             advantage = whiten(advantage)
         return Batch(
-            observation={key: _rows(array) for key, array in rollout.observation.items()},
+            # Text and the like stay behind: an actor-critic reads numbers.
+            observation={key: _rows(array) for key, array in rollout.observation.items() if array.dtype != object},
             action=_rows(rollout.action),
             log_prob=_rows(rollout.log_prob),
             advantage=_rows(advantage),

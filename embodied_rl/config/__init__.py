@@ -9,12 +9,14 @@ from __future__ import annotations
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, InitializedConfig, KlConfig, RewardConfig
 from embodied_rl.config.files import config_file, config_folders, group_names, load_sim_config
 from embodied_rl.config.policy import PolicyConfig
+from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
 from embodied_rl.config.run import (
     CheckpointConfig,
     EvaluationConfig,
     GenerationConfig,
     HybridConfig,
     LoggerConfig,
+    RecordConfig,
     TrainConfig,
     VideoConfig,
 )
@@ -23,6 +25,7 @@ from embodied_rl.config.sim import SimConfig
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CloningConfig",
     "EvaluationConfig",
     "GenerationConfig",
     "GroupsConfig",
@@ -30,7 +33,10 @@ __all__ = [
     "InitializedConfig",
     "KlConfig",
     "LoggerConfig",
+    "OffPolicyConfig",
     "PolicyConfig",
+    "RecordConfig",
+    "RecordedConfig",
     "RewardConfig",
     "SimConfig",
     "TrainConfig",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from embodied_rl.config.building import require
+from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class InitializedConfig:
     sources: tuple[Literal["expert", "success", "best"], ...] = ("success",)
     """Episodes that are started in: an expert's, own successful ones, own ones with the highest return."""
     expert: str | None = None
-    """``package.module:Attribute`` that makes an expert for one episode: called with an observation, it returns the action."""
+    """``package.module:Attribute`` that makes an expert for one episode, of no argument or of (simulator, environment's number): called
+    with an observation, it returns the action."""
     expert_episodes: int = 4
     """Successful episodes of the expert that are recorded when a run begins."""
     max_sources: int = 8
@@ -126,6 +128,11 @@ class AlgorithmConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     kl: KlConfig = field(default_factory=KlConfig)
     initialized: InitializedConfig = field(default_factory=InitializedConfig)
+    recorded: RecordedConfig = field(default_factory=RecordedConfig)
+    cloning: CloningConfig | None = None
+    """Learn recorded actions (see configs/algorithm/bc.yaml); null: not that."""
+    off_policy: OffPolicyConfig | None = None
+    """Learn from stored steps with critics of actions (see configs/algorithm/iql.yaml); null: not that."""
     rollout_steps: int = 64
     """T: steps of every slot between two updates, without groups."""
     gamma: float = 0.99
@@ -150,7 +157,19 @@ class AlgorithmConfig:
     """Divide rewards by the running standard deviation of the discounted return."""
     reward_clip: float = 10.0
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether each update consumes the steps that were just played."""
+        return self.cloning is None and self.off_policy is None
+
+    @property
+    def learns_from_recordings(self) -> bool:
+        off_policy = self.off_policy
+        return self.cloning is not None or (off_policy is not None and (not off_policy.fresh or off_policy.recorded_share > 0))
+
     def __post_init__(self) -> None:
+        ways = [name for name in ("groups", "cloning", "off_policy") if getattr(self, name) is not None]
+        require(len(ways) <= 1, "algorithm", "one of groups, cloning and off_policy, the others null", ways)
         require(self.rollout_steps >= 1, "algorithm.rollout_steps", ">= 1", self.rollout_steps)
         require(0.0 <= self.gamma <= 1.0, "algorithm.gamma", "between 0 and 1", self.gamma)
         require(0.0 <= self.gae_lambda <= 1.0, "algorithm.gae_lambda", "between 0 and 1", self.gae_lambda)

@@ -46,6 +46,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
             return value
         raise UserError(f"{where}={value!r} is not a choice.{did_you_mean(str(value), map(str, arguments))}")
     if origin is tuple:
+        if arguments[0] is str and isinstance(value, str):
+            return (value,)
         if isinstance(value, (list, tuple)):
             return tuple(convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
         raise UserError(f"{where} must be a list, got {value!r}.")

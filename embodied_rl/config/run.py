@@ -66,6 +66,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RecordConfig:
+    """Training episodes that are written into <run_dir>/episodes as they are played, with log-probabilities and versions."""
+
+    share: float = 0.0
+    """Of the training episodes, chosen by their seeds; 0: none."""
+    max_episodes: int | None = None
+    """Stop recording after this many; null: no limit."""
+    video: Literal["mp4", "png", "raw"] = "mp4"
+    """How pictures are stored; mp4 is lossless for what the policy sees."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.share <= 1, "record.share", "between 0 and 1", self.share)
+        require(self.max_episodes is None or self.max_episodes >= 1, "record.max_episodes", ">= 1 or null", self.max_episodes)
+
+
+@dataclass(frozen=True)
 class VideoConfig:
     enabled: Literal["auto", "yes", "no"] = "auto"
     """auto: film the final policy where this machine can render, and say so where it cannot."""
@@ -101,6 +117,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig
     video: VideoConfig
     run_dir: str
+    record: RecordConfig = RecordConfig()
     seed: int = 1
     total_steps: int = 200_000
     """Environment steps to train for, at most."""
@@ -111,6 +128,8 @@ class TrainConfig:
     """Stop when the mean return of an evaluation during the run reaches this (needs evaluation.every_steps); null: no such end."""
     max_minutes: float | None = None
     """Stop training after this much wall-clock time; null: no limit."""
+    recording: tuple[str, ...] = ()
+    """Recorded episodes to learn from: a folder or file, or a list of them (see algorithm.recorded)."""
     resume: str | None = None
     """'auto': continue from run_dir's last checkpoint where there is one; a path: continue from that checkpoint."""
 
@@ -132,7 +151,7 @@ class TrainConfig:
         )
         require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
         require(
-            self.algorithm.groups is not None or self.algorithm.minibatch_size <= self.steps_per_iteration,
+            self.algorithm.groups is not None or not self.algorithm.on_policy or self.algorithm.minibatch_size <= self.steps_per_iteration,
             "algorithm.minibatch_size",
             f"<= sim.num_slots * algorithm.rollout_steps ({self.steps_per_iteration})",
             self.algorithm.minibatch_size,

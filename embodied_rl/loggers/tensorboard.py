@@ -1,4 +1,4 @@
-"""TensorBoard scalars through tensorboard's own writer: no torch, no TensorFlow."""
+"""TensorBoard scalars and videos through tensorboard's own writer: no torch, no TensorFlow, no moviepy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 
 from embodied_rl.errors import MissingExtraError
 from embodied_rl.loggers.base import Logger
+
+VIDEO_TAG = "video"
+_RGB = 3
+"""Value of an image summary's field "colorspace"."""
 
 
 class TensorBoardLogger(Logger):
@@ -35,8 +39,24 @@ class TensorBoardLogger(Logger):
         return TensorBoardLogger(run_dir, resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
+
+    def log_video(self, step: int, path: Path) -> None:
+        """Show an mp4 or a GIF in TensorBoard's "Images", which plays GIFs. An mp4 is shown as the GIF beside it, or made one.
+
+        Raises:
+            UserError: the mp4 cannot be read.
+        """
+        from embodied_rl.video import gif_size, mp4_as_gif
+
+        beside = path.with_suffix(".gif")
+        data = beside.read_bytes() if beside.is_file() else mp4_as_gif(path)
+        width, height = gif_size(data)
+        image = self._summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=data)
+        self._add(step, [self._summary.Value(tag=VIDEO_TAG, image=image)])
 
     def close(self) -> None:
         self._writer.close()
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodied_rl.generation.base import Generator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, Rollout, StepBatch
+from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
+
+if TYPE_CHECKING:
+    from embodied_rl.rollout.training_recording import TrainingRecorder
 
 _NOISE_STREAM = 1
 
@@ -49,6 +54,8 @@ class RolloutCollector:
         self.rollout_steps = rollout_steps
         self.seed = seed
         self.times = CollectorTimes()
+        self.recorder: TrainingRecorder | None = None
+        """Writes a share of the episodes down."""
         self._groups = split_groups(manager.num_slots, num_groups)
         self._batches: list[StepBatch] = []
 
@@ -56,6 +63,8 @@ class RolloutCollector:
         """Begin new episodes in all slots, with seeds that depend on (seed, seed_round, slot) alone: where a run can be resumed."""
         whole = self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure)
         self._batches = [_rows(whole, group) for group in self._groups]
+        if self.recorder is not None:
+            self.recorder.restarted(seed_round)
 
     def next_rollout(self, iteration: int) -> Rollout:
         """Collect `rollout_steps` × `num_slots` transitions. Raises SimFault (see EnvManager)."""
@@ -71,13 +80,13 @@ class RolloutCollector:
                     before = clock()
                     self._batches[index] = self.manager.recv(group)
                     waited += clock() - before
-                    filling.outcome(step - 1, group, self._batches[index])
+                    self._outcome(step - 1, group, index, filling)
                 self._act(step, index, group, noise, filling)
         for index, group in enumerate(self._groups):
             before = clock()
             self._batches[index] = self.manager.recv(group)
             waited += clock() - before
-            filling.outcome(steps - 1, group, self._batches[index])
+            self._outcome(steps - 1, group, index, filling)
         self.times = CollectorTimes(waited, clock() - started - waited)
         return filling.rollout([batch.observation for batch in self._batches], version)
 
@@ -89,20 +98,32 @@ class RolloutCollector:
         acted = self.generator.recv()
         filling.action[step, rows] = acted.action
         filling.log_prob[step, rows] = acted.log_prob
-        self.manager.send(group, self.manager.spec.action.denormalise(acted.action))
+        given = self.manager.spec.action.denormalise(acted.action)
+        if self.recorder is not None:
+            self.recorder.acted(batch.slots, batch.observation, acted, given)
+        self.manager.send(group, given)
+
+    def _outcome(self, step: int, group: range, index: int, filling: _Filling) -> None:
+        filling.outcome(step, group, self._batches[index])
+        if self.recorder is not None:
+            self.recorder.stepped(self._batches[index])
 
 
 class _Filling:
     """The arrays of a rollout while it is being collected."""
 
-    def __init__(self, observation: object, action: ActionSpec, steps: int, slots: int) -> None:
-        assert hasattr(observation, "items")
-        self.observation = {key: np.empty((steps, slots, *part.shape), part.dtype) for key, part in observation.items()}
+    def __init__(self, observation: Mapping[str, TensorSpec | VariableSpec], action: ActionSpec, steps: int, slots: int) -> None:
+        self.observation: Observation = {
+            # Text and the like are Python values, as the manager hands them out.
+            key: np.empty((steps, slots, *part.shape), part.dtype) if isinstance(part, TensorSpec) else np.empty((steps, slots), object)
+            for key, part in observation.items()
+        }
         self.action = np.empty((steps, slots, action.dim), action.dtype)
         self.log_prob = np.empty((steps, slots, action.dim), np.float32)
         self.reward = np.empty((steps, slots), np.float32)
         self.terminated = np.empty((steps, slots), bool)
         self.truncated = np.empty((steps, slots), bool)
+        self.success = np.empty((steps, slots), bool)
         self.final: dict[str, list[np.ndarray]] = {key: [] for key in self.observation}
         self.episodes: list[EpisodeSummary] = []
 
@@ -111,6 +132,7 @@ class _Filling:
         self.reward[step, rows] = batch.reward
         self.terminated[step, rows] = batch.terminated
         self.truncated[step, rows] = batch.truncated
+        self.success[step, rows] = batch.success
         if not batch.episodes:
             return
         self.episodes.extend(batch.episodes)
@@ -132,6 +154,7 @@ class _Filling:
             final_observation={key: np.concatenate(parts) if parts else none[key] for key, parts in self.final.items()},
             policy_version=version,
             episodes=tuple(self.episodes),
+            success=self.success,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,17 +13,33 @@ from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.types import EpisodeSummary
 
 
-def evaluate(manager: EnvManager, generator: Generator, num_episodes: int, *, first_seed: int = 0) -> list[EpisodeSummary]:
+def evaluate(
+    manager: EnvManager,
+    generator: Generator,
+    num_episodes: int,
+    *,
+    first_seed: int = 0,
+    reconfigure: bool = False,
+    on_episode: Callable[[EpisodeSummary], object] | None = None,
+) -> list[EpisodeSummary]:
     """Play the held-out seeds 2**30 + first_seed + 0 … num_episodes − 1, each exactly once, with the policy's mode.
 
     Every seed counts, so that short episodes are not over-represented (as they are where the first n episodes to finish
     are taken). Slots that have played their share stand still. The manager's episodes are lost: reset it afterwards.
 
+    Args:
+        manager: whose simulators are played in.
+        generator: what acts.
+        num_episodes: see above.
+        first_seed: see above.
+        reconfigure: begin as in fresh simulators, whatever was played before (see `EnvManager.reset`).
+        on_episode: called with every episode as it ends.
+
     Returns:
         One summary per seed, ascending by seed; an episode that its simulator could not finish (see the manager's fault records)
         is missing, with a warning.
     """
-    batch = manager.reset(EpisodeSeeds.held_out(first_seed), reconfigure=False)
+    batch = manager.reset(EpisodeSeeds.held_out(first_seed), reconfigure=reconfigure)
     first = HELD_OUT_START + first_seed
     # Slot s plays the seeds first + s, first + s + N, …: its share of num_episodes.
     left = np.array([len(range(slot, num_episodes, manager.num_slots)) for slot in range(manager.num_slots)])
@@ -37,7 +54,11 @@ def evaluate(manager: EnvManager, generator: Generator, num_episodes: int, *, fi
         outcome = manager.recv(active)
         for key, part in outcome.observation.items():
             observation[key][active] = part
-        finished += [episode for episode in outcome.episodes if left[episode.slot]]
+        new = [episode for episode in outcome.episodes if left[episode.slot]]
+        finished += new
+        if on_episode is not None:
+            for episode in new:
+                on_episode(episode)
         over = [episode.slot for episode in outcome.episodes]
         if outcome.aborted is not None:
             over += outcome.slots[outcome.aborted].tolist()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,16 +19,18 @@ from embodied_rl.rollout.start_sources import SourceEpisode
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import ActionSpec, Episode, EpisodeGroup, EpisodeSummary, Observation, StepBatch
 
+if TYPE_CHECKING:
+    from embodied_rl.rollout.training_recording import TrainingRecorder
+
 _NOISE_STREAM = 2
 _NOISE_BLOCK = 64
 _TICK_EVERY_S = 1.0
 
 
 class EpisodeNoise:
-    """The randomness of one episode's actions, a function of (run seed, group, member, attempt): the order of arrival changes nothing."""
+    """The randomness of one episode's actions, a function of `key` alone: the order of arrival changes nothing."""
 
-    def __init__(self, action: ActionSpec, seed: int, assignment: Assignment) -> None:
-        key = [seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM]
+    def __init__(self, action: ActionSpec, key: Sequence[int]) -> None:
         self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
         self._action = action
         self._block = self._draw()
@@ -60,11 +63,13 @@ class EpisodeRecorder:
     log_prob: list[np.ndarray] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
+    success: list[bool] = field(default_factory=list)
     success_at: int | None = None
     """Messages up to the first success; None: there was none."""
 
     def stepped(self, reward: float, success: bool) -> None:
         self.reward.append(reward)
+        self.success.append(success)
         if success and self.success_at is None:
             self.success_at = len(self.reward)
 
@@ -120,6 +125,8 @@ class GroupCollector:
         self.manager, self.generator, self.queue = manager, generator, queue
         self.seed, self.min_ready = seed, min_ready
         self.times = CollectorTimes()
+        self.recorder: TrainingRecorder | None = None
+        """Writes a share of the episodes down."""
         self._starts, self._shelf = starts, None if starts is None else StartShelf(manager, starts)
         self._playing: dict[int, EpisodeRecorder] = {}
         self._idle = list(range(manager.num_slots))
@@ -167,7 +174,8 @@ class GroupCollector:
         restored: dict[int, Start] = {}
         while self._idle and (assignment := self.queue.next_assignment()) is not None:
             slot = self._idle.pop(0)
-            noise = EpisodeNoise(self.manager.spec.action, self.seed, assignment)
+            key = (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM)
+            noise = EpisodeNoise(self.manager.spec.action, key)
             start = None if self._starts is None else self._starts.start_of(assignment.group)
             self._playing[slot] = EpisodeRecorder(assignment, noise, start)
             if start is None:
@@ -199,6 +207,8 @@ class GroupCollector:
             if slot in summaries:
                 self._stop(slot)
                 episode = self._episode(recorder, batch, row, summaries[slot])
+                if self.recorder is not None:
+                    self._record(self.recorder, recorder, episode)
                 if self.queue.finished(recorder.assignment, episode) and self._starts is not None:
                     self._starts.finished(self._outcome(self._starts, recorder, episode, summaries[slot]))
             elif self.queue.should_stop(recorder.assignment):
@@ -217,6 +227,10 @@ class GroupCollector:
             start = recorder.start
             metadata["start"] = {"source": None if start is None else start.source, "step": 0 if start is None else start.step}
         return recorder.finish(batch, row, summary.success_once, metadata)
+
+    def _record(self, to: TrainingRecorder, recorder: EpisodeRecorder, episode: Episode) -> None:
+        given, whose = self.manager.spec.action.denormalise(episode.action), recorder.assignment
+        to.finished(episode, given, recorder.success, group=whose.group, member=whose.member)
 
     def _outcome(self, starts: StartLibrary, recorder: EpisodeRecorder, episode: Episode, summary: EpisodeSummary) -> Outcome:
         """What the library learns from an episode; `summary` is of the whole, what came before the start included."""

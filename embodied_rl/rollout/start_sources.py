@@ -14,14 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from embodied_rl.sim.instrumented import EXPERT, Expert, plain_snapshot
 from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.types import ActionSpec, StepBatch
-
-Expert = Callable[[Mapping[str, Any]], Any]
-"""From the observation of one environment, {key: value}, to its action in the simulator's units, or a text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +82,7 @@ def record_expert(
 
     Args:
         manager: made with ``autoreset=False``; what its slots were doing is lost.
-        make_expert: called once an episode, so that an expert may remember.
+        make_expert: called once an episode, so that an expert may remember; `shown_expert` where the simulator's own process has one.
         every: messages between recorded states, where the simulator has such.
 
     Returns:
@@ -110,9 +108,14 @@ def record_expert(
             due = [slot for slot in slots if keeps_states and recorders[slot].is_due(every)]
             for slot, snapshot in zip(due, manager.snapshot(due) if due else (), strict=True):
                 assert snapshot.base is not None, "a state was asked for"
-                recorders[slot].states[len(recorders[slot].actions)] = snapshot.base
+                recorders[slot].states[len(recorders[slot].actions)] = plain_snapshot(snapshot).base or {}
         found += [source for recorder in recorders if (source := recorder.source) is not None]
     return found, num_messages
+
+
+def shown_expert() -> Expert:
+    """Does what an `instrumented` simulator's expert says; made once an episode, as any other."""
+    return lambda observation: observation[EXPERT]
 
 
 class _Recorder:

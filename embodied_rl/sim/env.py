@@ -67,6 +67,37 @@ class SnapshotEnv(SimEnv, Protocol):
         ...
 
 
+@runtime_checkable
+class PhysicsEnv(SimEnv, Protocol):
+    """A simulator that shows its physical state by name and can be set to one: what recordings keep beside the observation.
+
+    Unlike a snapshot it is no more than the bodies and joints (and what drives them), in a form that other programs read; what else
+    the episode depends on follows from its seed. Names and shapes are the same in all episodes of a simulator.
+    """
+
+    def physics(self, env_id: int) -> dict[str, np.ndarray]:
+        """{name: [...]} copies: ``actors/cube`` [13] and ``articulations/panda`` [13 + 2 · joints] in ManiSkill, ``qpos`` [nq], ``qvel``
+        [nv], … in MuJoCo. Raises UserError for a task that keeps it where we do not look."""
+        ...
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        """Set what `physics` gave, in a running episode of the same seed."""
+        ...
+
+
+@runtime_checkable
+class CameraEnv(SimEnv, Protocol):
+    """A simulator that can be drawn from several cameras; `SimEnv.render` is the one that it chooses itself, "default"."""
+
+    def film_cameras(self, env_id: int) -> list[str]:
+        """Names of the cameras that `film_from` takes; they may depend on the running episode's task."""
+        ...
+
+    def film_from(self, env_id: int, camera: str) -> np.ndarray:
+        """Return an image [H, W, 3] uint8. Raises UserError for a camera that there is not."""
+        ...
+
+
 @dataclass(frozen=True)
 class SimFactory:
     """How a worker process builds its simulator: picklable, and nothing is imported before `make`."""

@@ -1,4 +1,4 @@
-"""A simulator that can be filmed: it keeps the last picture of an episode, which the automatic reset would lose."""
+"""A simulator that is made to be filmed: from one or several cameras, with errors that say what a machine lacks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,47 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.env import CameraEnv, SimEnv, SimFactory
 from embodied_rl.types import StepBuffers
 
+DEFAULT_CAMERA = "default"
+"""The camera of `SimEnv.render`."""
 
-def filmed(config: SimConfig, size: int) -> SimConfig:
+
+def filmed(config: SimConfig, size: int, cameras: Sequence[str] = ()) -> SimConfig:
     """The same simulator, made for pictures of about `size` pixels a side where it can choose.
 
     A fault ends the filming: a driver that kills the process does so every time, and trying again only takes longer to say so.
+
+    Args:
+        config: what to film.
+        size: pixels.
+        cameras: names of the simulator's cameras, or "default"; none: the default one. `render` then gives their pictures one below
+            the other, [cameras · H, W, 3].
     """
-    kwargs = {"target": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs, "extra": config.extra, "size": size}
+    kwargs = {
+        "target": config.target,
+        "inner_task": config.task,
+        "inner_kwargs": config.kwargs,
+        "extra": config.extra,
+        "size": size,
+        "cameras": list(cameras) or [DEFAULT_CAMERA],
+    }
     return dataclasses.replace(config, target="embodied_rl.sim.film:FilmedSim", task=None, kwargs=kwargs, on_fault="stop")
 
 
 class FilmedSim:
-    """Passes everything on to the simulator named by `target`; implements `SimEnv`.
-
-    The first `render` of an environment after it was reset at the end of an episode shows that episode's last moment;
-    the next one shows the present again.
-    """
+    """Passes everything on to the simulator named by `target`; implements `SimEnv`."""
 
     def __init__(
-        self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None, size: int
+        self,
+        num_envs: int,
+        target: str,
+        inner_task: str | None,
+        inner_kwargs: Mapping[str, Any],
+        extra: str | None,
+        size: int,
+        cameras: Sequence[str] = (DEFAULT_CAMERA,),
     ) -> None:
         parameters = inspect.signature(load_target(target, extra=extra)).parameters
         wanted = {"render": True, "render_size": size}
@@ -41,34 +60,23 @@ class FilmedSim:
         drawing = {name: value for name, value in wanted.items() if name in parameters}
         self._sim: SimEnv = SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs)
         self.spec = self._sim.spec
-        self._stepped: set[int] = set()
-        self._last: dict[int, np.ndarray] = {}
+        self._cameras = tuple(cameras)
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for env_id in env_ids:
-            if env_id in self._stepped:
-                self._stepped.discard(env_id)
-                self._last[env_id] = self._draw(env_id)
         self._sim.reset(env_ids, seeds, out, options)
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         self._sim.step(env_ids, actions, out)
-        self._stepped.update(env_ids)
-        for env_id in env_ids:
-            self._last.pop(env_id, None)
 
     def render(self, env_id: int) -> np.ndarray:
-        """Picture [H, W, 3] uint8. Raises UserError where the task or this machine cannot draw."""
-        kept = self._last.pop(env_id, None)
-        return self._draw(env_id) if kept is None else kept
+        """Pictures [cameras · H, W, 3] uint8, one below the other; of several sizes, the smaller ones in the middle of black.
 
-    def close(self) -> None:
-        self._sim.close()
-
-    def _draw(self, env_id: int) -> np.ndarray:
+        Raises:
+            UserError: the task or this machine cannot draw, or there is no such camera.
+        """
         try:
             # Some simulators hand out the buffer that they draw the next picture into.
-            return np.array(self._sim.render(env_id), np.uint8)
+            views = [np.array(self._view(env_id, camera), np.uint8) for camera in self._cameras]
         except UserError:
             raise
         except Exception as error:  # drivers fail in their own ways: OpenGL, Vulkan, GLFW and pygame share no base class
@@ -77,3 +85,25 @@ class FilmedSim:
                 f"Task '{self.spec.task}' cannot be drawn on this machine ({reason}). "
                 "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
             ) from error
+        return _stacked(views)
+
+    def close(self) -> None:
+        self._sim.close()
+
+    def _view(self, env_id: int, camera: str) -> np.ndarray:
+        if camera == DEFAULT_CAMERA:
+            return self._sim.render(env_id)
+        if not isinstance(self._sim, CameraEnv) or not self._sim.film_cameras(env_id):
+            raise UserError(f"Task '{self.spec.task}' has no camera '{camera}': it is drawn one way only, which is cameras=default.")
+        return self._sim.film_from(env_id, camera)
+
+
+def _stacked(views: Sequence[np.ndarray]) -> np.ndarray:
+    if len({view.shape for view in views}) == 1:
+        return np.concatenate(views)
+    height, width = (max(view.shape[axis] for view in views) for axis in (0, 1))
+    canvas = np.zeros((len(views) * height, width, 3), np.uint8)
+    for index, view in enumerate(views):
+        y, x = index * height + (height - view.shape[0]) // 2, (width - view.shape[1]) // 2
+        canvas[y : y + view.shape[0], x : x + view.shape[1]] = view
+    return canvas

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.compose import load_train_config
-from embodied_rl.config import InitializedConfig
+from embodied_rl.config import InitializedConfig, SimConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.methods import check_method, make_starts
@@ -23,10 +23,12 @@ from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.initialized import Start, StartLibrary
 from embodied_rl.rollout.restoring import StartShelf
 from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
-from embodied_rl.rollout.start_sources import SourceEpisode, record_expert
+from embodied_rl.rollout.start_sources import SourceEpisode, record_expert, shown_expert
 from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.key_door import KeyDoorExpert
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import ActionSpec, SimSpec
 
 REPLAYED, SAVED, TALKING = "tests.sim.toy:CountingSim", "tests.sim.toy:SavedCountingSim", "tests.sim.toy:TalkingSim"
@@ -77,6 +79,22 @@ def test_an_experts_episodes_end_at_their_first_success(target: str) -> None:
         assert episode.episode_return == pytest.approx(5.6, rel=1e-6)
         np.testing.assert_array_equal(np.stack(episode.actions), np.full((5, 1), 0.7, np.float32))
         assert set(episode.states) == ({2, 4} if target == SAVED else set())
+
+
+def test_an_expert_that_reads_the_simulators_state_acts_in_its_process() -> None:
+    """What it leaves behind is a plain simulator's: its states can be taken up there."""
+    config = SimConfig(name="reach", target="embodied_rl.sim.robots.pixel_reach:PixelReach", task="PixelReach", kwargs={"pixels": False})
+    shown = instrumented(config, expert="embodied_rl.sim.robots.experts:PixelReachExpert", reconfigure=False)
+    with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=2, autoreset=False) as manager:
+        recorded, _ = record_expert(manager, shown_expert, [11, 12], every=2)
+    assert [episode.success for episode in recorded] == [True, True]
+    starts = StartLibrary(InitializedConfig(chunk_steps=2), seed=0)
+    starts.add(recorded)
+    with EnvManager.from_config(config, EpisodeSeeds.given(0), num_slots=2, autoreset=False) as manager:
+        seen = StartShelf(manager, starts).restore({0: Start(0, 2), 1: Start(1, 2)})
+        for slot, episode in enumerate(recorded):
+            assert list(seen[slot]) == ["state"]
+            np.testing.assert_array_equal(seen[slot]["state"], episode.states[2]["observation"]["state"])
 
 
 # ---- slots ----------------------------------------------------------------------------------------------------------

@@ -160,6 +160,15 @@ class AlohaSim:
     def render(self, env_id: int) -> np.ndarray:
         return self._picture(env_id, (self._render_size, self._render_size))
 
+    def film_cameras(self, env_id: int) -> list[str]:
+        """See `CameraEnv`."""
+        return self._drawing.cameras()
+
+    def film_from(self, env_id: int, camera: str) -> np.ndarray:
+        """See `CameraEnv`."""
+        self._drawing.check_camera(camera)
+        return self._drawing.frame(self.physics[env_id].data.ptr, camera, self._render_size, self._render_size)
+
     def close(self) -> None:
         self._drawing.close()
         for physics in self.physics:

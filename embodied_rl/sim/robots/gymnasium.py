@@ -14,6 +14,8 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.private_random import PrivateRandom, fingerprint
+from embodied_rl.sim.robots.mujoco_cameras import draw_from, model_cameras
+from embodied_rl.sim.robots.physics import Physics, physics_of
 from embodied_rl.sim.robots.saved_state import EnvState
 from embodied_rl.sim.robots.spaces import SUCCESS_KEYS, action_converter, action_spec, control_hz, observation_parts, row_writer
 from embodied_rl.sim.robots.vector import VectorEnvSim
@@ -106,6 +108,7 @@ class GymnasiumSim:
         self._states = [EnvState(env, shared) for env in self.envs] if exact_snapshots else None  # before the first reset
         first = self.envs[0]
         self._random = [PrivateRandom() for _ in self.envs]
+        self._physics: dict[int, Physics] = {}  # looked up when it is asked for
         success_key, self._draws_while_stepping = self._probe(first)
         self._success_key = success_key
         parts = observation_parts(first.observation_space)
@@ -172,6 +175,14 @@ class GymnasiumSim:
         frame = self.envs[env_id].render()
         return np.asarray(frame, np.uint8)
 
+    def film_cameras(self, env_id: int) -> list[str]:
+        """See `CameraEnv`: those of a MuJoCo model; none for others."""
+        return model_cameras(self.envs[env_id])
+
+    def film_from(self, env_id: int, camera: str) -> np.ndarray:
+        """See `CameraEnv`."""
+        return np.asarray(draw_from(self.envs[env_id], camera), np.uint8)
+
     def snapshot(self, env_id: int) -> bytes:
         """See `SnapshotEnv`. Raises SnapshotError where the spec does not say "exact"."""
         env = self._state(env_id).capture()
@@ -185,6 +196,17 @@ class GymnasiumSim:
         require_task(tree, self.spec.task)
         state.restore(tree["env"])
         self._random[env_id].state = tree["random"]
+
+    def physics(self, env_id: int) -> dict[str, np.ndarray]:
+        """See `PhysicsEnv` and `embodied_rl.sim.robots.physics`."""
+        if (found := self._physics.get(env_id)) is None:
+            found = self._physics[env_id] = physics_of(self.envs[env_id])
+        return found.get()
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `PhysicsEnv`."""
+        self.physics(env_id)
+        self._physics[env_id].set(state)
 
     def _state(self, env_id: int) -> EnvState:
         if self._states is None:

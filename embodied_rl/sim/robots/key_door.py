@@ -113,6 +113,14 @@ class KeyDoor:
         require_task(tree, self.spec.task)
         self._state[env_id] = tree["state"]
 
+    def physics(self, env_id: int) -> dict[str, np.ndarray]:
+        """See `PhysicsEnv`: x and y in metres, and 1 with the key."""
+        return {"robot": self._state[env_id, : _HAS_KEY + 1].copy()}
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `PhysicsEnv`."""
+        self._state[env_id, : _HAS_KEY + 1] = state["robot"]
+
     def close(self) -> None:
         pass
 

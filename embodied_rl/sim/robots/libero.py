@@ -145,6 +145,8 @@ class LiberoSim(RobosuiteSim):
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         super().step(env_ids, actions, out)
         out.terminated[list(env_ids)] = False  # LIBERO's "done" is success: reported, and no end by itself
+        for i in env_ids:
+            out.info[i] = {**(out.info[i] or {}), "task": self._present[i]}
 
     def _begin(self, i: int, seed: int) -> Mapping[str, np.ndarray]:
         from robosuite.utils.errors import RandomizationError

@@ -16,6 +16,7 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
+from embodied_rl.sim.robots.mujoco_cameras import camera_in_use
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 
@@ -135,6 +136,10 @@ class MultiTaskSim:
         """The task of an episode."""
         return self.tasks[int(seed) % len(self.tasks)]
 
+    def task_at(self, env_id: int) -> str:
+        """The task of a slot's running episode."""
+        return self._current(env_id)[0]
+
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         for i, seed in zip(env_ids, seeds, strict=True):
             task = self.task_of(seed)
@@ -166,6 +171,14 @@ class MultiTaskSim:
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8 of the slot's present task."""
         return self._current(env_id)[1].render(0)
+
+    def film_cameras(self, env_id: int) -> list[str]:
+        """See `CameraEnv`."""
+        return self._current(env_id)[1].film_cameras(0)
+
+    def film_from(self, env_id: int, camera: str) -> np.ndarray:
+        """See `CameraEnv`."""
+        return self._current(env_id)[1].film_from(0, camera)
 
     def close(self) -> None:
         for sims in (*self._stock.values(), [running[1] for running in self._running if running is not None]):
@@ -210,7 +223,6 @@ class SeededTask(gymnasium.Wrapper):
         if camera not in cameras:
             raise UserError(f"Meta-World camera '{camera}' is not known.{did_you_mean(camera, cameras)}")
         cheapen_rendering(env)
-        self._turn = camera in UPSIDE_DOWN_CAMERAS
         self.task: Any = env
         self.max_path_length = int(env.max_path_length)
         # What its benchmark classes set through set_task, except that positions are drawn at every reset, from the
@@ -229,7 +241,7 @@ class SeededTask(gymnasium.Wrapper):
 
     def render(self) -> Any:
         frame: Any = self.env.render()
-        return np.ascontiguousarray(frame[::-1, ::-1]) if self._turn else frame
+        return np.ascontiguousarray(frame[::-1, ::-1]) if camera_in_use(self) in UPSIDE_DOWN_CAMERAS else frame
 
 
 def _classes() -> Mapping[str, type]:

@@ -18,6 +18,7 @@ from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -176,6 +177,23 @@ class MjcfSim:
 
     def render(self, env_id: int) -> np.ndarray:
         return self._drawing.frame(self.data[env_id], self._render_camera, self._render_size, self._render_size)
+
+    def film_cameras(self, env_id: int) -> list[str]:
+        """See `CameraEnv`."""
+        return self._drawing.cameras()
+
+    def film_from(self, env_id: int, camera: str) -> np.ndarray:
+        """See `CameraEnv`."""
+        self._drawing.check_camera(camera)
+        return self._drawing.frame(self.data[env_id], camera, self._render_size, self._render_size)
+
+    def physics(self, env_id: int) -> dict[str, np.ndarray]:
+        """See `PhysicsEnv`."""
+        return MujocoPhysics(self.model, self.data[env_id]).get()
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `PhysicsEnv`."""
+        MujocoPhysics(self.model, self.data[env_id]).set(state)
 
     def close(self) -> None:
         self._drawing.close()

@@ -15,6 +15,7 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.robots.mujoco_state import DataState
+from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -105,8 +106,13 @@ class PixelReach:
 
     def distance(self, env_id: int) -> float:
         """Metres between tip and disc in the plane."""
+        tip, disc = self.positions(env_id)
+        return float(np.hypot(*(tip - disc)))
+
+    def positions(self, env_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tip and disc, [2] metres each."""
         data = self.data[env_id]
-        return float(np.hypot(*(data.site_xpos[self._tip, :2] - data.mocap_pos[0, :2])))
+        return data.site_xpos[self._tip, :2], data.mocap_pos[0, :2]
 
     def render(self, env_id: int) -> np.ndarray:
         frame = np.empty((self._render_size, self._render_size, 3), np.uint8)
@@ -123,6 +129,14 @@ class PixelReach:
         require_task(tree, self.spec.task)
         self._states[env_id].restore(tree["data"])
         self._elapsed[env_id] = tree["elapsed"]
+
+    def physics(self, env_id: int) -> dict[str, np.ndarray]:
+        """See `PhysicsEnv`."""
+        return MujocoPhysics(self.model, self.data[env_id]).get()
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `PhysicsEnv`."""
+        MujocoPhysics(self.model, self.data[env_id]).set(state)
 
     def close(self) -> None:
         _close_all(self._renderers)

@@ -233,6 +233,15 @@ class RobosuiteSim:
     def render(self, env_id: int) -> np.ndarray:
         return self._picture(env_id, self._render_camera, self._render_size, self._render_size)
 
+    def film_cameras(self, env_id: int) -> list[str]:
+        """See `CameraEnv`."""
+        return self._drawing(env_id).cameras()
+
+    def film_from(self, env_id: int, camera: str) -> np.ndarray:
+        """See `CameraEnv`."""
+        self._drawing(env_id).check_camera(camera)
+        return self._picture(env_id, camera, self._render_size, self._render_size)
+
     def close(self) -> None:
         for drawing in self._drawings:
             if drawing is not None:

@@ -48,11 +48,11 @@ class EnvState:
     """
 
     def __init__(self, env: gymnasium.Env, shared: dict[str, bytes] | None = None) -> None:
-        self._layers = _layers(env)
+        self._layers = layers_of(env)
         self._names = [f"{type(layer).__module__}:{type(layer).__qualname__}" for layer in self._layers]
         held = [value for layer in self._layers for value in vars(layer).values()]
-        self._data = [DataState(value) for value in _unique(held, "MjData")]
-        self._models = [ModelChanges(value, shared) for value in _unique(held, "MjModel")]
+        self._data = [DataState(value) for value in unique_held(held, "MjData")]
+        self._models = [ModelChanges(value, shared) for value in unique_held(held, "MjModel")]
         self._regions: Regions = {}
         parts: list[DataState | ModelChanges] = [*self._data, *self._models]
         for number, part in enumerate(parts):
@@ -301,7 +301,7 @@ class Unpacker:
         return np.ndarray(shape, dtype, memory, offset, strides)
 
 
-def _layers(env: gymnasium.Env) -> list[Any]:
+def layers_of(env: gymnasium.Env) -> list[Any]:
     """The environment, its wrappers from the outside in, and environments that one of them is built around (kitchen, mazes)."""
     found: list[Any] = []
     waiting: list[Any] = [env]
@@ -313,7 +313,7 @@ def _layers(env: gymnasium.Env) -> list[Any]:
     return found
 
 
-def _unique(values: list[Any], kind: str) -> list[Any]:
+def unique_held(values: list[Any], kind: str) -> list[Any]:
     """MuJoCo's structures of one kind among `values`, each once."""
     found = {id(value): value for value in values if type(value).__name__ == kind and type(value).__module__.startswith("mujoco")}
     return list(found.values())

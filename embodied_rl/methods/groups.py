@@ -1,133 +1,38 @@
-"""The two shapes of experience behind one loop: fixed rollouts of all slots, and groups of whole episodes."""
+"""Any advantage and loss of the tables, on groups of whole episodes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch
 from embodied_rl.algorithms.filters import build_filters
-from embodied_rl.algorithms.ppo import PPO
 from embodied_rl.config import GroupsConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.episode_learner import EpisodeLearner
-from embodied_rl.hybrid.learner import Learner
+from embodied_rl.methods.base import Experience
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import TensorObservation
 from embodied_rl.registry import load_target
-from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
+from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.initialized import StartLibrary
 from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
-from embodied_rl.rollout.start_sources import record_expert
+from embodied_rl.rollout.start_sources import record_expert, shown_expert
+from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import EpisodeGroup, Rollout, SimSpec
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.types import EpisodeGroup, SimSpec
 
 _EXPERT_TRIES = 3
 """Episodes that an expert may play for each one that is wanted."""
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What was collected for one update."""
-
-    num_steps: int
-    finished: list[tuple[bool, float, int]]
-    """(success, return, length) of the episodes that ended."""
-    observation: TensorObservation
-    """{key: [M, ...]} everything the policy saw, for its statistics."""
-    data: Any
-
-
-class Method(Protocol):
-    """How experience is collected and learned from; one iteration is `collect`, `prepare`, `update`."""
-
-    learner: Any
-
-    @property
-    def times(self) -> CollectorTimes:
-        """Of the last `collect`."""
-        ...
-
-    def collect(self, iteration: int) -> Experience:
-        """Play with the weights that were published as version `iteration`. Raises SimFault (see EnvManager)."""
-        ...
-
-    def prepare(self, experience: Experience) -> Any:
-        """Rewards → advantages; no parameter changes."""
-        ...
-
-    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-        """Train; metrics. Raises NonFiniteLossError."""
-        ...
-
-    def published(self, version: int) -> None: ...
-
-    def restart(self, iteration: int) -> None:
-        """Begin new episodes, with seeds that depend on the run's seed and what was consumed alone: where a run can be resumed."""
-        ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What resuming needs beside the learner's tensors, JSON-able."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class RolloutMethod:
-    """PPO on `rollout_steps` of every slot. Implements `Method`."""
-
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator) -> None:
-        compose(config.algorithm)
-        self.config = config
-        self.learner = Learner(policy, config.algorithm, device=config.hybrid.device, num_threads=config.hybrid.num_threads)
-        self._algorithm = PPO(config.algorithm)
-        self.collector = RolloutCollector(
-            manager, generator, rollout_steps=config.algorithm.rollout_steps, num_groups=config.sim.pipeline_groups, seed=config.seed
-        )
-
-    @property
-    def times(self) -> CollectorTimes:
-        return self.collector.times
-
-    def collect(self, iteration: int) -> Experience:
-        rollout = self.collector.next_rollout(iteration)
-        finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
-        seen = {key: torch.from_numpy(part).flatten(0, 1) for key, part in rollout.observation.items() if part.dtype != object}
-        return Experience(rollout.num_steps, finished, seen, rollout)
-
-    def prepare(self, experience: Experience) -> Batch:
-        rollout: Rollout = experience.data
-        return self._algorithm.prepare(rollout, self.learner.values(rollout))
-
-    def update(self, prepared: Batch, *, iteration: int, steps: int) -> dict[str, float]:
-        return self.learner.update(prepared, iteration=iteration, num_iterations=self.config.num_iterations, seed=self.config.seed)
-
-    def published(self, version: int) -> None:
-        pass
-
-    def restart(self, iteration: int) -> None:
-        self._algorithm.restart_episodes()
-        self.collector.restart(seed_round=iteration)
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._algorithm.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._algorithm.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -162,6 +67,10 @@ class GroupMethod:
             greedy_member="greedy_baseline" in composition.advantage.needs,
             starts=self.starts,
         )
+
+    @property
+    def finished(self) -> bool:
+        return False
 
     @property
     def times(self) -> CollectorTimes:
@@ -210,10 +119,19 @@ class GroupMethod:
         self.collector.restart(self.queue)
         self._record_expert()
 
+    def finish(self) -> None:
+        pass
+
     def metrics(self) -> dict[str, float]:
         wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
         counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
         return counts | ({} if self.starts is None else self.starts.metrics())
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return self.learner.state_tensors()
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        self.learner.load_state_tensors(state)
 
     def state_dict(self) -> dict[str, Any]:
         state = {"episodes": self.algorithm.state_dict(), "queue": self.queue.state_dict()}
@@ -237,10 +155,21 @@ class GroupMethod:
         if self.starts is None or "expert" not in options.sources or self.starts.num_expert_messages > 0:
             return
         assert options.expert is not None, "the configuration was checked"
+        if not needs_simulator(options.expert):
+            self._record_with(self.collector.manager, load_target(options.expert))
+            return
+        # It reads the simulator's state, in processes of its own: the run's simulators stay as they are.
+        shown = instrumented(self.config.sim, expert=options.expert, reconfigure=False)
+        with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False) as manager:
+            self._record_with(manager, shown_expert)
+
+    def _record_with(self, manager: EnvManager, make_expert: Callable[[], Expert]) -> None:
+        options = self.config.algorithm.initialized
+        assert self.starts is not None, "somebody starts inside an expert's episodes"
         wanted, first = options.expert_episodes, 0
         while wanted and first < _EXPERT_TRIES * options.expert_episodes:
             seeds = [group_seed(self.config.seed, "expert", number) for number in range(first, first + wanted)]
-            recorded, played = record_expert(self.collector.manager, load_target(options.expert), seeds, every=options.chunk_steps)
+            recorded, played = record_expert(manager, make_expert, seeds, every=options.chunk_steps)
             good = [source for source in recorded if self.starts.is_success(source.success, source.episode_return)]
             self.starts.add(good, num_messages=played)
             wanted, first = wanted - len(good), first + len(seeds)
@@ -277,19 +206,3 @@ def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
     if options.success_return is None and not spec.reports_success:
         raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
     return StartLibrary(options, seed=config.seed)
-
-
-def check_method(config: TrainConfig) -> None:
-    """Raises UserError for mathematics that make no sense together, before any simulator is started."""
-    compose(config.algorithm)
-    if config.algorithm.groups is not None:
-        queue_config(config.algorithm.groups)
-        build_filters(config.algorithm.groups.filters)
-    elif config.algorithm.initialized.share > 0:
-        raise UserError("algorithm.initialized is about groups of whole episodes: choose a method with groups (algorithm=grpo, say).")
-
-
-def make_method(config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator) -> Method:
-    """What the configuration asks for. Raises UserError for a combination that makes no sense."""
-    make = RolloutMethod if config.algorithm.groups is None else GroupMethod
-    return make(config, manager, policy, generator)

@@ -1,0 +1,333 @@
+"""Fitted-Q evaluation: the value of a target policy by regression on recorded steps, without importance weights.
+
+Shape legend: N episodes, M steps of all of them, S = M + N states (those after the last steps included), D features of a state,
+A dimensions of an action, C choices of a discrete one, K draws of the target policy at each state, E members of the ensemble, R rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_CHUNK_ROWS = 16_384
+"""Rows of one forward pass over everything; limits memory alone."""
+_WARM_SHARE = 0.1
+"""Of the steps, those at the beginning that regress on the recorded returns (see `fit_q`)."""
+_DRIFT_SHARE = 0.2
+_RESAMPLING = 0x0F17
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedSteps:
+    """What is regressed on: M steps between S states, and what the target policy would do in each state.
+
+    Exactly one of `draws` and `probability` is given: the actions are vectors, or choices.
+    """
+
+    features: Tensor
+    """[S, D] float32"""
+    state: Tensor
+    """[M] int64 row of the state before each step."""
+    next_state: Tensor
+    """[M] int64 row of the state after it."""
+    action: Tensor
+    """[M, A] float32 as the simulator took them, each dimension scaled to [-1, 1]; int64 [M, 1] for choices."""
+    reward: Tensor
+    """[M] float32"""
+    continues: Tensor
+    """[M] bool: the value of the state after counts. False after a terminated step, and after a truncated one where the value of
+    episodes of limited length is asked for."""
+    episode: Tensor
+    """[M] int64 0 … N − 1, ascending; each episode's steps are in order."""
+    first_state: Tensor
+    """[N] int64 row of each episode's first state."""
+    draws: Tensor | None = None
+    """[S, K, A] float32 actions drawn from the target policy, scaled like `action`; its mode, K = 1, for a deterministic one."""
+    probability: Tensor | None = None
+    """[S, C] float32 of each choice under the target policy."""
+
+    def __post_init__(self) -> None:
+        if (self.draws is None) == (self.probability is None):
+            raise ValueError("give either draws (vectors) or probability (choices)")
+
+    @property
+    def num_episodes(self) -> int:
+        return int(self.first_state.shape[0])
+
+
+@dataclass(frozen=True)
+class FittedQConfig:
+    """Size and length of the regression."""
+
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    """() is a linear Q: exact for one-hot features of choices."""
+    num_members: int = 8
+    """E; each is fitted to its own resample of the episodes."""
+    num_steps: int = 2000
+    batch_size: int = 128
+    """Rows of each member in one step."""
+    learning_rate: float = 3e-3
+    """Falls to a hundredth by a cosine."""
+    target_rate: float = 0.05
+    """Share of the weights that the target network takes over at each step."""
+    num_draws: int = 2
+    """Of the K draws, how many enter one target."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_members", "num_steps", "batch_size", "num_draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, eq=False)
+class FittedQ:
+    """The fitted values."""
+
+    values: np.ndarray
+    """[E] float64 each member's mean value of the first states in its own resample; their spread is the bootstrap's."""
+    q: np.ndarray
+    """[M] float64 Q of the recorded steps, and …"""
+    v: np.ndarray
+    """[S] float64 … V of the states, both by the members alone whose resample does not hold the episode: independent of it."""
+    counts: np.ndarray
+    """[E, N] how often each episode is in each member's resample."""
+    drift: float
+    """How much the mean of `values` moved in the last fifth of the steps."""
+    loss: float
+    """Mean squared error of the last fifth, in units of reward²."""
+
+
+class QEnsemble(nn.Module):
+    """E networks of equal size side by side, one batched product per layer."""
+
+    def __init__(self, num_members: int, sizes: tuple[int, ...], generator: torch.Generator) -> None:
+        super().__init__()
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        for index, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+            # He et al. (2015) before a nonlinearity. Biases are drawn too: with few inputs, kinks all at zero bend nothing elsewhere.
+            bound = math.sqrt((6.0 if index < len(sizes) - 2 else 1.0) / fan_in)
+            self.weights.append((torch.rand((num_members, fan_in, fan_out), generator=generator) * 2 - 1) * bound)
+            self.biases.append((torch.rand((num_members, 1, fan_out), generator=generator) * 2 - 1) / math.sqrt(fan_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[E, R, inputs] → [E, R, outputs]"""
+        last = len(self.weights) - 1
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x, weight)
+            if index < last:
+                # Smooth, and no unit can die: a member of dead ones would say the mean of everything.
+                x = nn.functional.silu(x)
+        return x
+
+
+def fit_q(
+    steps: RecordedSteps,
+    gamma: float,
+    config: FittedQConfig,
+    *,
+    reachable: tuple[float, float] | None = None,
+    on_step: Callable[[int], object] | None = None,
+) -> FittedQ:
+    """Fitted-Q evaluation (Le, Voloshin & Yue 2019, "Batch policy learning under constraints", algorithm 3).
+
+    Iterates Qₖ = argmin Σ (Q(s, a) − r − γ E_{a' ~ π} Qₖ₋₁(s', a'))², the previous Q being a slowly following copy. The value is the
+    mean over first states of E_{a ~ π} Q(s₀, a). Each member has its own resample of episodes (Hao et al. 2021, "Bootstrapping
+    fitted Q-evaluation for off-policy inference"), so that their spread is the estimate's error from the choice of episodes;
+    the error of the function class is in no interval. The first tenth of the steps regresses on the recorded returns, which is
+    where the iteration starts, not where it ends.
+
+    Args:
+        steps: recorded steps.
+        gamma: discount; below 1, unless no episode is continued by the fitted values.
+        config: size and length of the regression.
+        reachable: (lowest, highest) value that is possible; targets are limited to it.
+        on_step: called with the number of each step, for a progress bar.
+
+    Raises:
+        ValueError: gamma is 1 and values are bootstrapped at an episode's end, for which there may be no fixed point.
+        FloatingPointError: the regression diverged.
+    """
+    if gamma >= 1 and bool((steps.continues & _is_last(steps.episode)).any()):
+        raise ValueError("gamma must be below 1 where cut episodes are continued by the fitted values")
+    with _one_thread():
+        return _Regression(steps, gamma, config, reachable).run(on_step)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The products are small: threads would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Regression:
+    """One call of `fit_q`."""
+
+    def __init__(self, steps: RecordedSteps, gamma: float, config: FittedQConfig, reachable: tuple[float, float] | None) -> None:
+        self.steps, self.gamma, self.config, self.reachable = steps, gamma, config, reachable
+        self.generator = torch.Generator().manual_seed(config.seed)
+        mean, std = steps.features.mean(dim=0), steps.features.std(dim=0, correction=0)
+        # A feature that never changes says nothing; it must not be blown up either.
+        self.features = (steps.features - mean) / torch.where(std > 1e-6, std, torch.ones_like(std))
+        returns = _returns_to_go(steps, gamma)
+        self.centre, self.scale = float(returns.mean()), max(float(returns.std(correction=0)), 1e-6)
+        self.returns = returns
+        self.counts = _resamples(steps.num_episodes, config.num_members, config.seed)
+        rows = [_rows_of(counts, steps.episode) for counts in torch.from_numpy(self.counts)]
+        # All members' rows in one array, so that a batch is one look-up.
+        self.rows = torch.cat(rows)
+        self.row_counts = torch.tensor([len(part) for part in rows])[:, None]
+        self.row_starts = self.row_counts.cumsum(dim=0) - self.row_counts
+        num_actions = 0 if steps.probability is None else int(steps.probability.shape[1])
+        width = steps.features.shape[1] + (0 if num_actions else int(steps.action.shape[1]))
+        self.online = QEnsemble(config.num_members, (width, *config.hidden_sizes, num_actions or 1), self.generator)
+        self.target = QEnsemble(config.num_members, (width, *config.hidden_sizes, num_actions or 1), self.generator)
+        self.target.load_state_dict(self.online.state_dict())
+
+    def run(self, on_step: Callable[[int], object] | None) -> FittedQ:
+        config = self.config
+        parameters: list[Tensor] = list(self.online.parameters())
+        followers: list[Tensor] = list(self.target.parameters())
+        optimizer = torch.optim.Adam(parameters, config.learning_rate)
+        warm, late = int(_WARM_SHARE * config.num_steps), int((1 - _DRIFT_SHARE) * config.num_steps)
+        before, losses = 0.0, []
+        for step in range(config.num_steps):
+            optimizer.param_groups[0]["lr"] = config.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / config.num_steps)))
+            rows = self._batch()
+            target = self._scaled(self.returns[rows] if step < warm else self._target(rows))
+            loss = (self._recorded_q(self.online, rows) - target).square().mean(dim=1)
+            optimizer.zero_grad(set_to_none=True)
+            loss.sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                # Followed closely while the target is fixed, so that the iteration starts from the regression.
+                torch._foreach_lerp_(followers, parameters, 1.0 if step < warm else config.target_rate)
+            if step == late:
+                before = float(self._values(self.online).mean())
+            if step >= late:
+                losses.append(float(loss.detach().mean()))
+            if on_step is not None:
+                on_step(step)
+        return self._result(before, float(np.mean(losses)))
+
+    def _batch(self) -> Tensor:
+        """[E, R] rows of steps, drawn from each member's resample."""
+        share = torch.rand((self.config.num_members, self.config.batch_size), generator=self.generator)
+        # float32 may round the product up to the count itself.
+        chosen = torch.minimum((share * self.row_counts).long(), self.row_counts - 1)
+        return self.rows[self.row_starts + chosen]
+
+    @torch.no_grad()
+    def _target(self, rows: Tensor) -> Tensor:
+        """[E, R] r + γ E_π Q(s', ·) by the following copy, where the state after counts."""
+        steps = self.steps
+        if steps.draws is not None and self.config.num_draws < steps.draws.shape[1]:
+            draw = torch.randint(steps.draws.shape[1], (*rows.shape, self.config.num_draws), generator=self.generator)
+        else:
+            draw = None
+        following = self._unscaled(self._state_v(self.target, steps.next_state[rows], draw))
+        target = steps.reward[rows] + self.gamma * following * steps.continues[rows]
+        return target if self.reachable is None else target.clamp(*self.reachable)
+
+    def _recorded_q(self, network: QEnsemble, rows: Tensor) -> Tensor:
+        """[E, R] scaled Q of recorded steps."""
+        steps, features = self.steps, self.features[self.steps.state[rows]]
+        if steps.probability is not None:
+            return network(features).gather(-1, steps.action[rows]).squeeze(-1)
+        return network(torch.cat([features, steps.action[rows]], dim=-1)).squeeze(-1)
+
+    def _state_v(self, network: QEnsemble, states: Tensor, draw: Tensor | None = None) -> Tensor:
+        """[E, R] scaled V of states: over all draws, or over those of `draw` [E, R, k]."""
+        features, steps = self.features[states], self.steps
+        if steps.probability is not None:
+            return (network(features) * steps.probability[states]).sum(dim=-1)
+        assert steps.draws is not None
+        actions = steps.draws[states] if draw is None else steps.draws[states[..., None], draw]
+        members, num_rows, num_draws, _ = actions.shape
+        inputs = torch.cat([features[..., None, :].expand(-1, -1, num_draws, -1), actions], dim=-1)
+        return network(inputs.flatten(1, 2)).view(members, num_rows, num_draws).mean(dim=-1)
+
+    @torch.no_grad()
+    def _all(self, compute: Callable[[Tensor], Tensor], num_rows: int) -> Tensor:
+        """[E, num_rows] `compute` of all rows, some at a time, with no scale any more."""
+        members = self.config.num_members
+        size = max(1, _CHUNK_ROWS // members)
+        parts = [
+            compute(torch.arange(first, min(first + size, num_rows)).expand(members, -1)).double() for first in range(0, num_rows, size)
+        ]
+        return self._unscaled(torch.cat(parts, dim=1))
+
+    @torch.no_grad()
+    def _values(self, network: QEnsemble) -> np.ndarray:
+        first = self.steps.first_state
+        v = self._all(lambda index: self._state_v(network, first[index]), len(first)).numpy()
+        return (v * self.counts).sum(axis=1) / self.counts.sum(axis=1)
+
+    def _result(self, before: float, loss: float) -> FittedQ:
+        steps, values = self.steps, self._values(self.online)
+        if not np.isfinite(values).all():
+            raise FloatingPointError("the regression diverged")
+        q = self._all(lambda rows: self._recorded_q(self.online, rows), len(steps.reward)).numpy()
+        v = self._all(lambda states: self._state_v(self.online, states), len(steps.features)).numpy()
+        outside = (self.counts == 0).astype(np.float64)
+        outside[:, outside.sum(axis=0) == 0] = 1.0
+        outside /= outside.sum(axis=0)
+        by_step = outside[:, steps.episode.numpy()]
+        by_state = np.empty((len(outside), len(steps.features)))
+        by_state[:, steps.state.numpy()] = by_state[:, steps.next_state.numpy()] = by_step
+        drift = float(values.mean()) - before
+        return FittedQ(values, (q * by_step).sum(axis=0), (v * by_state).sum(axis=0), self.counts, drift, loss * self.scale**2)
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        return (value - self.centre) / self.scale
+
+    def _unscaled(self, value: Tensor) -> Tensor:
+        return value * self.scale + self.centre
+
+
+def _is_last(episode: Tensor) -> Tensor:
+    """[M] bool: the last step of its episode."""
+    return torch.cat([episode[1:] != episode[:-1], torch.ones(1, dtype=torch.bool)])
+
+
+def _returns_to_go(steps: RecordedSteps, gamma: float) -> Tensor:
+    """[M] Σ γᵏ r of what was recorded from each step on."""
+    rewards, last = steps.reward.double().numpy(), _is_last(steps.episode).numpy()
+    returns, following = np.empty_like(rewards), 0.0
+    for index in range(len(rewards) - 1, -1, -1):
+        following = rewards[index] + (0.0 if last[index] else gamma * following)
+        returns[index] = following
+    return torch.from_numpy(returns).float()
+
+
+def _resamples(num_episodes: int, num_members: int, seed: int) -> np.ndarray:
+    """[E, N] how often each episode is in each member's resample.
+
+    Each episode is left out by at least one member, so that somebody can judge it who has not seen it; only where there are too few
+    episodes or members for that, some are in all.
+    """
+    # A stream of its own: whoever made the data may have used the plain seed.
+    random = np.random.default_rng([seed, _RESAMPLING])
+    counts = random.multinomial(num_episodes, np.full(num_episodes, 1 / num_episodes), size=num_members).astype(np.float64)
+    for episode in np.flatnonzero((counts > 0).all(axis=0)):
+        nonempty_without = np.flatnonzero(counts.sum(axis=1) > counts[:, episode])
+        if nonempty_without.size and num_members > 1:
+            counts[random.choice(nonempty_without), episode] = 0.0
+    return counts
+
+
+def _rows_of(counts: Tensor, episode: Tensor) -> Tensor:
+    """Rows of the steps in a resample [N], repeated as often as their episode is in it."""
+    return torch.repeat_interleave(torch.arange(len(episode)), counts[episode].long())

@@ -1,0 +1,128 @@
+"""Learning with critics of actions Q(s, a) from stored steps: implicit Q-learning, advantage-weighted and soft actor-critic.
+
+Shapes: B rows, E critics of an ensemble. Losses are means over an explicit number of entries; targets are constants, no gradient flows
+through them. Notation of the papers: r reward, γ discount, π the policy, Q̄ the target critics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Metrics = dict[str, Tensor]
+"""Scalars without gradient."""
+
+
+def smallest_of(values: Tensor, members: Tensor | None = None) -> Tensor:
+    """min over the ensemble of Q̄ [E, B] → [B]; of these `members` [M] alone where given.
+
+    Clipped double Q-learning (Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1); a random subset of a larger ensemble is REDQ's
+    (Chen et al. 2021, arXiv:2101.05982, algorithm 1), which RLPD takes over (Ball et al. 2023, arXiv:2302.02948, algorithm 1).
+    """
+    return (values if members is None else values[members]).min(dim=0).values
+
+
+def td_target(*, reward: Tensor, discount: Tensor, next_value: Tensor) -> Tensor:
+    """r + γ^n (1 - terminated) V(s') [B], detached.
+
+    Args:
+        reward: [B] discounted sum of n steps.
+        discount: [B] γ^n, 0 where the n-th step terminated; a truncated episode bootstraps from its final observation.
+        next_value: [B]; what it holds where the discount is 0 does not matter, be it NaN.
+    """
+    _check_rows(reward=reward, discount=discount, next_value=next_value)
+    following = torch.where(discount > 0, next_value, torch.zeros_like(next_value))
+    return (reward + discount * following).detach()
+
+
+def soft_value(*, value: Tensor, log_prob: Tensor, entropy_coef: Tensor | float) -> Tensor:
+    """V(s') = Q̄(s', a') - α log π(a'|s') [B], a' drawn from π (Haarnoja et al. 2018, arXiv:1812.05905, eq. 3)."""
+    _check_rows(value=value, log_prob=log_prob)
+    return value - entropy_coef * log_prob
+
+
+def critic_loss(*, values: Tensor, target: Tensor) -> tuple[Tensor, Metrics]:
+    """Mean over the ensemble and the rows of (Q(s, a) - target)² (Haarnoja et al. 2018, eq. 5, without its factor 1/2).
+
+    Args:
+        values: [E, B]; every critic learns the same target.
+        target: [B], a constant.
+
+    Returns:
+        The loss, and ``critic_loss``, ``q_mean``, ``q_spread`` (standard deviation between critics, mean over rows; 0 of one critic).
+    """
+    if values.dim() != 2 or target.shape != values.shape[1:]:
+        raise ValueError(f"values must be [E, B] and target [B], got {tuple(values.shape)} and {tuple(target.shape)}.")
+    loss = (values - target.detach()).square().mean()
+    with torch.no_grad():
+        spread = values.std(dim=0, correction=0).mean()
+    return loss, {"critic_loss": loss.detach(), "q_mean": values.detach().mean(), "q_spread": spread}
+
+
+def expectile_loss(*, value: Tensor, target: Tensor, expectile: float) -> tuple[Tensor, Metrics]:
+    """Mean of |τ - 1(u < 0)| u² with u = target - V: implicit Q-learning's state value (Kostrikov et al. 2021, arXiv:2110.06169, eq. 5).
+
+    τ = 0.5 is half the mean squared error; towards 1, V tends to the largest target that the data support.
+
+    Args:
+        value, target: [B]; the target, Q̄(s, a) of the recorded action, is a constant.
+        expectile: τ in (0, 1).
+    """
+    _check_rows(value=value, target=target)
+    if not 0.0 < expectile < 1.0:
+        raise ValueError(f"expectile must be between 0 and 1, got {expectile}.")
+    difference = target.detach() - value
+    weight = torch.where(difference < 0, 1.0 - expectile, expectile).to(value.dtype)
+    loss = (weight * difference.square()).mean()
+    return loss, {"value_loss": loss.detach(), "value_mean": value.detach().mean()}
+
+
+def advantage_weights(*, advantage: Tensor, temperature: float, max_weight: float) -> tuple[Tensor, Metrics]:
+    """exp(A / λ) [B], at most `max_weight`, detached: what recorded actions are imitated by.
+
+    Advantage-weighted regression (Peng et al. 2019, arXiv:1910.00177, algorithm 1); in AWAC (Nair et al. 2020, arXiv:2006.09359,
+    algorithm 1) with A = Q(s, a) - V(s), V the mean of Q over the policy; in implicit Q-learning (its eq. 7) with the expectile V and
+    β = 1/λ.
+
+    Returns:
+        The weights, and ``weight_mean`` and ``weight_bounded_fraction`` (share at the bound).
+    """
+    if not (temperature > 0 and max_weight > 0):
+        raise ValueError(f"temperature and max_weight must be > 0, got {temperature} and {max_weight}.")
+    # The exponent is bounded, not its exp: that would be infinite first.
+    bound = torch.log(torch.as_tensor(max_weight, dtype=advantage.dtype, device=advantage.device))
+    exponent = advantage.detach() / temperature
+    weight = torch.minimum(exponent, bound).exp()
+    bounded = (exponent >= bound).to(weight.dtype).mean()
+    return weight, {"weight_mean": weight.mean(), "weight_bounded_fraction": bounded, "advantage_mean": advantage.detach().mean()}
+
+
+def soft_policy_loss(*, values: Tensor, log_prob: Tensor, entropy_coef: Tensor | float) -> tuple[Tensor, Metrics]:
+    """Mean of α log π(a|s) - Q(s, a), a drawn from π by reparametrisation (Haarnoja et al. 2018, eq. 7).
+
+    Args:
+        values: [B] of the critics at the policy's own action, with its gradient; the ensemble's mean in RLPD.
+        log_prob: [B] of that action, with its gradient.
+    """
+    _check_rows(values=values, log_prob=log_prob)
+    coefficient = entropy_coef.detach() if isinstance(entropy_coef, Tensor) else entropy_coef
+    loss = (coefficient * log_prob - values).mean()
+    return loss, {"policy_loss": loss.detach(), "entropy": -log_prob.detach().mean()}
+
+
+def entropy_coef_loss(*, log_coef: Tensor, log_prob: Tensor, target_entropy: float) -> tuple[Tensor, Metrics]:
+    """α (H - target) in expectation, H = -log π: minimising it raises α where the entropy is too small (Haarnoja et al. 2018, eq. 18).
+
+    Args:
+        log_coef: [] log α, in training.
+        log_prob: [B], a constant.
+        target_entropy: nats.
+    """
+    loss = (log_coef.exp() * (-log_prob.detach() - target_entropy)).mean()
+    return loss, {"entropy_coef": log_coef.detach().exp()}
+
+
+def _check_rows(**tensors: Tensor) -> None:
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 1:
+        raise ValueError(f"All must be [B]: {shapes}.")

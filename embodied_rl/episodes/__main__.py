@@ -1,0 +1,8 @@
+"""``python -m embodied_rl.episodes``: see `embodied_rl.episode_tools`."""
+
+from __future__ import annotations
+
+from embodied_rl.episode_tools import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Estimates with what they are worth: intervals, weights, and a refusal where the recorded episodes cannot support them; numpy only.
+
+Shape legend: N episodes, T steps of the longest, B resamples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.episodes.estimators import (
+    ESTIMATORS,
+    Estimator,
+    OffPolicyEpisodes,
+    Terms,
+    behaviour_value,
+    discounted_returns,
+    discounts,
+    log_weights,
+)
+from embodied_rl.episodes.intervals import (
+    Interval,
+    bca_interval,
+    capped_lower_bound,
+    effective_sample_size,
+    empirical_bernstein,
+    largest_share,
+    percentile_interval,
+    resample_counts,
+    student_interval,
+)
+
+RATIO_TOLERANCE = 0.05
+"""How far the mean single-step ratio may lie from 1, beyond four standard errors."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the estimates take for given."""
+
+    gamma: float = 0.99
+    confidence: float = 0.95
+    num_samples: int = 2000
+    """B: resamples of the bootstrap."""
+    bootstrap: str = "bca"
+    """bca or percentile."""
+    seed: int = 0
+    """Of the resampling."""
+    min_ess: float = 10.0
+    """An estimate that rests on a smaller effective sample size is refused."""
+    max_weight: float | None = None
+    """Importance weights are cut at this, which biases the estimate; None: they are not."""
+    reward_range: tuple[float, float] | None = None
+    """What every reward is known to lie in; None: not known, and there is no concentration interval."""
+    horizon: int | None = None
+    """The most steps that an episode can have; None: no limit is known."""
+
+    def return_range(self) -> tuple[float, float] | None:
+        """What every discounted return lies in, given `reward_range` and `horizon`; None: nothing finite is known."""
+        if self.reward_range is None or (self.horizon is None and self.gamma == 1.0):
+            return None
+        total = 1 / (1 - self.gamma) if self.horizon is None else float(discounts(self.horizon, self.gamma).sum())
+        # After an episode's end nothing is earned: 0 is possible at any step.
+        low, high = self.reward_range
+        return min(low, 0.0) * total, max(high, 0.0) * total
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the episodes' importance weights are spread."""
+
+    ess: float
+    """Effective sample size: of the whole episodes' weights, or for per-decision estimates the mean over steps, each step with its
+    discount times the number of episodes that were still running."""
+    largest: float
+    """The largest weight of an episode, before `max_weight`; infinite where it is beyond float64."""
+    largest_share: float
+    """Of the sum of all whole-episode weights, what the heaviest has."""
+    mean: float
+    """Mean of the whole episodes' weights: 1 in expectation. Far below 1: the episodes that matter were not recorded."""
+    cut_share: float
+    """Of the steps, how many had a weight above `max_weight`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """One estimate of the target policy's value."""
+
+    estimator: str
+    value: float | None
+    """None where it was refused."""
+    bootstrap: Interval | None = None
+    """Over episodes; aims at its coverage, and misses it where a few episodes carry all the weight."""
+    concentration: Interval | None = None
+    """Holds with its confidence for any number of episodes and any weights, given that rewards lie in the stated range, episodes
+    are independent and the recorded log-probabilities are true."""
+    no_concentration: str = ""
+    """Why there is no concentration interval."""
+    weights: Weights | None = None
+    """None where no weight enters."""
+    refused: str = ""
+    """Why there is no value."""
+    notes: tuple[str, ...] = ()
+    samples: np.ndarray | None = field(default=None, repr=False)
+    """[B] the resampled estimates; those of several policies share their resamples."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; without the samples."""
+        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "samples"}
+        for name in ("bootstrap", "concentration", "weights"):
+            data[name] = None if data[name] is None else dataclasses.asdict(data[name])
+        if self.weights is not None and not math.isfinite(self.weights.largest):
+            data["weights"]["largest"] = None
+        return {**data, "notes": list(self.notes)}
+
+
+def assess(data: OffPolicyEpisodes, names: Sequence[str], given: Assumptions, *, unsupported: str = "") -> list[Estimate]:
+    """Estimate by each of `names` (keys of `ESTIMATORS`), or say why not.
+
+    Args:
+        data: the episodes, with a model where a doubly robust estimate is asked for.
+        names: which estimators.
+        given: discount, resampling, bounds.
+        unsupported: a reason that rules out importance weights altogether (no log-probabilities, say); "": none is known.
+    """
+    reason = unsupported or ratio_mismatch(data)
+    counts = resample_counts(data.num_episodes, given.num_samples, given.seed)
+    return [_assess(data, ESTIMATORS[name], given, counts, reason) for name in names]
+
+
+def assess_behaviour(data: OffPolicyEpisodes, given: Assumptions) -> Estimate:
+    """The value of the policy that acted: what the target policies are compared with."""
+    terms = behaviour_value(data, given.gamma)
+    samples = terms.values(resample_counts(data.num_episodes, given.num_samples, given.seed))
+    value, bounds = terms.value(), given.return_range()
+    concentration = None
+    missing = "" if bounds else _NO_RANGE
+    if bounds and data.num_episodes >= 2:
+        concentration = empirical_bernstein(discounted_returns(data, given.gamma), *bounds, given.confidence)
+    return Estimate("behaviour", value, _bootstrap(terms, value, samples, given), concentration, missing, samples=samples)
+
+
+def assess_model(values: np.ndarray, given: Assumptions, *, refused: str = "", notes: tuple[str, ...] = ()) -> Estimate:
+    """A fitted model's own estimate.
+
+    Args:
+        values: [E] the model's mean value of first states, of E members, each fitted to its own resample of the episodes.
+        given: the confidence.
+        refused: why it cannot be had ("": it can).
+        notes: what a reader should know.
+    """
+    none = "a fitted model has no bound that holds without assumptions on its class"
+    if refused:
+        return Estimate("fqe", None, no_concentration=none, refused=refused, notes=notes)
+    return Estimate("fqe", float(values.mean()), student_interval(values, given.confidence), None, none, notes=notes, samples=values)
+
+
+# ---- inside ---------------------------------------------------------------------------------------------------------
+
+_NO_RANGE = "rewards have no known bound: state one with reward_range=LOW,HIGH (and a horizon where gamma is 1)"
+
+
+def _assess(data: OffPolicyEpisodes, estimator: Estimator, given: Assumptions, counts: np.ndarray, reason: str) -> Estimate:
+    if estimator.needs_model and data.model_q is None:
+        reason = reason or "it needs the fitted model, which was refused or not asked for"
+    if reason:
+        return Estimate(estimator.name, None, refused=reason, no_concentration=reason)
+    weights = describe_weights(data, given, per_decision=estimator.per_decision)
+    concentration, missing = _concentration(data, estimator, given)
+    if weights.ess < given.min_ess:
+        refused = (
+            f"the effective sample size is {weights.ess:.1f} of {data.num_episodes} episodes, below min_ess={given.min_ess:g}: "
+            "the two policies differ too much for episodes of this length"
+        )
+        return Estimate(estimator.name, None, None, concentration, missing, weights, refused)
+    terms = estimator.terms(data, given.gamma, given.max_weight)
+    value, samples = terms.value(), terms.values(counts)
+    if not math.isfinite(value):
+        refused = "all weights are 0 at some step: the target policy would have played no episode as it was recorded"
+        return Estimate(estimator.name, None, None, concentration, missing, weights, refused)
+    notes = () if given.max_weight is None else (f"weights cut at {given.max_weight:g} ({weights.cut_share:.1%} of the steps): biased",)
+    interval = _bootstrap(terms, value, samples, given)
+    return Estimate(estimator.name, value, interval, concentration, missing, weights, notes=notes, samples=samples)
+
+
+def _bootstrap(terms: Terms, value: float, samples: np.ndarray, given: Assumptions) -> Interval:
+    if given.bootstrap == "percentile":
+        return percentile_interval(samples, given.confidence)
+    jackknife = terms.jackknife()
+    return bca_interval(value, samples, jackknife[np.isfinite(jackknife)], given.confidence)
+
+
+def describe_weights(data: OffPolicyEpisodes, given: Assumptions, *, per_decision: bool) -> Weights:
+    """See `Weights`; effective sample size and share are of the weights as they are used, cut where `max_weight` is given."""
+    raw, used = log_weights(data), log_weights(data, given.max_weight)
+    last = raw[:, -1]
+    ess = effective_sample_size(used[:, -1])
+    if per_decision:
+        importance = data.running.sum(axis=0) * discounts(used.shape[1], given.gamma)
+        ess = np.average(effective_sample_size(used), weights=importance)
+    with np.errstate(over="ignore"):
+        largest, mean = float(np.exp(last.max())), float(np.exp(last).mean())
+    cut = 0.0 if given.max_weight is None else float(np.mean(raw[data.running] > math.log(given.max_weight)))
+    return Weights(float(ess), largest, float(largest_share(used[:, -1])), mean, cut)
+
+
+def ratio_mismatch(data: OffPolicyEpisodes) -> str:
+    """Why the ratios cannot be those of π to the policy that acted; "" where they can.
+
+    E_μ[ρ | s] = 1 at every step where μ does everything that π does. The mean over all steps is compared with 1; steps of an episode
+    depend on each other, so that its error is taken over episodes (a ratio of two means, linearised).
+    """
+    ratio = np.exp(np.minimum(data.log_ratio, 50.0)) * data.running
+    mean = float(ratio.sum() / data.length.sum())
+    if data.num_episodes < 2:
+        return ""
+    residual = ratio.sum(axis=1) - mean * data.length
+    error = math.sqrt(float((residual**2).sum()) * data.num_episodes / (data.num_episodes - 1)) / float(data.length.sum())
+    if mean + 4 * error < 1 - RATIO_TOLERANCE:
+        return (
+            f"support mismatch: the mean single-step ratio is {mean:.3g} ± {error:.1g} where 1 is expected, so that at least "
+            f"{1 - mean - 4 * error:.0%} of what the target policy would do was hardly ever done in these states"
+        )
+    if mean - 4 * error > 1 + RATIO_TOLERANCE:
+        return (
+            f"the mean single-step ratio is {mean:.3g} ± {error:.1g} where 1 is expected: the recorded log-probabilities are not those "
+            "of the policy that acted"
+        )
+    return ""
+
+
+def _concentration(data: OffPolicyEpisodes, estimator: Estimator, given: Assumptions) -> tuple[Interval | None, str]:
+    """Interval for the value itself, whatever the weights; only the ordinary forms have one."""
+    if estimator.self_normalised or estimator.needs_model:
+        other = "pdis" if estimator.per_decision else "is"
+        return None, f"only sums of independent, bounded terms have one; that of '{other}' holds for the same value"
+    bounds = given.return_range()
+    if bounds is None or given.reward_range is None:
+        return None, _NO_RANGE
+    if data.num_episodes < 2:
+        return None, "it needs at least two episodes"
+    if given.horizon is not None and data.reward.shape[1] > given.horizon:
+        return None, f"an episode has {data.reward.shape[1]} steps, more than the horizon of {given.horizon}"
+    _check_rewards(data, given.reward_range)
+    low, high = bounds
+    make = _per_decision_scores if estimator.per_decision else _episode_scores
+    delta = (1 - given.confidence) / 2
+    above, below = make(data, given, low, 1.0), make(data, given, high, -1.0)
+    lower = low + capped_lower_bound(above, high - low, delta)
+    upper = high - capped_lower_bound(below, high - low, delta)
+    return Interval(lower, upper, given.confidence, "empirical Bernstein with cut weights"), ""
+
+
+def _episode_scores(data: OffPolicyEpisodes, given: Assumptions, origin: float, sign: float) -> Callable[[float], np.ndarray]:
+    """cap → min(w, cap) · |G − origin|, whose mean is at most |V − origin| in expectation."""
+    scores = sign * (discounted_returns(data, given.gamma) - origin)
+    return lambda cap: np.exp(log_weights(data, cap)[:, -1]) * scores
+
+
+def _per_decision_scores(data: OffPolicyEpisodes, given: Assumptions, origin: float, sign: float) -> Callable[[float], np.ndarray]:
+    """The same with each reward's distance from the end of its range, weighted by the decisions before it."""
+    num_steps = data.reward.shape[1]
+    gammas = discounts(num_steps, given.gamma)
+    beyond = given.gamma**num_steps / (1 - given.gamma) if given.horizon is None else float(discounts(given.horizon, given.gamma).sum())
+    beyond = beyond if given.horizon is None else beyond - float(gammas.sum())
+    assert given.reward_range is not None
+    edge = min(given.reward_range[0], 0.0) if sign > 0 else max(given.reward_range[1], 0.0)
+    distance = sign * (data.reward - edge)
+
+    def scores(cap: float) -> np.ndarray:
+        weight = np.exp(log_weights(data, cap))
+        # Steps after the longest recorded episode earn 0, which has its distance too.
+        return (weight * distance) @ gammas + weight[:, -1] * abs(edge) * beyond
+
+    return scores
+
+
+def _check_rewards(data: OffPolicyEpisodes, reward_range: tuple[float, float]) -> None:
+    from embodied_rl.errors import UserError
+
+    rewards = data.reward[data.running]
+    low, high = float(rewards.min()), float(rewards.max())
+    slack = 1e-6 * max(1.0, abs(reward_range[0]), abs(reward_range[1]))
+    if low < reward_range[0] - slack or high > reward_range[1] + slack:
+        raise UserError(
+            f"reward_range={reward_range[0]:g},{reward_range[1]:g} is not so: recorded rewards reach from {low:g} to {high:g}. "
+            "State a range that holds for every reward that is possible."
+        )
+
+
+# ---- comparing policies ---------------------------------------------------------------------------------------------
+
+
+def choose_ranking(estimates: Mapping[str, Sequence[Estimate]], preference: Sequence[str]) -> str | None:
+    """The first estimator of `preference` that has a value for every policy; None where there is none.
+
+    Args:
+        estimates: {policy: its estimates}.
+        preference: names, the most trusted first.
+    """
+    given = [{e.estimator for e in rows if e.value is not None} for rows in estimates.values()]
+    return next((name for name in preference if given and all(name in names for names in given)), None)
+
+
+def share_of_best(samples: Sequence[np.ndarray]) -> np.ndarray:
+    """[P] for each of P policies, the share of shared resamples [B] in which its estimate is the highest; ties are divided."""
+    table = np.stack([np.nan_to_num(np.asarray(part, np.float64), nan=-np.inf) for part in samples])
+    best = table == table.max(axis=0)
+    return (best / best.sum(axis=0)).mean(axis=1)

@@ -1,0 +1,277 @@
+"""What an episode in progress keeps of each column until it is finished: little in memory, the rest in temporary files."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from embodied_rl.episodes.frames import Frames
+from embodied_rl.episodes.layout import Column, encode_row
+from embodied_rl.episodes.pictures import VideoWriter
+from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.files import cannot_write
+
+BLOCK_BYTES = 2**16
+"""Rows are gathered in blocks of about this size."""
+SPILL_BYTES = 2**21
+"""A column of an episode in progress that outgrows this goes to a temporary file without a name, which leaves no trace when killed."""
+QUEUED_PICTURES = 16
+"""Pictures that may wait for the encoder; more make the recorder wait."""
+
+
+class _Spill:
+    """Bytes on their way to a file that has no name yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+
+    def write(self, data: Any) -> None:
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed by `close`)
+            self._file.write(data)
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """All bytes, `size` at a time."""
+        if self._file is not None:
+            self._file.seek(0)
+            while chunk := self._file.read(size):
+                yield chunk
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class RowBuffer:
+    """Rows of one shape."""
+
+    def __init__(self, column: Column, folder: Path) -> None:
+        self.column, self.num_rows = column, 0
+        self._dtype, self._shape = np.dtype(column.dtype), column.shape
+        self._block_rows = max(1, min(BLOCK_BYTES // max(1, column.row_bytes), 1024))
+        self._block = np.empty((0, *self._shape), self._dtype)
+        self._fill = 0
+        self._blocks: list[np.ndarray] = []
+        self._own_bytes = 0
+        """Of the blocks, but for those of the caller's."""
+        self._spill = _Spill(folder)
+
+    def append(self, value: Any) -> None:
+        """Add a row [*shape]; it is copied."""
+        if self._fill == len(self._block):
+            self._next_block()
+        if self._shape and np.shape(value) != self._shape:
+            raise _wrong_shape(self.column, np.shape(value))
+        if self.num_rows == 0 and value is not None and not np.can_cast(np.asarray(value).dtype, self._dtype, "same_kind"):
+            raise RecordingError(f"Field '{self.column.name}' must hold {self._dtype}, got {np.asarray(value).dtype}.")
+        try:
+            self._block[self._fill] = value
+        except (TypeError, ValueError) as error:
+            raise RecordingError(f"Field '{self.column.name}' must hold {self._dtype} {list(self._shape)}: {error}.") from error
+        self._fill += 1
+        self.num_rows += 1
+
+    def extend(self, rows: np.ndarray) -> None:
+        """Add rows [n, *shape], which must not change until the episode is finished."""
+        array = np.asarray(rows)
+        if array.shape[1:] != self._shape:
+            raise _wrong_shape(self.column, array.shape[1:])
+        if not np.can_cast(array.dtype, self._dtype, "same_kind"):
+            raise RecordingError(f"Field '{self.column.name}' must hold {self._dtype}, got {array.dtype}.")
+        self._close_block()
+        self._blocks.append(array)
+        self.num_rows += len(array)
+
+    def extend_block(self, rows: np.ndarray) -> None:
+        """Add rows [n, *shape] of the right dtype that belong to this buffer from now on; what is much goes to the temporary file."""
+        self._close_block()
+        self._blocks.append(rows)
+        self._own_bytes += rows.nbytes
+        self.num_rows += len(rows)
+        self._spill_much()
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """All rows, in order."""
+        if self.column.row_bytes:
+            for data in self._spill.chunks(max(1, BLOCK_BYTES // self.column.row_bytes) * self.column.row_bytes):
+                yield np.frombuffer(data, self._dtype).reshape(-1, *self._shape)
+        yield from self._blocks
+        yield self._block[: self._fill]
+
+    def discard(self) -> None:
+        self._spill.close()
+        self._blocks.clear()
+
+    def _next_block(self) -> None:
+        # Doubling from 32: most episodes are short, and there may be thousands in progress.
+        rows = min(self._block_rows, max(32, 2 * len(self._block)))
+        self._close_block()
+        self._spill_much()
+        self._block = np.empty((rows, *self._shape), self._dtype)
+
+    def _close_block(self) -> None:
+        if self._fill:
+            self._blocks.append(self._block[: self._fill])
+            self._own_bytes += self._blocks[-1].nbytes
+        self._block, self._fill = np.empty((0, *self._shape), self._dtype), 0
+
+    def _spill_much(self) -> None:
+        if self._own_bytes >= SPILL_BYTES:
+            for block in self._blocks:
+                self._spill.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+            self._blocks.clear()
+            self._own_bytes = 0
+
+
+class BlobBuffer:
+    """Rows of varying size, as bytes."""
+
+    def __init__(self, column: Column, folder: Path) -> None:
+        self.column, self.sizes = column, list[int]()
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._spill = _Spill(folder)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sizes)
+
+    def append(self, value: Any) -> None:
+        """Add a row."""
+        if self.column.encoding == "png" and (np.shape(value) != self.column.shape or np.asarray(value).dtype != np.uint8):
+            raise _wrong_shape(self.column, np.shape(value))
+        self.append_bytes(encode_row(self.column, value))
+
+    def append_bytes(self, data: bytes) -> None:
+        self.sizes.append(len(data))
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        if self._pending_bytes >= SPILL_BYTES:
+            self._spill.write(b"".join(self._pending))
+            self._pending, self._pending_bytes = [], 0
+
+    def extend(self, rows: Any) -> None:
+        for row in rows:
+            self.append(row)
+
+    def chunks(self) -> Iterator[bytes]:
+        """All bytes, in order."""
+        yield from self._spill.chunks(BLOCK_BYTES)
+        if self._pending:
+            yield b"".join(self._pending)
+
+    def discard(self) -> None:
+        self._spill.close()
+        self._pending.clear()
+
+
+class VideoBuffer:
+    """Pictures, which go to the encoder at once."""
+
+    def __init__(self, column: Column, temporary: Path, fps: int, encoder: Encoder) -> None:
+        self.column, self.path, self.num_rows = column, temporary, 0
+        self._fps, self._encoder = fps, encoder
+        self._writer: VideoWriter | None = None
+
+    def append(self, value: Any) -> None:
+        """Add a picture [H, W, 3] uint8."""
+        picture = np.asarray(value)
+        if picture.shape != self.column.shape or picture.dtype != np.uint8:
+            raise _wrong_shape(self.column, picture.shape)
+        if self._writer is None:
+            height, width, _ = self.column.shape
+            self._writer = VideoWriter(self.path, height, width, self._fps, lossless=self.column.encoding == "mp4_lossless")
+        self._encoder.put(self._writer, self._writer.frame(picture))
+        self.num_rows += 1
+
+    def extend(self, rows: Any) -> None:
+        """Add pictures [n, H, W, 3]; a whole video that is stored alike is copied, for encoding it again would cost quality."""
+        video = rows.video if isinstance(rows, Frames) else None
+        if video is not None and video[1] == self.column.encoding and rows.shape[1:] == self.column.shape and self.num_rows == 0:
+            try:
+                shutil.copyfile(video[0], self.path)
+            except OSError as error:
+                raise cannot_write(self.path, error) from error
+            self.num_rows = len(rows)
+            return
+        for number in range(len(rows)):
+            self.append(rows[number])
+
+    def finish(self) -> Path:
+        """Wait for the encoder; the file that holds the video."""
+        if self._writer is not None:
+            self._encoder.wait()
+            writer, self._writer = self._writer, None
+            writer.close()
+        return self.path
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._encoder.wait(complain=False)
+            writer, self._writer = self._writer, None
+            writer.discard()
+        # Finished and not taken into the part.
+        self.path.unlink(missing_ok=True)
+
+
+Buffer = RowBuffer | BlobBuffer | VideoBuffer
+
+
+class Encoder:
+    """A thread that encodes, so that simulators need not wait; libx264 runs without the interpreter's lock."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[VideoWriter, Any] | None] = queue.Queue(QUEUED_PICTURES)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def put(self, writer: VideoWriter, frame: Any) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="episode-encoder", daemon=True)
+            self._thread.start()
+        self._raise_error()
+        self._queue.put((writer, frame))
+
+    def wait(self, complain: bool = True) -> None:
+        """Until everything is encoded. Raises what the encoder raised, unless asked not to."""
+        self._queue.join()
+        if complain:
+            self._raise_error()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                item[0].encode(item[1])
+            except Exception as error:  # handed to whoever adds the next picture
+                self._error = error
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise RecordingError(f"A video cannot be encoded: {error}.") from error
+
+
+def _wrong_shape(column: Column, shape: tuple[int, ...]) -> RecordingError:
+    kind = "pictures uint8" if column.is_picture else column.dtype
+    return RecordingError(f"Field '{column.name}' must hold rows {kind} {list(column.shape)}, got {list(shape)}.")

@@ -1,0 +1,368 @@
+"""Recorded episodes as data to learn from: minibatches of steps, drawn by a seed, with a bounded part of the recording in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import EpisodeTable, Recording, RecordingError
+from embodied_rl.episodes.transitions import RewardKind, Transitions, n_step_windows, normalise_actions, outcome
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.types import ActionSpec, Observation, SimSpec, TensorSpec
+
+EpisodeRef = tuple[Recording, int]
+"""A recording, and the number of one of its episodes."""
+_SAMPLE, _ORDER, _EPOCH = 11, 12, 13
+"""Streams of randomness: never one for two purposes."""
+
+
+class MemoryRecording(Recording):
+    """Episodes that lie in memory, as a recording."""
+
+    def __init__(self, recording: Recording, episodes: list[RecordedEpisode]) -> None:
+        """`recording` says whose they are (its path and info)."""
+        super().__init__(recording.path, recording.info, EpisodeTable.of(episodes))
+        self._episodes = episodes
+
+    def episode(self, number: int) -> RecordedEpisode:
+        return self._episodes[self._position(number)]
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """What is made of recorded steps."""
+
+    observation_keys: tuple[str, ...]
+    """Parts of the observation that the learner reads."""
+    gamma: float = 1.0
+    n_step: int = 1
+    reward: RewardKind = "recorded"
+    unit: Literal["step", "message"] = "step"
+    """message: a transition for each action chunk that the recorded policy sent; its actions are [K, A]."""
+    action_margin: float = 0.0
+    """See `normalise_actions`."""
+
+
+class TransitionTable:
+    """All transitions of some episodes in memory; observations are kept once, and gathered by row.
+
+    U units (steps or messages) of E episodes; R = rows of observations, T + 1 of each episode.
+    """
+
+    def __init__(self, episodes: Sequence[EpisodeRef], action: ActionSpec, options: DatasetOptions) -> None:
+        """Read the episodes. Raises RecordingError for NaN or infinity in what is learned from."""
+        self._keys = options.observation_keys
+        read = [_Units.of(recording, number, action, options) for recording, number in episodes]
+        offsets = np.cumsum([0, *(part.num_rows for part in read)])
+        self.observation: Observation = {key: np.concatenate([part.observation[key] for part in read]) for key in self._keys}
+        """{key: [R, ...]}"""
+        self.row = np.concatenate([part.row + offset for part, offset in zip(read, offsets, strict=False)])
+        """[U] int64 observation before each unit."""
+        self.next_row = np.concatenate([part.next_row + offset for part, offset in zip(read, offsets, strict=False)])
+        """[U] int64 observation that its target bootstraps from."""
+        self.action = _stack_actions([part.action for part in read])
+        """[U, A], or [U, K, A] of messages, K the longest."""
+        self.executed = _stack_actions([part.executed for part in read])[..., 0]
+        """[U] bool True, or [U, K] which steps of a message were taken."""
+        self.reward = np.concatenate([part.reward for part in read])
+        self.discount = np.concatenate([part.discount for part in read])
+
+    @property
+    def num_units(self) -> int:
+        """U"""
+        return len(self.row)
+
+    def gather(self, units: np.ndarray) -> Transitions:
+        """The transitions of these units [B] int64."""
+        row, next_row = self.row[units], self.next_row[units]
+        return Transitions(
+            {key: part[row] for key, part in self.observation.items()},
+            self.action[units],
+            self.reward[units],
+            self.discount[units],
+            {key: part[next_row] for key, part in self.observation.items()},
+        )
+
+
+@dataclass(frozen=True)
+class _Units:
+    """One episode as the table wants it."""
+
+    observation: Observation
+    row: np.ndarray
+    next_row: np.ndarray
+    action: np.ndarray
+    executed: np.ndarray
+    reward: np.ndarray
+    discount: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.observation.values())))
+
+    @staticmethod
+    def of(recording: Recording, number: int, action: ActionSpec, options: DatasetOptions) -> _Units:
+        episode = recording.episode(number)
+        observation = {key: np.ascontiguousarray(episode.observation[key]) for key in options.observation_keys}
+        _check_finite(recording, number, {**{f"observation.{key}": part for key, part in observation.items()}, "action": episode.action})
+        _check_finite(recording, number, {"reward": episode.reward})
+        rewards, terminated = outcome(options.reward, episode.reward, episode.terminated, episode.success)
+        acted = normalise_actions(np.asarray(episode.action).reshape(episode.num_steps, -1), action, margin=options.action_margin)
+        starts = _unit_starts(episode, options.unit)
+        units = _sum_units(starts, rewards, terminated, episode.truncated, options.gamma)
+        windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, options.n_step)
+        stops = np.append(starts[1:], episode.num_steps)
+        if options.unit == "step":
+            chunks, executed = acted, np.ones((len(acted), 1), bool)
+        else:
+            chunks, executed = _chunks(acted, starts, stops)
+        return _Units(observation, starts, stops[windows.end], chunks, executed, windows.reward, windows.discount)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    reward: np.ndarray
+    factor: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+
+
+def _unit_starts(episode: RecordedEpisode, unit: str) -> np.ndarray:
+    """[U] int64 first step of each unit."""
+    if unit == "step" or episode.chunk is None:
+        return np.arange(episode.num_steps)
+    return np.flatnonzero(np.append(True, np.diff(episode.chunk) != 0))
+
+
+def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, gamma: float) -> _Sums:
+    """Discounted rewards within each unit. A unit that terminates in its middle (a success that ends the episode) counts up to there."""
+    stops = np.append(starts[1:], len(reward))
+    total, factor, ends, cuts = [], [], [], []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        over = np.flatnonzero(terminated[start:stop])
+        last = start + int(over[0]) + 1 if over.size else stop
+        powers = np.power(float(gamma), np.arange(last - start))
+        total.append(float(powers @ reward[start:last].astype(np.float64)))
+        factor.append(float(gamma) ** (last - start))
+        ends.append(bool(over.size))
+        cuts.append(bool(truncated[start:stop].any()))
+    return _Sums(np.array(total), np.array(factor), np.array(ends, bool), np.array(cuts, bool))
+
+
+def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[U, K, A] padded with 0, and [U, K, 1] bool where an action was taken."""
+    longest = int((stops - starts).max())
+    chunks = np.zeros((len(starts), longest, action.shape[1]), action.dtype)
+    executed = np.zeros((len(starts), longest, 1), bool)
+    for unit, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+        chunks[unit, : stop - start] = action[start:stop]
+        executed[unit, : stop - start] = True
+    return chunks, executed
+
+
+def _stack_actions(parts: list[np.ndarray]) -> np.ndarray:
+    """Concatenated; messages are filled up to the longest of all episodes."""
+    if parts[0].ndim == 2:
+        return np.concatenate(parts)
+    longest = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, longest - part.shape[1]), (0, 0))) for part in parts])
+
+
+class EpisodeDataset:
+    """Steps of recorded episodes, in minibatches that are a function of (seed, number) alone: nothing to save for a resume.
+
+    Episodes that do not fit into `memory_mb` together are read in windows: random sets of episodes that do, new ones in each round over
+    the recording. A single episode that is larger than that is a window of its own.
+    """
+
+    def __init__(
+        self, episodes: Sequence[EpisodeRef], spec: SimSpec, options: DatasetOptions, *, seed: int, memory_mb: float = 1024.0
+    ) -> None:
+        """Nothing is read yet. Raises UserError without any episode."""
+        if not episodes:
+            raise UserError("There is no recorded episode to learn from.")
+        self.spec, self.options = spec, options
+        self._episodes, self._seed = list(episodes), seed
+        self._steps = np.array([int(recording.lengths[number]) for recording, number in self._episodes], np.int64)
+        self._bytes = (self._steps + 1) * _bytes_per_step(spec, options)
+        self._budget = memory_mb * 2**20
+        self._windows: list[tuple[int, ...]] = []
+        self._rounds: list[int] = []
+        self._loaded: tuple[tuple[int, ...], TransitionTable] | None = None
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self._episodes)
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._steps.sum())
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything is held in memory."""
+        return bool(self._bytes.sum() <= self._budget)
+
+    def sample(self, number: int, size: int) -> Transitions:
+        """The minibatch `number` of B = size transitions, drawn with replacement."""
+        window = 0
+        if not self.fits:
+            per_round = max(1, self._num_windows(0))
+            window = number // max(1, self.num_steps // per_round // size)
+        table = self._table(window)
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, _SAMPLE, number]))
+        return table.gather(rng.integers(table.num_units, size=size))
+
+    def epoch(self, number: int, size: int) -> Iterator[Transitions]:
+        """Every unit once, in an order of its own for each epoch; minibatches of about `size`, never a tiny rest."""
+        for index in range(self._num_windows(number)):
+            table = self._table(self._first_window(number) + index)
+            rng = np.random.default_rng(np.random.SeedSequence([self._seed, _EPOCH, number, index]))
+            order = rng.permutation(table.num_units)
+            for part in np.array_split(order, -(-len(order) // size)):
+                yield table.gather(part)
+
+    def num_minibatches(self, size: int) -> int:
+        """Of an epoch, as long as everything fits and units are steps; about so many otherwise."""
+        return -(-self.num_steps // size)
+
+    def observations(self) -> Iterator[Observation]:
+        """{key: [n, ...]} what was seen before each unit, every one once: for normalisation statistics."""
+        for index in range(self._num_windows(0)):
+            table = self._table(index)
+            yield {key: part[table.row] for key, part in table.observation.items()}
+
+    # ---- windows ----------------------------------------------------------------------------------------------------
+
+    def _table(self, window: int) -> TransitionTable:
+        chosen = self._window(window)
+        if self._loaded is None or self._loaded[0] != chosen:
+            self._loaded = None  # the old part goes before the new one comes
+            self._loaded = (chosen, TransitionTable([self._episodes[index] for index in chosen], self.spec.action, self.options))
+        return self._loaded[1]
+
+    def _window(self, number: int) -> tuple[int, ...]:
+        """Episodes of window `number`, counted over all rounds."""
+        if self.fits:
+            return tuple(range(self.num_episodes))
+        while len(self._windows) <= number:
+            self._add_round()
+        return self._windows[number]
+
+    def _first_window(self, epoch: int) -> int:
+        if self.fits:
+            return 0
+        while len(self._rounds) <= epoch:
+            self._add_round()
+        return self._rounds[epoch]
+
+    def _num_windows(self, epoch: int) -> int:
+        return 1 if self.fits else self._first_window(epoch + 1) - self._first_window(epoch)
+
+    def _add_round(self) -> None:
+        """A new order of all episodes, cut into windows that fit."""
+        self._rounds.append(len(self._windows))
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, _ORDER, len(self._rounds)]))
+        window: list[int] = []
+        size = 0
+        for index in rng.permutation(self.num_episodes).tolist():
+            if window and size + self._bytes[index] > self._budget:
+                self._windows.append(tuple(window))
+                window, size = [], 0
+            window.append(index)
+            size += int(self._bytes[index])
+        self._windows.append(tuple(window))
+
+
+def split_episodes(episodes: Sequence[EpisodeRef], share: float, *, seed: int) -> tuple[list[EpisodeRef], list[EpisodeRef]]:
+    """(training, validation): whole episodes, drawn by the seed; at least one of each as long as there are two and share > 0."""
+    wanted = min(max(round(share * len(episodes)), 1), len(episodes) - 1) if share > 0 else 0
+    chosen = set(np.random.default_rng(np.random.SeedSequence([seed, _ORDER])).permutation(len(episodes))[:wanted].tolist())
+    return [e for i, e in enumerate(episodes) if i not in chosen], [episodes[i] for i in sorted(chosen)]
+
+
+def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = False, max_episodes: int | None = None) -> list[EpisodeRef]:
+    """The episodes to learn from, in the order of their recordings.
+
+    Raises:
+        UserError: there is none, with the reason.
+    """
+    names = ", ".join(f"'{recording.path}'" for recording in recordings)
+    found = [(recording, number) for recording in recordings for number in range(len(recording))]
+    if not found:
+        raise UserError(f"Recording {names} has no episodes. Record some: python -m embodied_rl.record.")
+    if only_success:
+        good = [(recording, number) for recording, number in found if bool(recording.success_once[number])]
+        if not good:
+            silent = not any(recording.spec.reports_success for recording in recordings)
+            reason = "its simulator does not report success" if silent else f"none of its {len(found)} episodes succeeded"
+            raise UserError(
+                f"Recording {names} has no successful episode: {reason}. "
+                "Set algorithm.recorded.only_success=false to learn from all, or record a better policy."
+            )
+        found = good
+    return found[:max_episodes]
+
+
+def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *, same_task: bool) -> None:
+    """Make sure that a policy of a simulator can learn from a recording.
+
+    Args:
+        spec: of the simulator at hand.
+        keys: parts of the observation that the policy reads.
+        same_task: also insist on the task's name.
+
+    Raises:
+        RecordingError: naming every part that differs, or the observation that was not recorded.
+    """
+    theirs, differences = recording.spec, []
+    missing = [key for key in keys if key not in theirs.observation]
+    if missing:
+        raise RecordingError(
+            f"Recording '{recording.path}' has no observation '{missing[0]}', which the policy reads."
+            f"{did_you_mean(missing[0], theirs.observation)} Record with it, or set policy.observation_key."
+        )
+    if same_task and theirs.task != spec.task:
+        differences.append(f"task {theirs.task} ≠ {spec.task}")
+    unequal = [key for key in keys if theirs.observation[key] != spec.observation.get(key)]
+    differences += [f"observation '{key}' {_show(theirs, key)} ≠ {_show(spec, key)}" for key in unequal]
+    if theirs.action != spec.action:
+        differences.append(f"action {_show_action(theirs.action)} ≠ {_show_action(spec.action)}")
+    if differences:
+        own = recording.info.sim.get("name")
+        raise RecordingError(
+            f"Recording '{recording.path}' is of another simulator: {'; '.join(differences)} (recording ≠ simulator)."
+            + (f" Its own is sim={own}." if own else "")
+        )
+
+
+def _check_finite(recording: Recording, number: int, fields: dict[str, np.ndarray]) -> None:
+    for name, part in fields.items():
+        if np.issubdtype(part.dtype, np.floating) and not np.isfinite(part).all():
+            raise RecordingError(f"Recording '{recording.path}', episode {number}: NaN or infinity in {name}.")
+
+
+def _bytes_per_step(spec: SimSpec, options: DatasetOptions) -> int:
+    """Of a table, its bookkeeping included."""
+    parts = [spec.tensors[key] for key in options.observation_keys]
+    seen = sum(int(np.prod(part.shape, dtype=np.int64)) * np.dtype(part.dtype).itemsize for part in parts)
+    return seen + 8 * max(spec.action.dim, 1) + 4 * np.dtype(np.float64).itemsize
+
+
+def _show(spec: SimSpec, key: str) -> str:
+    part = spec.observation.get(key)
+    if part is None:
+        return "absent"
+    return f"{part.dtype} {list(part.shape)}" if isinstance(part, TensorSpec) else part.kind
+
+
+def _show_action(action: ActionSpec) -> str:
+    if action.kind == "continuous":
+        low, high = (np.round(np.asarray(side), 4).tolist() for side in (action.low, action.high))
+        same = len(set(low)) <= 1 and len(set(high)) <= 1
+        return f"continuous({action.dim}) within {[low[0], high[0]] if same and low else [low, high]}"
+    return f"discrete({action.num_actions})" if action.kind == "discrete" else "text"

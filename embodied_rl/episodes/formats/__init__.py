@@ -1,0 +1,149 @@
+"""Recorded episodes in other projects' formats: which one a path holds, reading it, and writing it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.episodes.formats.base import Advance, ForeignRecording
+from embodied_rl.episodes.formats.notes import FieldNote
+from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.errors import did_you_mean
+from embodied_rl.files import cannot_write
+
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class Format:
+    """Another project's format."""
+
+    name: str
+    summary: str
+    module: str
+    """Below this package; has `write`."""
+    reader: str
+    """Its `ForeignRecording` in the module."""
+    writer_module: str = ""
+    """Where `write` is, should it be elsewhere."""
+
+
+FORMATS = {
+    found.name: found
+    for found in (
+        Format("maniskill", "ManiSkill's trajectory.h5 and .json", "maniskill", "ManiSkillRecording"),
+        Format("lerobot", "LeRobotDataset v3: parquet and mp4", "lerobot", "LeRobotRecording", "lerobot_writer"),
+        Format("robomimic", "robomimic's and LIBERO's HDF5", "robomimic", "RobomimicRecording"),
+        Format("minari", "Minari's HDF5", "minari", "MinariRecording"),
+    )
+}
+"""{name: format}; the native one is read and written by `embodied_rl.episodes.reader` and ``writer``."""
+
+
+def detect_format(path: Path) -> str | None:
+    """The format of what lies at `path`: "native", a name among `FORMATS`, or None. Looks at names and first groups alone."""
+    if path.is_dir():
+        if (path / "recording.json").is_file():
+            return NATIVE
+        if (path / "meta" / "info.json").is_file():
+            return "lerobot"
+        if (path / "main_data.hdf5").is_file() or (path / "data" / "main_data.hdf5").is_file():
+            return "minari"
+        files = sorted(file for file in path.iterdir() if file.suffix in (".h5", ".hdf5"))
+        return detect_format(files[0]) if files else None
+    if path.suffix == ".json" and path.with_suffix(".h5").is_file():
+        return "maniskill"
+    if path.suffix in (".h5", ".hdf5") and path.is_file():
+        return _hdf5_format(path)
+    return None
+
+
+def _hdf5_format(path: Path) -> str:
+    """By the names of the groups; of a file that cannot be opened, by its own name, so that its reader says what is wrong."""
+    from embodied_rl.episodes.formats.hdf5 import H5File
+
+    guess = "maniskill" if path.with_suffix(".json").is_file() else "robomimic"
+    try:
+        file = H5File(path)
+    except RecordingError:
+        return guess
+    try:
+        names = file.names(file.root)
+        if "data" in names:
+            return "robomimic"
+        return "maniskill" if any(name.startswith("traj_") for name in names) else guess
+    finally:
+        file.close()
+
+
+def open_foreign(path: Path, name: str | None = None) -> ForeignRecording:
+    """Open a file or folder in another project's format; `name` is the format, None: whichever it is.
+
+    Raises:
+        RecordingError: it is in none of them, is damaged, or contradicts itself.
+        MissingExtraError: h5py or pyarrow is not installed.
+    """
+    name = name or detect_format(path)
+    if name is None or name == NATIVE:
+        raise RecordingError(f"'{path}' is no recording in a format that is known: native, {', '.join(FORMATS)}.")
+    found = format_named(name)
+    reader: type[Any] = getattr(importlib.import_module(f"{__name__}.{found.module}"), found.reader)
+    recording = reader(path)
+    assert isinstance(recording, ForeignRecording)
+    return recording
+
+
+def write_foreign(recording: Recording, output: Path, name: str, advance: Advance | None = None, **options: Any) -> tuple[FieldNote, ...]:
+    """Write a recording in the format `name`; the folder appears when it is whole.
+
+    Args:
+        recording: read one episode at a time.
+        output: a folder that is not there yet, or empty.
+        name: among `FORMATS`.
+        advance: told of every episode that is done.
+        **options: the format's own (``video`` of lerobot).
+
+    Returns:
+        What became of each field.
+
+    Raises:
+        RecordingError: the recording holds what the format cannot, or is damaged; or the folder is not empty.
+        UserError: it cannot be written.
+        MissingExtraError: h5py or pyarrow is not installed.
+    """
+    found = format_named(name)
+    module = importlib.import_module(f"{__name__}.{found.writer_module or found.module}")
+    require_free(output)
+    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve().name, advance or _ignore, **options)
+        if output.is_dir():
+            output.rmdir()
+        os.replace(temporary, output)
+    except OSError as error:
+        raise cannot_write(output, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return notes
+
+
+def require_free(output: Path) -> None:
+    """Raise RecordingError where something is in the way of a new folder."""
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise RecordingError(f"'{output}' is there already, and is not an empty folder. Name another output, or move it away.")
+
+
+def format_named(name: str) -> Format:
+    """Raises RecordingError with the nearest name."""
+    if name not in FORMATS:
+        raise RecordingError(f"Format '{name}' is not known.{did_you_mean(name, FORMATS)}")
+    return FORMATS[name]
+
+
+def _ignore(count: int) -> None:
+    """Nobody watches."""

@@ -1,0 +1,256 @@
+"""What the readers and writers of other projects' formats share: errors, checks, unknown values, and our own side entry."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import EpisodeTable, Recording, RecordingError
+from embodied_rl.types import ActionSpec, TensorSpec, VariableSpec
+
+SIDE_ENTRY = "embodied_rl"
+"""Name of the entry of ours in files of other formats: what these have no place for, and their other readers overlook."""
+PER_STEP_EXTRAS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
+"""Fields [T, ...] that no other format has a place of its own for."""
+IMPORTED = {"kind": "imported"}
+"""`RecordingInfo.policy` of a file that does not say who acted."""
+
+Advance = Callable[[int], object]
+"""Is told that so many more episodes are done."""
+
+
+def damaged(path: Path, what: str, episode: int | str | None = None, field: str | None = None) -> RecordingError:
+    """The one line for a file that is not what it should be."""
+    where = f"'{path}'"
+    where += "" if episode is None else f", episode {episode}"
+    where += "" if field is None else f", field '{field}'"
+    return RecordingError(f"{where}: {what}.")
+
+
+def unknown_seed(number: int) -> int:
+    """Stands for the seed of episode `number` of a file that has none: -1, -2, …, so that no two episodes pass for the same."""
+    return -1 - number
+
+
+class ForeignRecording(Recording):
+    """A recording in another project's format."""
+
+    format: ClassVar[str]
+    """Its name among `FORMATS`."""
+
+    def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable, notes: Sequence[FieldNote] = ()) -> None:
+        super().__init__(path, info, table)
+        self.notes = tuple(notes)
+        """What the file does not say and what stands in its place."""
+
+    @abstractmethod
+    def episode(self, number: int) -> RecordedEpisode: ...
+
+
+@dataclass
+class TableBuilder:
+    """Collects `EpisodeTable` row by row."""
+
+    rows: list[tuple[int, int, float, bool, bool, bool, str | None]]
+
+    @staticmethod
+    def empty() -> TableBuilder:
+        return TableBuilder([])
+
+    def add(self, seed: int, reward: np.ndarray, success: np.ndarray, ended: bool, task: str | None) -> None:
+        """One episode: `reward` [T], `success` [T]."""
+        total = float(reward.sum(dtype=np.float64))
+        self.rows.append((len(reward), seed, total, bool(success.any()), bool(success[-1]), ended, task))
+
+    def table(self) -> EpisodeTable:
+        def column(index: int, dtype: Any) -> np.ndarray:
+            values = np.empty(len(self.rows), dtype)
+            values[:] = [row[index] for row in self.rows]
+            return values
+
+        kinds = (np.int64, np.int64, np.float64, bool, bool, bool, object)
+        return EpisodeTable(*(column(index, kind) for index, kind in enumerate(kinds)))
+
+
+# ---- what files say -------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises RecordingError naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise damaged(path, "is missing") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, f"cannot be read as JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise damaged(path, f"must hold a JSON object, holds a {type(data).__name__}")
+    return data
+
+
+def parse_json(path: Path, text: Any, field: str, episode: int | None = None) -> dict[str, Any]:
+    """A JSON object in an attribute or a column. Raises RecordingError."""
+    try:
+        data = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise damaged(path, f"cannot be read as JSON ({error})", episode, field) from error
+    if not isinstance(data, dict):
+        raise damaged(path, f"must hold a JSON object, holds a {type(data).__name__}", episode, field)
+    return data
+
+
+def finish_episode(path: Path, number: int, fields: Mapping[str, Any]) -> RecordedEpisode:
+    """Build an episode and check it. Raises RecordingError naming file, episode and field."""
+    for name in ("action", "reward", "value", "log_prob", "sampled_action"):
+        require_finite(path, fields.get(name), number, name)
+    for key, part in fields["observation"].items():
+        require_finite(path, part, number, f"observation.{key}")
+    try:
+        return RecordedEpisode(**fields)
+    except (ValueError, TypeError) as error:
+        raise damaged(path, str(error).rstrip("."), number) from error
+
+
+def require_finite(path: Path, array: np.ndarray | None, episode: int, field: str) -> None:
+    """Raise RecordingError where an array [T, ...] holds NaN or infinity."""
+    if array is None or array.dtype.kind not in "fc":
+        return
+    finite = np.isfinite(array)
+    if not finite.all():
+        step = int(np.argwhere(~finite)[0][0])
+        raise damaged(path, f"holds {array[~finite][0]} at step {step}", episode, field)
+
+
+def as_float32(array: np.ndarray, field: str, notes: NoteBook | None = None) -> np.ndarray:
+    """`array` as float32; a note where that changes a number."""
+    single = array.astype(np.float32, copy=False)
+    if notes is not None and array.dtype != np.float32 and not np.array_equal(single.astype(array.dtype), array, equal_nan=True):
+        notes.add(field, "changed", f"{array.dtype} in the file, rounded to float32")
+    return single
+
+
+def split_ends(ended: np.ndarray, field: str, notes: NoteBook) -> bool:
+    """Whether the last of [T] flags is set. Earlier ones, which some recorders write when they go on after success, are noted."""
+    if ended[:-1].any():
+        notes.add(field, "changed", "set before the last step as well (the recorder went on after the task's end); only the last counts")
+    return bool(ended[-1])
+
+
+def last_only(length: int, value: bool) -> np.ndarray:
+    """[T] bool, False but for the last."""
+    flags = np.zeros(length, bool)
+    flags[-1] = value
+    return flags
+
+
+def repeat_last(array: np.ndarray) -> np.ndarray:
+    """[T, ...] → [T + 1, ...]"""
+    return np.concatenate([array, array[-1:]])
+
+
+def unknown_last(array: np.ndarray) -> np.ndarray:
+    """[T, ...] → [T + 1, ...] floating, the last row NaN: a state that the file does not hold."""
+    floating = array if array.dtype.kind == "f" else array.astype(np.float64)
+    return np.concatenate([floating, np.full_like(floating[-1:], np.nan)])
+
+
+# ---- specs of files that have none ----------------------------------------------------------------------------------
+
+
+class ActionBounds:
+    """Smallest and largest of each action dimension, over the episodes that went by."""
+
+    def __init__(self) -> None:
+        self.low: np.ndarray | None = None
+        self.high: np.ndarray | None = None
+
+    def add(self, action: np.ndarray) -> None:
+        """Of [T, A]; rows with NaN, which `finish_episode` refuses, do not count."""
+        action = action[np.isfinite(action).all(axis=1)]
+        if not len(action):
+            return
+        low, high = action.min(axis=0), action.max(axis=0)
+        self.low = low if self.low is None else np.minimum(self.low, low)
+        self.high = high if self.high is None else np.maximum(self.high, high)
+
+    def spec(self, notes: NoteBook) -> ActionSpec:
+        """[-1, 1] where all actions lie within, else what the data hold; a note says which."""
+        if self.low is None or self.high is None:
+            raise RecordingError("There is no episode whose actions are all numbers.")
+        if (self.low >= -1).all() and (self.high <= 1).all():
+            notes.add("spec.action", "filled", "the file has no bounds; -1 … 1, within which all actions lie")
+            return ActionSpec.continuous(-np.ones_like(self.low), np.ones_like(self.high))
+        notes.add("spec.action", "filled", "the file has no bounds; smallest and largest action of each dimension")
+        return ActionSpec.continuous(self.low, self.high)
+
+
+def tensor_specs(observation: Mapping[str, np.ndarray]) -> dict[str, TensorSpec | VariableSpec]:
+    """Specs of the parts of an episode [T + 1, ...] of numbers or texts."""
+    specs: dict[str, TensorSpec | VariableSpec] = {}
+    for key, part in observation.items():
+        specs[key] = VariableSpec("text") if part.dtype == object else TensorSpec(tuple(part.shape[1:]), str(part.dtype))
+    return specs
+
+
+# ---- our side entry -------------------------------------------------------------------------------------------------
+
+
+def side_info(info: RecordingInfo, kept: Mapping[str, TensorSpec | VariableSpec]) -> dict[str, Any]:
+    """`RecordingInfo` for a file that holds only the observations `kept`."""
+    return replace(info, spec=replace(info.spec, observation=dict(kept))).to_dict()
+
+
+def parse_side_info(path: Path, data: Any) -> RecordingInfo:
+    """The inverse of `side_info`. Raises RecordingError."""
+    try:
+        return RecordingInfo.from_dict(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(path, f"is not what this package writes ({type(error).__name__}: {error})", field=SIDE_ENTRY) from error
+
+
+def side_episode(episode: RecordedEpisode) -> dict[str, Any]:
+    """What of an episode is neither an array nor a picture. JSON-able."""
+    return {
+        "seed": episode.seed,
+        "task": episode.task,
+        "instruction": episode.instruction,
+        "metadata": dict(episode.metadata),
+    }
+
+
+def parse_side_episode(path: Path, data: Any, number: int) -> dict[str, Any]:
+    """The inverse of `side_episode`. Raises RecordingError."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "seed": (int,),
+        "task": (str, type(None)),
+        "instruction": (str, type(None)),
+        "metadata": (dict,),
+    }
+    if not isinstance(data, dict):
+        raise damaged(path, f"must be a JSON object, is a {type(data).__name__}", number, SIDE_ENTRY)
+    for name, kind in kinds.items():
+        if type(data.get(name)) not in kind:
+            raise damaged(path, f"holds {data.get(name)!r:.60} for '{name}'", number, SIDE_ENTRY)
+    return {name: data[name] for name in kinds}
+
+
+def note_side_episode(episode: RecordedEpisode, notes: NoteBook, where: str, own: Sequence[str] = ()) -> None:
+    """Notes for what `side_episode` holds; `own` are those that the format has a place of its own for."""
+    present = {"seed": True, "task": episode.task is not None, "instruction": episode.instruction is not None}
+    present["metadata"] = bool(episode.metadata)
+    for name in (name for name, there in present.items() if there):
+        notes.add(name, "kept" if name in own else "extra", "" if name in own else where)
+
+
+def note_snapshots(episode: RecordedEpisode, notes: NoteBook) -> None:
+    """Snapshots stay behind: only the simulator that they were taken from reads them."""
+    if episode.snapshots:
+        notes.add("snapshots", "lost", "only this package's simulators read them; the native format keeps them")

@@ -1,0 +1,239 @@
+"""HDF5 files of others, read with distrust, and what the formats made of them share in writing.
+
+Refused, because they reach outside of the file or would need objects to be built: links, external and virtual datasets, object and
+region references, compound and opaque types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodied_rl.episodes.formats.base import PER_STEP_EXTRAS, SIDE_ENTRY, damaged, parse_json, parse_side_episode, side_episode
+from embodied_rl.episodes.formats.notes import NoteBook
+from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import h5py
+
+MAX_FIELD_BYTES = 32 * 2**30
+"""A dataset that claims more is taken for a lie."""
+_NUMBERS = "biuf"
+
+
+def import_h5py() -> Any:
+    """h5py. Raises MissingExtraError with the pip line."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingExtraError("Reading and writing HDF5 files", "formats", error) from error
+    return h5py
+
+
+class H5File:
+    """An open HDF5 file. Every method raises RecordingError naming the file, the episode and the field."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._h5py = import_h5py()
+        if not path.is_file():
+            raise damaged(path, "is missing")
+        try:
+            self.root: h5py.Group = self._h5py.File(path, "r")
+        except (OSError, RuntimeError, ValueError) as error:
+            raise damaged(path, f"cannot be opened as HDF5: it is damaged, cut short, or another kind of file ({error})") from error
+
+    def close(self) -> None:
+        self.root.file.close()
+
+    def has(self, group: h5py.Group, name: str) -> bool:
+        # `in group` would follow links.
+        return bool(group.id.links.exists(name.encode()))
+
+    def group(self, parent: h5py.Group, name: str, episode: int | None = None) -> h5py.Group:
+        """A group right below `parent`."""
+        found = self._child(parent, name, episode)
+        if not isinstance(found, self._h5py.Group):
+            raise damaged(self.path, "must be a group, is a dataset", episode, _field(parent, name))
+        return found
+
+    def is_group(self, parent: h5py.Group, name: str, episode: int | None = None) -> bool:
+        """Whether what lies right below `parent` is a group; it must be there."""
+        return isinstance(self._child(parent, name, episode), self._h5py.Group)
+
+    def names(self, group: h5py.Group) -> list[str]:
+        """Names right below a group, in the order of creation where the file keeps it."""
+        with self._errors(None, group.name):
+            return list(group.keys())
+
+    def dataset(self, parent: h5py.Group, name: str, episode: int | None = None, kinds: str = _NUMBERS) -> h5py.Dataset:
+        """A dataset right below `parent`, whose dtype is of one of numpy's `kinds` ("O": strings, or arrays of bytes)."""
+        found, field = self._child(parent, name, episode), _field(parent, name)
+        if not isinstance(found, self._h5py.Dataset):
+            raise damaged(self.path, "must be a dataset, is a group", episode, field)
+        with self._errors(episode, field):
+            stored = found.id.get_create_plist()
+            if stored.get_external_count() or stored.get_layout() == self._h5py.h5d.VIRTUAL:
+                raise damaged(self.path, "keeps its data in another file, which is not followed", episode, field)
+            dtype = found.dtype
+            if dtype.kind == "O":
+                inner = self._h5py.check_vlen_dtype(dtype)
+                # A reference is an object too, and to follow it would leave the field that was asked for.
+                plain = self._h5py.check_string_dtype(dtype) is not None or (inner is not None and np.dtype(inner).kind in "iu")
+                if not plain:
+                    raise damaged(self.path, "holds objects or references, which are not read", episode, field)
+            if dtype.kind not in kinds:
+                raise damaged(self.path, f"must hold {'numbers' if kinds == _NUMBERS else 'text'}, holds {dtype}", episode, field)
+            if found.size is None or found.size * dtype.itemsize > MAX_FIELD_BYTES:
+                raise damaged(self.path, f"claims {found.shape} values of {dtype}, more than a field can hold", episode, field)
+        return found
+
+    def array(self, parent: h5py.Group, name: str, episode: int | None = None, length: int | None = None) -> np.ndarray:
+        """Numbers [T, ...]; `length` is the T that must be."""
+        found = self.dataset(parent, name, episode)
+        field = _field(parent, name)
+        if found.ndim < 1:
+            raise damaged(self.path, "must have a row per step, is a single number", episode, field)
+        if length is not None and found.shape[0] != length:
+            raise damaged(self.path, f"has {found.shape[0]} rows instead of {length}", episode, field)
+        with self._errors(episode, field):
+            return found[()]
+
+    def strings(self, parent: h5py.Group, name: str, episode: int | None = None, length: int | None = None) -> np.ndarray:
+        """Texts as an object array [T] of str."""
+        found = self.dataset(parent, name, episode, kinds="OS")
+        field = _field(parent, name)
+        with self._errors(episode, field):
+            values = np.atleast_1d(found[()])
+            texts = np.empty(len(values), object)
+            texts[:] = [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in values]
+        if length is not None and len(texts) != length:
+            raise damaged(self.path, f"has {len(texts)} rows instead of {length}", episode, field)
+        return texts
+
+    def leaves(self, group: h5py.Group, episode: int | None = None, joint: str = "/") -> dict[str, tuple[h5py.Group, str]]:
+        """{name below the group, levels joined by `joint`: (its parent, its own name)} of all datasets below a group."""
+        found: dict[str, tuple[h5py.Group, str]] = {}
+        for name in self.names(group):
+            child = self._child(group, name, episode)
+            if isinstance(child, self._h5py.Group):
+                found |= {f"{name}{joint}{inner}": place for inner, place in self.leaves(child, episode, joint).items()}
+            else:
+                found[name] = (group, name)
+        return found
+
+    def arrays(self, group: h5py.Group, episode: int | None = None, length: int | None = None) -> dict[str, np.ndarray]:
+        """{name below the group, levels joined by "/": numbers [length, ...]} of all datasets below a group."""
+        return {name: self.array(*place, episode, length) for name, place in self.leaves(group, episode).items()}
+
+    def attribute(self, owner: Any, name: str, episode: int | None = None) -> Any:
+        """A number or a text; None where there is none."""
+        with self._errors(episode, f"{owner.name}@{name}"):
+            if name not in owner.attrs:
+                return None
+            dtype = owner.attrs.get_id(name).dtype
+            if dtype.kind == "O" and self._h5py.check_string_dtype(dtype) is None:
+                raise damaged(self.path, "holds objects or references, which are not read", episode, f"{owner.name}@{name}")
+            value = owner.attrs[name]
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+    def _child(self, parent: h5py.Group, name: str, episode: int | None) -> Any:
+        field = _field(parent, name)
+        with self._errors(episode, field):
+            if not self.has(parent, name):
+                raise damaged(self.path, "is missing", episode, field)
+            kind = parent.id.links.get_info(name.encode()).type
+            if kind != self._h5py.h5l.TYPE_HARD:
+                raise damaged(self.path, "is a link to somewhere else, which is not followed", episode, field)
+            return parent[name]
+
+    @contextmanager
+    def _errors(self, episode: int | None, field: str) -> Iterator[None]:
+        """h5py raises many kinds of errors on damaged files; each becomes ours, which is a ValueError as well."""
+        try:
+            yield
+        except RecordingError:
+            raise
+        except (OSError, KeyError, RuntimeError, TypeError, ValueError, UnicodeError, MemoryError) as error:
+            raise damaged(self.path, f"cannot be read ({error})", episode, field) from error
+
+
+def _field(parent: h5py.Group, name: str) -> str:
+    return f"{parent.name.rstrip('/')}/{name}"
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_array(group: h5py.Group, name: str, array: np.ndarray) -> None:
+    """Numbers, or an object array of str; pictures are compressed, one per chunk, so that any is read by itself."""
+    if array.dtype == object:
+        for row, text in enumerate(array):
+            if "\0" in text or not _is_unicode(text):
+                raise RecordingError(
+                    f"{group.name}/{name}, row {row}: HDF5 files hold no text with NUL or half a surrogate pair, as {text!r:.80}."
+                )
+        group.create_dataset(name, data=list(array), dtype=import_h5py().string_dtype("utf-8"))
+    elif array.dtype == np.uint8 and array.ndim == 4 and array.size:
+        group.create_dataset(name, data=array, chunks=(1, *array.shape[1:]), compression="gzip", compression_opts=4)
+    else:
+        group.create_dataset(name, data=array)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: NoteBook, with_state: bool, flags: tuple[str, ...] = ()) -> None:
+    """Put what the format has no place for into ``embodied_rl`` below an episode's group.
+
+    Args:
+        group: the episode's.
+        episode: what to take it from.
+        notes: told of every field.
+        with_state: whether the simulator's states are among it.
+        flags: which of terminated, truncated and success are among it.
+    """
+    extras = {name: part for name in (*PER_STEP_EXTRAS, *flags) if (part := getattr(episode, name)) is not None}
+    extras |= {f"images/{camera}": pictures for camera, pictures in episode.images.items()}
+    if with_state:
+        extras |= {f"state/{name}": part for name, part in (episode.state or {}).items()}
+    ours = group.create_group(SIDE_ENTRY, track_order=True)
+    ours.attrs["episode"] = json.dumps(side_episode(episode))
+    for name, part in extras.items():
+        write_array(ours, name, part)
+        field = name.split("/")[0]
+        notes.add(field if field == "state" else name.replace("/", "."), "extra", f"{SIDE_ENTRY}/{name.split('/')[0]}")
+
+
+def read_extras(file: H5File, group: h5py.Group, number: int, length: int) -> dict[str, Any]:
+    """Fields of `RecordedEpisode` that `write_extras` put there; empty for a file of somebody else. Raises RecordingError."""
+    if not file.has(group, SIDE_ENTRY):
+        return {}
+    ours = file.group(group, SIDE_ENTRY, number)
+    fields = parse_side_episode(file.path, parse_json(file.path, file.attribute(ours, "episode", number), SIDE_ENTRY, number), number)
+    for name in (*PER_STEP_EXTRAS, "terminated", "truncated", "success"):
+        if file.has(ours, name):
+            fields[name] = read_column(file, ours, name, number, length)
+    for name in ("images", "state"):
+        if file.has(ours, name):
+            fields[name] = file.arrays(file.group(ours, name, number), number, length + 1)
+    return fields
+
+
+def read_column(file: H5File, group: h5py.Group, name: str, number: int, length: int) -> np.ndarray:
+    """Numbers [T, ...] or texts [T]."""
+    if file.dataset(group, name, number, kinds="biufOS").dtype.kind in "OS":
+        return file.strings(group, name, number, length)
+    return file.array(group, name, number, length)

@@ -1,0 +1,427 @@
+"""Reads LeRobotDataset v3; `lerobot_layout` says what lies where."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.episodes.formats import lerobot_layout as layout
+from embodied_rl.episodes.formats.base import (
+    IMPORTED,
+    PER_STEP_EXTRAS,
+    ActionBounds,
+    ForeignRecording,
+    TableBuilder,
+    as_float32,
+    damaged,
+    finish_episode,
+    last_only,
+    parse_json,
+    parse_side_episode,
+    parse_side_info,
+    read_json,
+    repeat_last,
+    split_ends,
+    unknown_last,
+    unknown_seed,
+)
+from embodied_rl.episodes.formats.lerobot_columns import Clip, DataFile, decode_picture
+from embodied_rl.episodes.formats.lerobot_layout import Feature
+from embodied_rl.episodes.formats.notes import NoteBook
+from embodied_rl.episodes.frames import Frames
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
+
+_OPEN_CLIPS, _OPEN_FILES = 8, 4
+_REWARDS, _SUCCESSES, _DONES = ("next.reward", "reward"), ("next.success", "success"), ("next.done", "done")
+_PLACES = ("episode_index", "length", "data/chunk_index", "data/file_index", "dataset_from_index", "dataset_to_index")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an episode lies."""
+
+    length: int
+    first_index: int
+    """Its first row, counted over all files."""
+    data: Path
+    videos: Mapping[str, tuple[Path, float]]
+    """{feature: (file, second of the first picture)}"""
+
+
+class LeRobotRecording(ForeignRecording):
+    """Reads one data set. Raises RecordingError where it is damaged or contradicts itself."""
+
+    format = "lerobot"
+
+    def __init__(self, path: Path) -> None:
+        self._parquet = layout.import_pyarrow()[1]
+        self._root, notes = path, NoteBook()
+        self._files: OrderedDict[Path, DataFile] = OrderedDict()
+        self._clips: OrderedDict[Path, Clip] = OrderedDict()
+        self._info = self._read_info()
+        self._fps: float = self._info["fps"]
+        self._tasks = self._read_tasks()
+        self._places = self._read_places()
+        side = self._read_side()
+        self._side_episodes = self._read_side_episodes() if side else None
+        if side is not None:
+            info, self._features = side
+        else:
+            self._features = tuple(self._foreign_features(notes))
+            info = None
+        table, action, several = self._survey(notes, None if info is None else info.spec.action)
+        info = self._foreign_info(action, several, notes) if info is None else info
+        super().__init__(path, info, table.table(), notes.notes())
+
+    # ---- episodes ----
+
+    def episode(self, number: int) -> RecordedEpisode:
+        position, notes = self._position(number), NoteBook()
+        return self._build(position, notes)
+
+    def _build(self, number: int, notes: NoteBook) -> RecordedEpisode:
+        place = self._places[number]
+        rows = self._rows(number, [feature for feature in self._features if feature.storage != "video"])
+        fields = self._flags(number, rows, notes)
+        parts: dict[str, dict[str, Any]] = {"observation": {}, "state": {}, "images": {}}
+        for feature in self._features:
+            room, _, key = feature.field.partition(".")
+            if room in parts and key:
+                picture = feature.is_picture
+                values = self._pictures(number, feature, rows) if picture else rows[feature.field]
+                if not picture:
+                    values = unknown_last(values) if room == "state" else repeat_last(values)
+                parts[room][key] = values
+        for name in PER_STEP_EXTRAS:
+            if name in rows:
+                fields[name] = rows[name]
+        fields |= {"observation": parts["observation"], "state": parts["state"] or None, "images": parts["images"]}
+        if self._side_episodes is None:
+            fields |= {"instruction": self._episode_tasks[number], "metadata": {}}
+        else:
+            fields |= self._side_episodes[number]
+        fields["metadata"] = {**fields["metadata"], "final_observation": "repeated"}
+        return finish_episode(place.data, number, fields)
+
+    def _flags(self, number: int, rows: Mapping[str, np.ndarray], notes: NoteBook) -> dict[str, Any]:
+        """Action, reward, flags and seed of an episode."""
+        length = self._places[number].length
+        action = rows["action"]
+        fields: dict[str, Any] = {"seed": unknown_seed(number) if self._side_episodes is None else self._side_episodes[number]["seed"]}
+        fields["action"] = action if action.dtype.kind in "iO" else as_float32(action, "action", notes)
+        fields["reward"] = as_float32(rows.get("reward", np.zeros(length, np.float32)), "reward", notes)
+        fields["success"] = rows.get("success", np.zeros(length, bool)).astype(bool)
+        for name in ("reward", "success"):
+            if name not in rows:
+                notes.add(name, "filled", f"the data set has none; {'0' if name == 'reward' else 'False'} at every step")
+        if "terminated" in rows and "truncated" in rows:
+            return fields | {name: rows[name].astype(bool) for name in ("terminated", "truncated")}
+        done = split_ends(rows["done"].astype(bool), "terminated", notes) if "done" in rows else False
+        notes.add("terminated", "filled", "the last step's 'next.done', which does not tell the task's end from a cut; False without it")
+        notes.add("truncated", "filled", "an episode that is not done at its last step was cut by its recorder")
+        return fields | {"terminated": last_only(length, done), "truncated": last_only(length, not done)}
+
+    def _rows(self, number: int, features: list[Feature]) -> dict[str, np.ndarray]:
+        """{field: [T, …]} of an episode's columns; pictures as object arrays of bytes."""
+        place = self._places[number]
+        names = {"episode_index", *(feature.name for feature in features)}
+        if (done := next((name for name in _DONES if name in self._info["features"]), None)) is not None:
+            names.add(done)
+        table = self._file(place.data).episode(number, place.length, sorted(names))
+        columns = {feature.field: table.column(feature.name, feature.storage, feature.dtype, feature.shape) for feature in features}
+        if done is not None:
+            columns["done"] = table.column(done, "column", "bool", ())
+        return columns
+
+    def _pictures(self, number: int, feature: Feature, rows: Mapping[str, np.ndarray]) -> Any:
+        """[T + 1, H, W, 3]; the last picture stands twice."""
+        place = self._places[number]
+        last = place.length - 1
+        if feature.storage == "image":
+            files = rows[feature.field]
+
+            def read_file(time: int) -> np.ndarray:
+                return decode_picture(place.data, number, feature, files[min(time, last)])
+
+            return Frames(place.length + 1, feature.shape, read_file)
+        path, start = place.videos[feature.name]
+
+        def read_frame(time: int) -> np.ndarray:
+            # Opened now and not before: a data set may have more videos than a process may have files.
+            return self._clip(path, number, feature).read(start + min(time, last) / self._fps, number, feature)
+
+        self._clip(path, number, feature)
+        return Frames(place.length + 1, feature.shape, read_frame)
+
+    # ---- files ----
+
+    def _file(self, path: Path) -> DataFile:
+        return _cached(self._files, path, _OPEN_FILES, partial(DataFile, path, self._parquet))
+
+    def _clip(self, path: Path, number: int, feature: Feature) -> Clip:
+        return _cached(self._clips, path, _OPEN_CLIPS, partial(Clip, path, self._fps, number, feature))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        for clip in self._clips.values():
+            clip.close()
+        self._files.clear()
+        self._clips.clear()
+
+    # ---- meta ----
+
+    def _read_info(self) -> dict[str, Any]:
+        path = self._root / layout.INFO
+        info = read_json(path)
+        version = info.get("codebase_version")
+        if not isinstance(version, str) or not version.startswith("v3."):
+            raise damaged(
+                path,
+                f"is {version!r}; v3.x is read. LeRobot's own convert_dataset_v21_to_v30 brings older data sets up to it",
+                field="codebase_version",
+            )
+        for name, kinds in (("fps", (int, float)), ("features", (dict,)), ("data_path", (str,))):
+            if type(info.get(name)) not in kinds:
+                raise damaged(path, f"is {info.get(name)!r:.60}", field=name)
+        if not info["fps"] > 0:
+            raise damaged(path, f"must be above 0, is {info['fps']}", field="fps")
+        for name, feature in info["features"].items():
+            shape = feature.get("shape") if isinstance(feature, dict) else None
+            if not isinstance(shape, list) or not isinstance(feature.get("dtype"), str) or any(type(size) is not int for size in shape):
+                raise damaged(path, "must have a dtype and a shape of whole numbers", field=f"features.{name}")
+        return info
+
+    def _table(self, path: Path, columns: list[str] | None = None) -> Any:
+        try:
+            return self._parquet.read_table(path, columns=columns)
+        except Exception as error:  # pyarrow's errors have half a dozen classes
+            raise damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
+
+    def _read_tasks(self) -> dict[int, str]:
+        """{task_index: text}"""
+        path = self._root / layout.TASKS
+        if not path.is_file():
+            raise damaged(path, "is missing")
+        table = self._table(path)
+        texts = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
+        if texts is None or "task_index" not in table.column_names:
+            raise damaged(path, f"must have the columns 'task' and 'task_index', has {table.column_names}")
+        return dict(zip(map(int, table["task_index"].to_pylist()), map(str, table[texts].to_pylist()), strict=True))
+
+    def _read_places(self) -> list[_Place]:
+        """From ``meta/episodes``, whose rows must be the episodes 0, 1, … one after another."""
+        folder = self._root / layout.EPISODES_DIR
+        paths = sorted(folder.glob("*/*.parquet"))
+        if not paths:
+            raise damaged(folder, "holds no parquet file")
+        videos = [name for name, feature in self._info["features"].items() if feature["dtype"] == "video"]
+        wanted = [*_PLACES, *(f"videos/{name}/{column}" for name in videos for column in ("chunk_index", "file_index", "from_timestamp"))]
+        rows: list[dict[str, Any]] = []
+        for path in paths:
+            present = self._table(path)
+            if missing := [name for name in wanted if name not in present.column_names]:
+                raise damaged(path, "is missing", field=missing[0])
+            rows += present.select(wanted).to_pylist()
+        rows.sort(key=lambda row: row["episode_index"])
+        total, first = self._info.get("total_episodes", len(rows)), 0
+        if not rows or [row["episode_index"] for row in rows] != list(range(total)):
+            raise damaged(folder, f"lists {len(rows)} episodes, {layout.INFO} says {total}, numbered from 0")
+        places = []
+        for number, row in enumerate(rows):
+            if row["dataset_from_index"] != first or row["dataset_to_index"] != first + row["length"] or row["length"] < 1:
+                what = f"says rows {row['dataset_from_index']} to {row['dataset_to_index']} and length {row['length']}; row {first} is next"
+                raise damaged(folder, what, number, "length")
+            places.append(self._place(row, videos))
+            first += row["length"]
+        if first != self._info.get("total_frames", first):
+            raise damaged(folder, f"lists {first} steps, {layout.INFO} says {self._info['total_frames']}")
+        return places
+
+    def _place(self, row: Mapping[str, Any], videos: list[str]) -> _Place:
+        indices = {"chunk_index": row["data/chunk_index"], "file_index": row["data/file_index"]}
+        found = {}
+        for name in videos:
+            where = {index: row[f"videos/{name}/{index}"] for index in ("chunk_index", "file_index")}
+            template = str(self._info.get("video_path") or layout.VIDEO_PATH)
+            found[name] = (layout.inside(self._root, template, video_key=name, **where), float(row[f"videos/{name}/from_timestamp"]))
+        return _Place(row["length"], row["dataset_from_index"], layout.inside(self._root, self._info["data_path"], **indices), found)
+
+    # ---- ours ----
+
+    def _read_side(self) -> tuple[RecordingInfo, tuple[Feature, ...]] | None:
+        path = self._root / layout.SIDE_INFO
+        if not path.is_file():
+            return None
+        data = read_json(path)
+        try:
+            features = tuple(Feature.from_dict(entry) for entry in data["features"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(path, f"cannot be read ({error})", field="features") from error
+        for feature in features:
+            if feature.name not in self._info["features"]:
+                raise damaged(path, f"names a feature that {layout.INFO} does not have", field=feature.name)
+        return parse_side_info(path, data), features
+
+    def _read_side_episodes(self) -> list[dict[str, Any]] | None:
+        """Of each episode; None where the data set has grown since, by somebody else's hand."""
+        path = self._root / layout.SIDE_EPISODES
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise damaged(path, f"cannot be read ({error})") from error
+        if len(lines) < len(self._places):
+            lines += [
+                json.dumps({"seed": unknown_seed(n), "task": None, "instruction": self._episode_tasks[n], "metadata": {}})
+                for n in range(len(lines), len(self._places))
+            ]
+        if len(lines) != len(self._places):
+            raise damaged(path, f"holds {len(lines)} episodes, the data set {len(self._places)}")
+        return [parse_side_episode(path, parse_json(path, line, "line", number), number) for number, line in enumerate(lines)]
+
+    @cached_property
+    def _episode_tasks(self) -> list[str | None]:
+        """The text of each episode's first step."""
+        tasks: list[str | None] = []
+        for number, place in enumerate(self._places):
+            index = int(
+                self._file(place.data)
+                .episode(number, place.length, ["episode_index", "task_index"])
+                .column("task_index", "column", "int64", ())[0]
+            )
+            if index not in self._tasks:
+                raise damaged(place.data, f"names task {index}, which {layout.TASKS} does not have", number, "task_index")
+            tasks.append(self._tasks[index])
+        return tasks
+
+    # ---- theirs ----
+
+    def _foreign_features(self, notes: NoteBook) -> Iterator[Feature]:
+        features: dict[str, dict[str, Any]] = self._info["features"]
+        if "action" not in features:
+            raise damaged(self._root / layout.INFO, "is missing", field="features.action")
+        fields = {"action": "action"}
+        for ours, theirs in (("reward", _REWARDS), ("success", _SUCCESSES)):
+            if found := next((name for name in theirs if name in features), None):
+                fields[found] = ours
+        for ours in ("terminated", "truncated"):
+            if f"next.{ours}" in features:
+                fields[f"next.{ours}"] = ours
+        cameras = [name for name, feature in features.items() if feature["dtype"] in ("image", "video") and _is_rgb(feature)]
+        for name, feature in features.items():
+            if name in layout.COUNTERS or name in _DONES:
+                continue
+            if name in cameras:
+                camera = name.removeprefix("observation.").removeprefix("images.")
+                key = "rgb" if len(cameras) == 1 else f"rgb.{camera}"
+                height, width = _sides(feature)
+                yield Feature(f"observation.{key}", name, feature["dtype"], "uint8", (height, width, 3))
+            elif name in fields or name.startswith("observation."):
+                if (read := _column(fields.get(name, name), name, feature)) is not None:
+                    yield read
+                else:
+                    notes.add(name, "lost", f"columns of {feature['dtype']} are not read")
+            else:
+                notes.add(name, "lost", "no part of an episode here")
+
+    def _survey(self, notes: NoteBook, action: ActionSpec | None) -> tuple[TableBuilder, ActionSpec, bool]:
+        """Read the small columns of all episodes once."""
+        small = [feature for feature in self._features if feature.field in ("action", "reward", "success", "terminated", "truncated")]
+        table, bounds, choices = TableBuilder.empty(), ActionBounds(), -1
+        for number in range(len(self._places)):
+            fields = self._flags(number, self._rows(number, small), notes)
+            if action is None and fields["action"].dtype == np.int64:
+                choices = max(choices, int(fields["action"].max()))
+            elif action is None and fields["action"].dtype != object:
+                bounds.add(fields["action"])
+            task = self._side_episodes[number]["task"] if self._side_episodes is not None else None
+            table.add(fields["seed"], fields["reward"], fields["success"], bool(fields["terminated"][-1] or fields["truncated"][-1]), task)
+        if action is None:
+            action = self._action_spec(bounds, choices, notes)
+        notes.add("observation", "filled", "the format has none after the last step; the last one stands twice")
+        if any(feature.field.startswith("state.") for feature in self._features):
+            notes.add("state", "filled", "the format has none after the last step; NaN")
+        if self._side_episodes is None:
+            notes.add("seed", "filled", "the format has none; negative numbers, one for each episode")
+        return table, action, len(set(self._episode_tasks)) > 1
+
+    def _action_spec(self, bounds: ActionBounds, choices: int, notes: NoteBook) -> ActionSpec:
+        feature = next(feature for feature in self._features if feature.field == "action")
+        if feature.storage == "text":
+            return ActionSpec.text()
+        if feature.dtype == "int64":
+            notes.add("spec.action", "filled", "the file has no number of choices; the largest action and one")
+            return ActionSpec.discrete(choices + 1)
+        return bounds.spec(notes)
+
+    def _foreign_info(self, action: ActionSpec, several: bool, notes: NoteBook) -> RecordingInfo:
+        observation: dict[str, TensorSpec | VariableSpec] = {}
+        for feature in self._features:
+            if feature.field.startswith("observation."):
+                key = feature.field.removeprefix("observation.")
+                observation[key] = VariableSpec("text") if feature.storage == "text" else TensorSpec(feature.shape, feature.dtype)
+        if not observation:
+            raise damaged(self._root / layout.INFO, "names no feature 'observation.…'", field="features")
+        notes.add("spec.task", "filled", "the format has no name of a simulator's task; the folder's")
+        if several:
+            notes.add("instruction", "kept", "differs between episodes")
+        spec = SimSpec(
+            task=self._root.resolve().name,
+            observation=observation,
+            action=action,
+            control_hz=float(self._fps),
+            instruction=None if several else self._episode_tasks[0],
+            reports_success=any(feature.field == "success" for feature in self._features),
+        )
+        return RecordingInfo(spec, sim={}, policy=IMPORTED, metadata={"format": self.format, "robot_type": self._info.get("robot_type")})
+
+
+def _is_rgb(feature: Mapping[str, Any]) -> bool:
+    info = feature.get("info") or {}
+    depth = isinstance(info, dict) and (info.get("video.is_depth_map") or info.get("is_depth_map"))
+    return len(feature["shape"]) == 3 and 3 in (feature["shape"][0], feature["shape"][-1]) and not depth
+
+
+def _sides(feature: Mapping[str, Any]) -> tuple[int, int]:
+    """Height and width; some data sets put the channels first, and say so in the names or not at all."""
+    first, second, third = feature["shape"]
+    return (first, second) if third == 3 else (second, third)
+
+
+def _column(field: str, name: str, feature: Mapping[str, Any]) -> Feature | None:
+    """A column of numbers or texts; None for what is neither."""
+    shape = tuple(feature["shape"])
+    if feature["dtype"] == "string":
+        return Feature(field, name, "text") if field.startswith("observation.") or field == "action" else None
+    try:
+        dtype = np.dtype(feature["dtype"])
+    except TypeError:
+        return None
+    if dtype.kind not in "biuf":
+        return None
+    if field == "action" and dtype.kind in "iu":
+        return Feature(field, name, "column", "int64", (1,)) if shape in ((), (1,)) else Feature(field, name, "column", "float32", shape)
+    scalar = field in ("reward", "success", "terminated", "truncated")
+    return Feature(field, name, "column", str(dtype), () if scalar else shape)
+
+
+def _cached(cache: OrderedDict[Path, Any], path: Path, limit: int, make: Any) -> Any:
+    """The least recently used beyond `limit` are closed."""
+    if path not in cache:
+        cache[path] = make()
+    cache.move_to_end(path)
+    while len(cache) > limit:
+        cache.popitem(last=False)[1].close()
+    return cache[path]
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,139 @@
+"""The files and columns of a LeRobotDataset v3 (https://huggingface.co/docs/lerobot/lerobot-dataset-v3), and where our fields go.
+
+``meta/info.json`` lists the *features*: columns of ``data/chunk-000/file-000.parquet`` (a row per step, several episodes a file), and
+videos ``videos/{feature}/chunk-000/file-000.mp4`` (several episodes a file, one after another). ``meta/episodes`` says for each episode
+which rows and which seconds are its own, ``meta/tasks.parquet`` what was to be done, ``meta/stats.json`` the features' statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from embodied_rl.episodes.formats.base import SIDE_ENTRY, damaged
+from embodied_rl.errors import MissingExtraError
+
+VERSION = "v3.0"
+INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+EPISODES_DIR = "meta/episodes"
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = EPISODES_DIR + "/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+SIDE_INFO, SIDE_EPISODES = f"meta/{SIDE_ENTRY}/recording.json", f"meta/{SIDE_ENTRY}/episodes.jsonl"
+"""Our side entry: in files of its own, so that LeRobot can append episodes to ours."""
+FILES_PER_CHUNK, DATA_FILE_MB, VIDEO_FILE_MB = 1000, 100, 200
+
+COUNTERS: dict[str, dict[str, Any]] = {
+    "timestamp": {"dtype": "float32", "shape": [1], "names": None},
+    "frame_index": {"dtype": "int64", "shape": [1], "names": None},
+    "episode_index": {"dtype": "int64", "shape": [1], "names": None},
+    "index": {"dtype": "int64", "shape": [1], "names": None},
+    "task_index": {"dtype": "int64", "shape": [1], "names": None},
+}
+"""Columns that every data set has."""
+
+Storage = Literal["column", "text", "json", "image", "video"]
+"""column: numbers. text, json: strings. image: a PNG file in each row. video: an mp4 file."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One of our fields as a feature of LeRobot's."""
+
+    field: str
+    """As in `RecordedEpisode`: ``observation.state``, ``reward``, ``state.actors/cube``."""
+    name: str
+    """The feature's."""
+    storage: Storage
+    dtype: str = ""
+    """numpy's; empty for strings."""
+    shape: tuple[int, ...] = ()
+    """Of a row in our field. LeRobot has no rows without axes: () is (1,) there."""
+
+    @property
+    def is_picture(self) -> bool:
+        return self.storage in ("image", "video")
+
+    def to_info(self, fps: int) -> dict[str, Any]:
+        """The feature's entry in ``info.json``."""
+        if self.storage in ("text", "json"):
+            return {"dtype": "string", "shape": [1], "names": None}
+        if self.storage == "column":
+            return {"dtype": self.dtype, "shape": list(self.shape or (1,)), "names": None}
+        height, width = even_sides(self.shape) if self.storage == "video" else self.shape[:2]
+        entry: dict[str, Any] = {"dtype": self.storage, "shape": [height, width, 3], "names": ["height", "width", "channels"]}
+        if self.storage == "video":
+            video = {
+                "height": height,
+                "width": width,
+                "codec": "h264",
+                "pix_fmt": "yuv420p",
+                "is_depth_map": False,
+                "fps": fps,
+                "channels": 3,
+            }
+            entry["info"] = {f"video.{key}": value for key, value in video.items()} | {"has_audio": False}
+        return entry
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"field": self.field, "name": self.name, "storage": self.storage, "dtype": self.dtype, "shape": list(self.shape)}
+
+    @staticmethod
+    def from_dict(data: Any) -> Feature:
+        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
+        if data["storage"] not in ("column", "text", "json", "image", "video"):
+            raise ValueError(f"storage {data['storage']!r}")
+        return Feature(
+            str(data["field"]), str(data["name"]), data["storage"], str(data["dtype"]), tuple(int(size) for size in data["shape"])
+        )
+
+
+def even_sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Height and width as H.264 in yuv420p needs them."""
+    return shape[0] + shape[0] % 2, shape[1] + shape[1] % 2
+
+
+FIXED_NAMES = {
+    "action": "action",
+    "reward": "next.reward",
+    "success": "next.success",
+    "terminated": "next.terminated",
+    "truncated": "next.truncated",
+}
+"""Our fields → features, as LeRobot's own simulated data sets name them; ``next.done`` goes beside."""
+
+
+def feature_name(field: str, picture: bool, taken: set[str]) -> str:
+    """The feature of one of our fields: no slashes, which LeRobot forbids, and different from those `taken`."""
+    if field in FIXED_NAMES:
+        return FIXED_NAMES[field]
+    room, _, key = field.partition(".")
+    name = field
+    if picture:
+        name = f"observation.images.{key.removeprefix('rgb.') if room == 'observation' else f'view.{key}'}"
+    name = name.replace("/", ".")
+    if name in taken or name in COUNTERS:
+        name = f"{name}_{len(taken)}"
+    return name
+
+
+def import_pyarrow() -> tuple[Any, Any]:
+    """pyarrow and pyarrow.parquet. Raises MissingExtraError with the pip line."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise MissingExtraError("Reading and writing LeRobot data sets", "formats", error) from error
+    return pa, pq
+
+
+def inside(root: Path, template: str, **indices: Any) -> Path:
+    """A file that ``info.json`` names by a template. Raises RecordingError where it does not lie in the data set's folder."""
+    try:
+        path = root / template.format(**indices)
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+        raise damaged(root / INFO, f"holds a template '{template}' that cannot be filled in ({error})") from error
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise damaged(root / INFO, f"names '{path}', which is not in the data set's folder")
+    return path

@@ -1,0 +1,443 @@
+"""Writes a LeRobotDataset v3; `lerobot_layout` says what goes where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from embodied_rl.episodes.formats import lerobot_layout as layout
+from embodied_rl.episodes.formats.base import PER_STEP_EXTRAS, Advance, note_side_episode, note_snapshots, side_episode, side_info
+from embodied_rl.episodes.formats.lerobot_layout import Feature
+from embodied_rl.episodes.formats.lerobot_stats import Stats, picture_stats, pooled, to_lists, vector_stats
+from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
+from embodied_rl.episodes.pictures import DEFAULT_FPS, VideoWriter, encode_png
+from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.types import SimSpec, VariableSpec
+
+Video = Literal["mp4", "png"]
+_MIN_VIDEO_SIDE = 16
+_EPISODES_PER_WRITE = 100
+_LAST_LOST = "the one after the last step is lost: LeRobot has a row for each step"
+
+
+class _UnevenError(Exception):
+    """An optional field that some episodes have and others have not, or in another shape: LeRobot has the same columns everywhere."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(field)
+        self.field = field
+
+
+def write(recording: Recording, folder: Path, name: str, advance: Advance, video: Video = "mp4") -> tuple[FieldNote, ...]:
+    """Write the data set into an empty folder; `name` is not needed.
+
+    Args:
+        recording: of at least one episode.
+        folder: where to.
+        name: of the folder later.
+        advance: told of every episode.
+        video: mp4: pictures as H.264, small and not exact; png: each as a PNG file in its row, exact.
+
+    Raises:
+        RecordingError: the recording holds nothing that the format can, or is damaged.
+        OSError: the files cannot be written.
+    """
+    if video not in ("mp4", "png"):
+        raise RecordingError(f"LeRobot's data sets hold pictures as mp4 or png, not as '{video}'.")
+    if not len(recording):
+        raise RecordingError(f"'{recording.path}' holds no episode, and LeRobot's data sets hold at least one.")
+    dropped: set[str] = set()
+    while True:
+        target = folder / f"attempt_{len(dropped)}"
+        writer = _Writer(recording, target, video, dropped)
+        try:
+            notes = writer.write(advance)
+        except _UnevenError as uneven:
+            # Known only when the episode comes; to look at all of them first would mean to decode all their pictures twice.
+            dropped.add(uneven.field)
+            continue
+        for part in target.iterdir():
+            part.rename(folder / part.name)
+        for attempt in folder.glob("attempt_*"):
+            _remove(attempt)
+        return notes
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder)
+
+
+class _Writer:
+    """One attempt; `dropped` are fields that are known not to be in all episodes."""
+
+    def __init__(self, recording: Recording, folder: Path, video: Video, dropped: set[str]) -> None:
+        self._arrow, self._parquet = layout.import_pyarrow()
+        self._recording, self._folder, self._dropped = recording, folder, dropped
+        self._notes = NoteBook()
+        for field in dropped:
+            self._notes.add(field, "lost", "not in all episodes alike, and LeRobot has the same columns for all")
+        self._fps = self._rate(recording.spec)
+        first = recording.episode(0)
+        self._features = tuple(_features(recording.spec, first, video, dropped, self._notes))
+        self._data = _DataFiles(folder, self._arrow, self._parquet, self._schema())
+        self._videos = {f.name: _VideoFiles(folder, f, self._fps) for f in self._features if f.storage == "video"}
+        self._tasks: dict[str, int] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._picture_stats: dict[str, list[Stats]] = {f.name: [] for f in self._features if f.is_picture}
+        self._num_frames = 0
+
+    def _rate(self, spec: SimSpec) -> int:
+        fps = max(1, round(spec.control_hz or DEFAULT_FPS))
+        if spec.control_hz is None:
+            self._notes.add("fps", "filled", f"the recording does not say how often it acts; {fps} a second")
+        elif fps != spec.control_hz:
+            self._notes.add("fps", "changed", f"{spec.control_hz:g} a second, rounded to {fps} as LeRobot needs a whole number")
+        return fps
+
+    def write(self, advance: Advance) -> tuple[FieldNote, ...]:
+        side = self._folder / layout.SIDE_EPISODES
+        side.parent.mkdir(parents=True)
+        episodes = _EpisodesFile(self._folder, self._arrow, self._parquet)
+        with side.open("w", encoding="utf-8") as lines:
+            try:
+                for number, episode in enumerate(self._recording):
+                    episodes.add(self._add(number, episode))
+                    lines.write(json.dumps(side_episode(episode)) + "\n")
+                    note_side_episode(episode, self._notes, layout.SIDE_EPISODES)
+                    note_snapshots(episode, self._notes)
+                    advance(1)
+            finally:
+                episodes.close()
+                self._data.close()
+                for files in self._videos.values():
+                    files.close()
+        self._write_meta()
+        return self._notes.notes()
+
+    def _add(self, number: int, episode: RecordedEpisode) -> dict[str, Any]:
+        """Write one episode's rows and pictures; returns its row of ``meta/episodes``."""
+        length = episode.num_steps
+        task = episode.instruction or episode.task or self._recording.spec.instruction or self._recording.spec.task
+        task_index = self._tasks.setdefault(task, len(self._tasks))
+        columns: dict[str, np.ndarray] = {
+            "timestamp": (np.arange(length) / self._fps).astype(np.float32),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, number),
+            "index": self._num_frames + np.arange(length),
+            "task_index": np.full(length, task_index),
+            "next.done": episode.terminated | episode.truncated,
+        }
+        row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": length}
+        fields = dict(_fields(episode))
+        for uneven in fields.keys() - {f.field for f in self._features} - self._dropped - set(self._unheld()):
+            raise _UnevenError(uneven)
+        stats: dict[str, Stats] = {}
+        for feature in self._features:
+            if feature.field not in fields:
+                raise _UnevenError(feature.field)
+            part = fields[feature.field][:length]
+            if feature.storage not in ("text", "json") and tuple(part.shape[1:]) != feature.shape:
+                raise _UnevenError(feature.field)
+            if feature.is_picture:
+                stats[feature.name] = picture_stats(part)
+                self._picture_stats[feature.name].append(stats[feature.name])
+            if feature.storage == "video":
+                row |= self._videos[feature.name].add(part)
+            else:
+                columns[feature.name] = part
+        row |= self._data.add(self._table(columns), length)
+        row |= {"dataset_from_index": self._num_frames, "dataset_to_index": self._num_frames + length}
+        stats |= {name: vector_stats(part) for name, part in columns.items() if part.dtype != object and name not in stats}
+        row |= {f"stats/{name}/{key}": value for name, each in stats.items() for key, value in to_lists(each).items()}
+        self._num_frames += length
+        return row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+
+    def _unheld(self) -> Iterator[str]:
+        """Fields that are noted as lost already."""
+        return (note.field for note in self._notes if note.fate == "lost")
+
+    # ---- tables ----
+
+    def _schema(self) -> Any:
+        pa = self._arrow
+        fields = [pa.field(name, pa.float32() if entry["dtype"] == "float32" else pa.int64()) for name, entry in layout.COUNTERS.items()]
+        fields.append(pa.field("next.done", pa.bool_()))
+        for feature in self._features:
+            if feature.storage == "image":
+                fields.append(pa.field(feature.name, pa.struct({"bytes": pa.binary(), "path": pa.string()})))
+            elif feature.storage in ("text", "json"):
+                fields.append(pa.field(feature.name, pa.string()))
+            elif feature.storage == "column":
+                kind = pa.from_numpy_dtype(np.dtype(feature.dtype))
+                if feature.shape not in ((), (1,)):
+                    for size in reversed(feature.shape):
+                        kind = pa.list_(kind, size)
+                fields.append(pa.field(feature.name, kind))
+        return pa.schema(fields)
+
+    def _table(self, columns: Mapping[str, np.ndarray]) -> Any:
+        pa, features = self._arrow, {feature.name: feature for feature in self._features}
+        arrays = []
+        for field in self._data.schema:
+            part, feature = columns[field.name], features.get(field.name)
+            if feature is not None and feature.storage == "image":
+                files = [{"bytes": encode_png(picture), "path": None} for picture in part]
+                arrays.append(pa.array(files, field.type))
+            elif feature is not None and feature.storage == "json":
+                arrays.append(pa.array([json.dumps(value) for value in part], field.type))
+            elif part.dtype == object:
+                try:
+                    arrays.append(pa.array(list(part), field.type))
+                except UnicodeError as error:
+                    raise RecordingError(
+                        f"Feature '{field.name}': parquet files hold no text with half a surrogate pair ({error})."
+                    ) from error
+            else:
+                arrays.append(_nested(pa, part, field.type))
+        return pa.Table.from_arrays(arrays, schema=self._data.schema)
+
+    # ---- meta ----
+
+    def _write_meta(self) -> None:
+        pa, folder, count = self._arrow, self._folder, len(self._recording)
+        features = {feature.name: feature.to_info(self._fps) for feature in self._features}
+        features |= {"next.done": {"dtype": "bool", "shape": [1], "names": None}, **layout.COUNTERS}
+        info = {
+            "codebase_version": layout.VERSION,
+            "robot_type": dict(self._recording.info.sim.get("kwargs") or {}).get("robot_uids"),
+            "total_episodes": count,
+            "total_frames": self._num_frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": layout.FILES_PER_CHUNK,
+            "data_files_size_in_mb": layout.DATA_FILE_MB,
+            "video_files_size_in_mb": layout.VIDEO_FILE_MB,
+            "fps": self._fps,
+            "splits": {"train": f"0:{count}"},
+            "data_path": layout.DATA_PATH,
+            "video_path": layout.VIDEO_PATH if self._videos else None,
+            "features": features,
+        }
+        (folder / layout.INFO).write_text(json.dumps(info, indent=4), encoding="utf-8")
+        tasks = pa.table({"task_index": pa.array(self._tasks.values(), pa.int64()), "__index_level_0__": pa.array(self._tasks)})
+        self._parquet.write_table(tasks.replace_schema_metadata(_pandas_index("__index_level_0__")), folder / layout.TASKS)
+        stats = {name: pooled(each) for name, each in self._picture_stats.items()}
+        stats |= {name: vector_stats(self._data.column(name)) for name in self._data.numeric()}
+        (folder / layout.STATS).write_text(json.dumps({name: to_lists(each) for name, each in stats.items()}, indent=4), encoding="utf-8")
+        kept = {
+            key: part
+            for key, part in self._recording.spec.observation.items()
+            if any(f.field == f"observation.{key}" for f in self._features)
+        }
+        side = side_info(self._recording.info, kept) | {"features": [feature.to_dict() for feature in self._features]}
+        (folder / layout.SIDE_INFO).write_text(json.dumps(side, indent=1), encoding="utf-8")
+
+
+def _nested(pa: Any, part: np.ndarray, kind: Any) -> Any:
+    """Numbers [T, …] as an arrow array of lists of fixed length."""
+    sizes = []
+    inner = kind
+    while pa.types.is_fixed_size_list(inner):
+        sizes.append(inner.list_size)
+        inner = inner.value_type
+    array = pa.array(np.ascontiguousarray(part).reshape(-1), inner)
+    for size in reversed(sizes):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+def _pandas_index(name: str) -> dict[str, str]:
+    """Schema metadata that makes a column of strings the index of the table that pandas reads."""
+
+    def column(label: str | None, field: str, pandas_type: str, numpy_type: str) -> dict[str, Any]:
+        return {"name": label, "field_name": field, "pandas_type": pandas_type, "numpy_type": numpy_type, "metadata": None}
+
+    about = {
+        "index_columns": [name],
+        "column_indexes": [column(None, "None", "unicode", "object") | {"metadata": {"encoding": "UTF-8"}}],
+        "columns": [column("task_index", "task_index", "int64", "int64"), column(None, name, "unicode", "object")],
+        "creator": {"library": "pyarrow", "version": "17"},
+        "pandas_version": "2.2.0",
+    }
+    return {"pandas": json.dumps(about)}
+
+
+# ---- features -------------------------------------------------------------------------------------------------------
+
+
+def _fields(episode: RecordedEpisode) -> Iterator[tuple[str, np.ndarray]]:
+    """All arrays of an episode by the names of their fields; those around steps with T + 1 rows."""
+    for name in ("action", "reward", "terminated", "truncated", "success"):
+        yield name, getattr(episode, name)
+    for name in PER_STEP_EXTRAS:
+        if (part := getattr(episode, name)) is not None:
+            yield name, part
+    for room, parts in (("observation", episode.observation), ("state", episode.state or {}), ("images", episode.images)):
+        for key, part in parts.items():
+            yield f"{room}.{key}", np.asarray(part)
+
+
+def _features(spec: SimSpec, episode: RecordedEpisode, video: Video, dropped: set[str], notes: NoteBook) -> Iterator[Feature]:
+    taken: set[str] = set()
+    for field, part in _fields(episode):
+        if field in dropped:
+            continue
+        feature = _feature(field, part, spec, video, taken, notes)
+        if feature is not None:
+            taken.add(feature.name)
+            yield feature
+
+
+def _feature(field: str, part: np.ndarray, spec: SimSpec, video: Video, taken: set[str], notes: NoteBook) -> Feature | None:
+    key = field.partition(".")[2]
+    variable = spec.observation.get(key) if field.startswith("observation.") else None
+    around = field.startswith(("observation.", "state.", "images."))
+    kept = layout.feature_name(field, False, taken)
+    if isinstance(variable, VariableSpec) or part.dtype == object:
+        kind = variable.kind if isinstance(variable, VariableSpec) else "text"
+        if kind == "array" or (kind == "text" and not all(isinstance(value, str) for value in part)):
+            notes.add(field, "lost", "LeRobot has no columns for arrays of varying size")
+            return None
+        notes.add(field, "changed" if around else "kept", f"'{kept}'; {_LAST_LOST}" if around else f"'{kept}'")
+        return Feature(field, kept, "text" if kind == "text" else "json")
+    shape = tuple(part.shape[1:])
+    if part.dtype == np.uint8 and len(shape) == 3 and shape[2] == 3:
+        name = layout.feature_name(field, True, taken)
+        if video == "png" or min(shape[:2]) < _MIN_VIDEO_SIDE:
+            notes.add(field, "changed", f"'{name}', PNG; {_LAST_LOST}")
+            return Feature(field, name, "image", "uint8", shape)
+        notes.add(field, "changed", f"'{name}', as H.264, which is not exact (video=png is); {_LAST_LOST}")
+        return Feature(field, name, "video", "uint8", shape)
+    if len(shape) > 5 or 0 in shape:
+        notes.add(field, "lost", f"LeRobot has no columns of shape {list(shape)}")
+        return None
+    fate: Literal["changed", "extra", "kept"] = "changed" if around else "extra" if field in PER_STEP_EXTRAS else "kept"
+    notes.add(field, fate, f"'{kept}'; {_LAST_LOST}" if around else f"'{kept}'")
+    return Feature(field, kept, "column", str(part.dtype), shape)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _next(chunk: int, file: int) -> tuple[int, int]:
+    return (chunk + 1, 0) if file + 1 >= layout.FILES_PER_CHUNK else (chunk, file + 1)
+
+
+class _DataFiles:
+    """``data/``: a row group for each episode, and a new file where one has grown too large."""
+
+    def __init__(self, folder: Path, arrow: Any, parquet: Any, schema: Any) -> None:
+        self.schema = schema
+        self._folder, self._arrow, self._parquet = folder, arrow, parquet
+        self._place = (0, 0)
+        self._paths: list[Path] = []
+        self._writer: Any = None
+
+    def add(self, table: Any, length: int) -> dict[str, int]:
+        """Returns the episode's columns of ``meta/episodes``."""
+        if self._writer is not None and self._paths[-1].stat().st_size >= layout.DATA_FILE_MB * 2**20:
+            self.close()
+            self._place = _next(*self._place)
+        if self._writer is None:
+            path = self._folder / layout.DATA_PATH.format(chunk_index=self._place[0], file_index=self._place[1])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._paths.append(path)
+            self._writer = self._parquet.ParquetWriter(path, schema=self.schema, compression="snappy")
+        self._writer.write_table(table, row_group_size=length)
+        return {"data/chunk_index": self._place[0], "data/file_index": self._place[1]}
+
+    def numeric(self) -> list[str]:
+        """Columns of numbers."""
+        types = self._arrow.types
+        return [field.name for field in self.schema if not (types.is_string(field.type) or types.is_struct(field.type))]
+
+    def column(self, name: str) -> np.ndarray:
+        """All rows of a column of numbers, [T of all episodes, …, D]."""
+        kind, sizes = self.schema.field(name).type, []
+        while self._arrow.types.is_fixed_size_list(kind):
+            sizes.append(kind.list_size)
+            kind = kind.value_type
+        parts = []
+        for path in self._paths:
+            chunks = self._parquet.read_table(path, columns=[name]).column(0).combine_chunks()
+            for _ in sizes:
+                chunks = chunks.flatten()
+            parts.append(chunks.to_numpy(zero_copy_only=False).reshape(-1, *sizes))
+        return np.concatenate(parts)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class _VideoFiles:
+    """``videos/{feature}/``: episodes one after another, and a new file where one has grown too large."""
+
+    def __init__(self, folder: Path, feature: Feature, fps: int) -> None:
+        self._folder, self._feature, self._fps = folder, feature, fps
+        self._place = (0, 0)
+        self._writer: VideoWriter | None = None
+
+    def add(self, pictures: np.ndarray) -> dict[str, Any]:
+        """Encode [T, H, W, 3]; returns the episode's columns of ``meta/episodes``."""
+        if self._writer is not None and self._writer.path.stat().st_size >= layout.VIDEO_FILE_MB * 2**20:
+            self.close()
+            self._place = _next(*self._place)
+        if self._writer is None:
+            indices = {"chunk_index": self._place[0], "file_index": self._place[1]}
+            path = self._folder / layout.VIDEO_PATH.format(video_key=self._feature.name, **indices)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            height, width = self._feature.shape[:2]
+            self._writer = VideoWriter(path, height, width, self._fps, lossless=False)
+        start = self._writer.count
+        for picture in pictures:
+            self._writer.encode(self._writer.frame(picture))
+        key = f"videos/{self._feature.name}"
+        return {
+            f"{key}/chunk_index": self._place[0],
+            f"{key}/file_index": self._place[1],
+            f"{key}/from_timestamp": start / self._fps,
+            f"{key}/to_timestamp": self._writer.count / self._fps,
+        }
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class _EpisodesFile:
+    """``meta/episodes``, written in blocks."""
+
+    def __init__(self, folder: Path, arrow: Any, parquet: Any) -> None:
+        self._path = folder / layout.EPISODES_PATH.format(chunk_index=0, file_index=0)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._arrow, self._parquet = arrow, parquet
+        self._writer: Any = None
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        if len(self._rows) >= _EPISODES_PER_WRITE:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        columns = {name: [row[name] for row in self._rows] for name in self._rows[0]}
+        table = self._arrow.table(columns) if self._writer is None else self._arrow.table(columns, schema=self._writer.schema)
+        self._writer = self._writer or self._parquet.ParquetWriter(self._path, schema=table.schema, compression="snappy")
+        self._writer.write_table(table)
+        self._rows = []
+
+    def close(self) -> None:
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()

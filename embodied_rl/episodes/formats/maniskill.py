@@ -1,0 +1,366 @@
+"""ManiSkill's ``trajectory.h5`` + ``trajectory.json`` (Tao et al. 2024, arXiv:2410.00425), as its `RecordEpisode` writes them.
+
+``traj_i`` holds ``obs`` [T + 1, …] (an array, or nested groups), ``actions`` [T, A], ``terminated``, ``truncated``, ``success`` and
+``rewards`` [T] and ``env_states`` {actors, articulations} {name} [T + 1, …]. The JSON file holds what the environment was made with and,
+for each episode, seed, control mode and the arguments of its reset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodied_rl.episodes.formats.base import (
+    SIDE_ENTRY,
+    ActionBounds,
+    Advance,
+    ForeignRecording,
+    TableBuilder,
+    as_float32,
+    damaged,
+    finish_episode,
+    last_only,
+    note_side_episode,
+    note_snapshots,
+    parse_side_info,
+    read_json,
+    side_info,
+    split_ends,
+    tensor_specs,
+    unknown_seed,
+)
+from embodied_rl.episodes.formats.hdf5 import H5File, import_h5py, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.types import SimSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import h5py
+
+NAME = "trajectory"
+TARGET = "embodied_rl.sim.robots.maniskill:make"
+"""Of the simulator that plays these tasks here."""
+_OURS = ("render", "render_size", "camera_size")
+"""Arguments of our adapter that ManiSkill's own environments do not take."""
+_NOT_OURS = ("num_envs", "sim_backend", "render_mode", "render_backend", "human_render_camera_configs", "shader_dir")
+"""Arguments of theirs that our adapter sets itself."""
+_TEXTURES = ("rgb", "depth", "segmentation", "position", "normal", "albedo")
+_CAMERA = "base_camera"
+"""ManiSkill's usual name of a task's first camera, which we leave out of the names of its parts."""
+
+
+def paths(path: Path) -> tuple[Path, Path]:
+    """The .h5 and the .json file: of a folder its only pair (`NAME` first), of one of the two the other."""
+    if path.is_dir():
+        found = sorted(path.glob("*.h5"), key=lambda file: (file.stem != NAME, file.name))
+        if not found:
+            raise damaged(path, "holds no .h5 file")
+        path = found[0]
+    return path.with_suffix(".h5"), path.with_suffix(".json")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class ManiSkillRecording(ForeignRecording):
+    """Reads one pair of files. Raises RecordingError where they are damaged or contradict each other."""
+
+    format = "maniskill"
+
+    def __init__(self, path: Path) -> None:
+        h5_path, json_path = paths(path)
+        self._meta = read_json(json_path)
+        self._file = H5File(h5_path)
+        self._keys: tuple[str, ...] | None = None
+        try:
+            self._entries = self._check_entries(json_path)
+            notes = NoteBook()
+            table, bounds = self._survey(notes)
+            side = self._meta.get(SIDE_ENTRY)
+            info = self._foreign_info(bounds, notes) if side is None else parse_side_info(json_path, side)
+            self._keys = None if side is None else tuple(info.spec.observation)
+        except BaseException:
+            self._file.close()
+            raise
+        super().__init__(h5_path, info, table.table(), notes.notes())
+
+    def episode(self, number: int) -> RecordedEpisode:
+        position = self._position(number)
+        return self._read(position, NoteBook())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _check_entries(self, json_path: Path) -> list[dict[str, Any]]:
+        """The JSON file's episodes."""
+        entries = self._meta.get("episodes")
+        env_info = self._meta.get("env_info")
+        if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+            raise damaged(json_path, "must list at least one episode", field="episodes")
+        if not isinstance(env_info, dict) or not isinstance(env_info.get("env_id"), str):
+            raise damaged(json_path, "must say which environment the episodes are of", field="env_info.env_id")
+        for number, entry in enumerate(entries):
+            if type(entry.get("episode_id")) is not int:
+                raise damaged(json_path, f"must be an integer, is {entry.get('episode_id')!r:.40}", number, "episode_id")
+        return entries
+
+    def _group(self, number: int) -> h5py.Group:
+        return self._file.group(self._file.root, f"traj_{self._entries[number]['episode_id']}", number)
+
+    def _action(self, group: h5py.Group, number: int, notes: NoteBook) -> np.ndarray:
+        """[T, A], of several robots side by side."""
+        file, entry = self._file, self._entries[number]
+        if file.is_group(group, "actions", number):
+            parts = list(file.arrays(file.group(group, "actions", number), number).values())
+            notes.add("action", "changed", "one array per robot in the file; side by side here")
+            if not parts or len({len(part) for part in parts}) > 1:
+                raise damaged(file.path, f"holds {len(parts)} arrays of {sorted({len(part) for part in parts})} rows", number, "actions")
+            action = np.concatenate(parts, axis=1)
+        else:
+            action = file.array(group, "actions", number)
+        if action.ndim != 2 or not len(action):
+            raise damaged(file.path, f"must be [T, A] with at least one step, is {list(action.shape)}", number, "actions")
+        if entry.get("elapsed_steps", len(action)) != len(action):
+            raise damaged(
+                file.path.with_suffix(".json"),
+                f"says {entry['elapsed_steps']} steps, 'actions' holds {len(action)}",
+                number,
+                "elapsed_steps",
+            )
+        return action if action.dtype == np.int64 else as_float32(action, "action", notes)
+
+    def _survey(self, notes: NoteBook) -> tuple[TableBuilder, ActionBounds]:
+        """Read the small columns of all episodes once."""
+        table, bounds = TableBuilder.empty(), ActionBounds()
+        for number in range(len(self._entries)):
+            flags = self._flags(number, notes)
+            action = flags["action"]
+            if bounds.low is not None and bounds.low.shape != action.shape[1:]:
+                raise damaged(self._file.path, f"has {action.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions")
+            bounds.add(action)
+            ended = bool(flags["terminated"][-1] or flags["truncated"][-1])
+            table.add(flags["seed"], flags["reward"], flags["success"], ended, flags.get("task"))
+        return table, bounds
+
+    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+        """Everything of an episode but observations and states."""
+        file, group, entry = self._file, self._group(number), self._entries[number]
+        action = self._action(group, number, notes)
+        length = len(action)
+        fields: dict[str, Any] = {"action": action}
+        for ours, theirs in (("terminated", "terminated"), ("truncated", "truncated")):
+            flag = split_ends(file.array(group, theirs, number, length).astype(bool), ours, notes)
+            fields[ours] = last_only(length, flag)
+        for ours, theirs, kind in (("success", "success", bool), ("reward", "rewards", np.float32)):
+            if file.has(group, theirs):
+                fields[ours] = file.array(group, theirs, number, length).astype(kind)
+            else:
+                fields[ours] = np.zeros(length, kind)
+                notes.add(ours, "filled", f"the file has no '{theirs}'; {'False' if kind is bool else '0'} at every step")
+        fields["seed"] = self._seed(entry, number, notes)
+        metadata = {name: entry[name] for name in ("control_mode", "reset_kwargs") if name in entry}
+        fields["metadata"] = {"maniskill": metadata}
+        return fields | read_extras(file, group, number, length)
+
+    def _seed(self, entry: Mapping[str, Any], number: int, notes: NoteBook) -> int:
+        reset = entry.get("reset_kwargs")
+        seed = entry.get("episode_seed", reset.get("seed") if isinstance(reset, dict) else None)
+        seed = seed[0] if isinstance(seed, list) and len(seed) == 1 else seed
+        if type(seed) is not int:
+            notes.add("seed", "filled", "the file does not say; negative numbers, one for each episode")
+            return unknown_seed(number)
+        return seed
+
+    def _read(self, number: int, notes: NoteBook) -> RecordedEpisode:
+        file, group = self._file, self._group(number)
+        fields = self._flags(number, notes)
+        fields["observation"] = self._observation(group, number, len(fields["action"]) + 1, notes)
+        if "state" not in fields and file.has(group, "env_states"):
+            states = file.arrays(file.group(group, "env_states", number), number, len(fields["action"]) + 1)
+            fields["state"] = states or None
+        return finish_episode(file.path, number, fields)
+
+    def _observation(self, group: h5py.Group, number: int, rows: int, notes: NoteBook) -> dict[str, np.ndarray]:
+        file = self._file
+        if not file.has(group, "obs"):
+            raise damaged(
+                file.path, "is missing: replay the file with --obs-mode state --save-traj, which records observations", number, "obs"
+            )
+        if not file.is_group(group, "obs", number):
+            return {"state": file.array(group, "obs", number, rows)}
+        parts = file.arrays(file.group(group, "obs", number), number, rows)
+        if self._keys is None:
+            return _named_parts(parts, notes)
+        missing = [key for key in self._keys if _place(key) not in parts]
+        if missing:
+            raise damaged(file.path, "is missing", number, f"obs/{_place(missing[0])}")
+        return {key: parts[_place(key)] for key in self._keys}
+
+    def _foreign_info(self, bounds: ActionBounds, notes: NoteBook) -> RecordingInfo:
+        env_info = self._meta["env_info"]
+        observation = self._observation(self._group(0), 0, len(self._flags(0, NoteBook())["action"]) + 1, notes)
+        kwargs = env_info.get("env_kwargs") or {}
+        limit = env_info.get("max_episode_steps")
+        action = self._flags(0, NoteBook())["action"]
+        if action.dtype == np.int64:
+            raise damaged(self._file.path, "holds integers; actions of ManiSkill's are vectors", 0, "actions")
+        spec = SimSpec(
+            task=env_info["env_id"],
+            observation=tensor_specs(observation),
+            action=bounds.spec(notes),
+            max_episode_steps=limit if type(limit) is int else None,
+            reports_success=self._file.has(self._group(0), "success"),
+        )
+        notes.add("spec.control_hz", "filled", "the file does not say; not known")
+        made = {key: value for key, value in kwargs.items() if key not in _NOT_OURS} if isinstance(kwargs, dict) else {}
+        policy = {"kind": "imported"} | {key: self._meta[key] for key in ("source_type", "source_desc") if key in self._meta}
+        return RecordingInfo(
+            spec,
+            sim={"name": "maniskill", "target": TARGET, "task": env_info["env_id"], "extra": "maniskill", "kwargs": made},
+            policy=policy,
+            metadata={"format": self.format, "env_info": env_info},
+        )
+
+
+def _named_parts(parts: Mapping[str, np.ndarray], notes: NoteBook) -> dict[str, np.ndarray]:
+    """ManiSkill's nested observation {path: [T + 1, …]} by the names that our simulator gives (`sim.robots.maniskill_observation`)."""
+    named: dict[str, np.ndarray] = {}
+    shown = [part for path, part in parts.items() if path.split("/")[0] in ("agent", "extra")]
+    if "state" in parts:
+        named["state"] = parts["state"]
+    elif shown:
+        named["state"] = np.concatenate([part.reshape(len(part), -1).astype(np.float32) for part in shown], axis=1)
+    cameras = list(dict.fromkeys(path.split("/")[1] for path in parts if path.startswith("sensor_data/")))
+    for path, part in parts.items():
+        words = path.split("/")
+        if words[0] == "sensor_data" and len(words) == 3:
+            named[words[2] if words[1] == cameras[0] else f"{words[2]}.{words[1]}"] = part
+        elif words[0] == "pointcloud" and len(words) == 2:
+            named["pointcloud" if words[1] == "xyzw" else f"pointcloud.{words[1]}"] = part
+        elif words[0] not in ("agent", "extra", "state"):
+            notes.add(f"obs/{words[0]}", "lost", "no part of an observation here")
+    return named
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tuple[FieldNote, ...]:
+    """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `name` is not needed.
+
+    Raises:
+        RecordingError: the recording holds what the format cannot (actions in words), or is damaged.
+        OSError: the files cannot be written.
+    """
+    spec, notes = recording.spec, NoteBook()
+    if spec.action.kind == "text":
+        raise RecordingError("ManiSkill's format holds actions as numbers, and these are text. Choose native, lerobot or minari.")
+    kept = spec.tensors
+    for key in spec.variables:
+        notes.add(f"observation.{key}", "lost", "parts of varying size have no place in this format")
+    if not kept:
+        raise RecordingError("ManiSkill's format holds observations as numbers, and these have none. Choose native, lerobot or minari.")
+    _note_kept(spec, notes)
+    entries = _write_h5(folder / f"{NAME}.h5", recording, kept, notes, advance)
+    document = _document(recording, notes) | {"episodes": entries, SIDE_ENTRY: side_info(recording.info, kept)}
+    (folder / f"{NAME}.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
+    return notes.notes()
+
+
+def _write_h5(path: Path, recording: Recording, kept: Mapping[str, TensorSpec], notes: NoteBook, advance: Advance) -> list[dict[str, Any]]:
+    control_mode = dict(recording.info.sim.get("kwargs") or {}).get("control_mode")
+    entries = []
+    with import_h5py().File(path, "w") as file:
+        for number, episode in enumerate(recording):
+            group = file.create_group(f"traj_{number}", track_order=True)
+            _write_episode(group, episode, kept, notes)
+            theirs = dict(episode.metadata).get("maniskill")
+            known = theirs if isinstance(theirs, dict) else {}
+            reset = known.get("reset_kwargs") or _reset_kwargs(episode, recording.info)
+            entries.append(
+                {
+                    "episode_id": number,
+                    "episode_seed": episode.seed,
+                    "control_mode": known.get("control_mode", control_mode),
+                    "elapsed_steps": episode.num_steps,
+                    "reset_kwargs": reset,
+                    "success": episode.success_at_end,
+                }
+            )
+            advance(1)
+    return entries
+
+
+def _reset_kwargs(episode: RecordedEpisode, info: RecordingInfo) -> dict[str, Any]:
+    """What their environment is reset with so that the episode goes again as it went."""
+    options = dict(episode.metadata.get("reset_options") or {})
+    if info.metadata.get("reconfigure"):
+        options["reconfigure"] = True
+    return {"seed": episode.seed} | ({"options": options} if options else {})
+
+
+def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: NoteBook) -> None:
+    if tuple(kept) == ("state",):
+        write_array(group, "obs", episode.observation["state"])
+    else:
+        obs = group.create_group("obs", track_order=True)
+        for key in kept:
+            write_array(obs, _place(key), episode.observation[key])
+    group.create_dataset("actions", data=episode.action)
+    for name in ("terminated", "truncated", "success"):
+        group.create_dataset(name, data=getattr(episode, name), dtype=bool)
+    group.create_dataset("rewards", data=episode.reward, dtype=np.float32)
+    if episode.state is not None:
+        states = group.create_group("env_states", track_order=True)
+        for name, part in episode.state.items():
+            write_array(states, name, part)
+        notes.add("state", "kept", "env_states")
+    write_extras(group, episode, notes, with_state=False)
+    note_side_episode(episode, notes, f"{SIDE_ENTRY}@episode", own=("seed",))
+    note_snapshots(episode, notes)
+
+
+def _place(key: str) -> str:
+    """Where in ``obs`` a part of our observation goes."""
+    texture, _, camera = key.partition(".")
+    if texture in _TEXTURES:
+        return f"sensor_data/{camera or _CAMERA}/{texture}"
+    if texture == "pointcloud":
+        return f"pointcloud/{camera or 'xyzw'}"
+    return key if key == "state" else f"extra/{key}"
+
+
+def _note_kept(spec: SimSpec, notes: NoteBook) -> None:
+    for key in spec.tensors:
+        moved = key in _TEXTURES
+        notes.add(f"observation.{key}", "kept", f"obs/{_place(key)}; the camera's name is not known" if moved else "")
+    for name in ("action", "reward", "terminated", "truncated", "success"):
+        notes.add(name, "kept")
+
+
+def _document(recording: Recording, notes: NoteBook) -> dict[str, Any]:
+    """Everything of the JSON file but the episodes."""
+    info = recording.info
+    theirs = info.metadata.get("env_info")
+    if info.metadata.get("format") == "maniskill" and isinstance(theirs, dict):
+        env_info = theirs
+    else:
+        kwargs = {key: value for key, value in dict(info.sim.get("kwargs") or {}).items() if key not in _OURS}
+        kwargs = {"obs_mode": "state", **kwargs, "sim_backend": kwargs.get("sim_backend", "physx_cpu")}
+        env_info = {"env_id": info.spec.task, "env_kwargs": kwargs, "max_episode_steps": info.spec.max_episode_steps}
+        if "control_mode" not in kwargs:
+            notes.add("control_mode", "filled", "the recording names none: the task's default, null in the file")
+        if info.sim.get("target") != TARGET:
+            notes.add("env_info", "filled", f"'{info.spec.task}' is not known to be a task of ManiSkill's: it may not be replayable")
+    kind = str(info.policy.get("kind", "unknown"))
+    return {
+        "env_info": env_info,
+        "commit_info": None,
+        "source_type": {"checkpoint": "rl", "training": "rl"}.get(kind, kind),
+        "source_desc": info.command or f"policy: {json.dumps(dict(info.policy))}",
+    }

@@ -1,0 +1,338 @@
+"""Minari 0.5's data sets in HDF5 (Younis et al. 2024, https://minari.farama.org).
+
+``data/main_data.hdf5``: ``episode_i`` with ``observations`` [T + 1, …] (an array, or nested groups), ``actions``, ``rewards``,
+``terminations``, ``truncations`` [T] and ``infos``; ``data/metadata.json``: spaces, totals, who made it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodied_rl.episodes.formats.base import (
+    IMPORTED,
+    SIDE_ENTRY,
+    ActionBounds,
+    Advance,
+    ForeignRecording,
+    TableBuilder,
+    as_float32,
+    damaged,
+    finish_episode,
+    last_only,
+    note_side_episode,
+    note_snapshots,
+    parse_json,
+    parse_side_info,
+    read_json,
+    side_info,
+    split_ends,
+    unknown_seed,
+)
+from embodied_rl.episodes.formats.hdf5 import H5File, import_h5py, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.minari_spaces import Leaf, action_space_of, action_spec_of, leaves_of, observation_space_of
+from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
+
+if TYPE_CHECKING:
+    import h5py
+
+DATA_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
+WRITTEN_VERSION = "0.5.4"
+"""The version of Minari whose files ours are."""
+_EPISODE = re.compile(r"episode_(\d+)")
+_SUCCESS = ("success", "is_success")
+_ABOUT = ("algorithm_name", "author", "author_email", "code_permalink", "dataset_id", "description", "env_spec", "minari_version")
+
+
+def folder_of(path: Path) -> Path:
+    """The folder with `METADATA_FILE`: `path` or ``data`` in it."""
+    return path / "data" if (path / "data" / METADATA_FILE).is_file() else path
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class MinariRecording(ForeignRecording):
+    """Reads one data set. Raises RecordingError where it is damaged or contradicts itself."""
+
+    format = "minari"
+
+    def __init__(self, path: Path) -> None:
+        folder = folder_of(path)
+        self._meta_path = folder / METADATA_FILE
+        self._meta = read_json(self._meta_path)
+        if self._meta.get("data_format", "hdf5") != "hdf5":
+            raise damaged(self._meta_path, f"is '{self._meta['data_format']}'; of Minari's storages only hdf5 is read", field="data_format")
+        notes = NoteBook()
+        side = self._meta.get(SIDE_ENTRY)
+        self._leaves, action = self._spaces()
+        file = self._file = H5File(folder / DATA_FILE)
+        try:
+            found = [match for name in file.names(file.root) if (match := _EPISODE.fullmatch(name))]
+            self._numbers = sorted(int(match.group(1)) for match in found)
+            total = self._meta.get("total_episodes", len(self._numbers))
+            if not self._numbers or total != len(self._numbers):
+                raise damaged(file.path, f"holds {len(self._numbers)} episodes, {METADATA_FILE} says {total}")
+            info = parse_side_info(self._meta_path, side) if side is not None else None
+            action = action if info is None else info.spec.action
+            self._discrete = action is not None and action.kind == "discrete"
+            table, bounds = self._survey(notes, action is None)
+            info = self._foreign_info(action or bounds.spec(notes), notes) if info is None else info
+            self._keys = dict(zip(info.spec.observation, self._leaves, strict=False))
+            if len(info.spec.observation) != len(self._leaves):
+                raise damaged(self._meta_path, "names other observations than the space", field=SIDE_ENTRY)
+        except BaseException:
+            file.close()
+            raise
+        super().__init__(folder, info, table.table(), notes.notes())
+
+    def episode(self, number: int) -> RecordedEpisode:
+        position, notes = self._position(number), NoteBook()
+        file, group = self._file, self._group(position)
+        fields = self._flags(position, notes)
+        rows = len(fields["reward"]) + 1
+        fields["observation"] = {key: self._leaf(group, leaf, position, rows) for key, leaf in self._keys.items()}
+        options = {name.partition("/")[2]: self._plain(group, name, position) for name in group.attrs if name.startswith("options/")}
+        fields.setdefault("metadata", {"reset_options": options} if options else {})
+        return finish_episode(file.path, position, fields)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _spaces(self) -> tuple[tuple[Leaf, ...], ActionSpec | None]:
+        parsed = {}
+        for name in ("observation_space", "action_space"):
+            space = self._meta.get(name)
+            if space is None:
+                raise damaged(self._meta_path, "is missing, and is not looked up by making the environment", field=name)
+            parsed[name] = parse_json(self._meta_path, space, name) if isinstance(space, str) else space
+        try:
+            leaves = tuple(leaves_of(parsed["observation_space"]))
+            return leaves, action_spec_of(parsed["action_space"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged(self._meta_path, f"holds a space that cannot be read ({error})", field="spaces") from error
+
+    def _group(self, number: int) -> h5py.Group:
+        return self._file.group(self._file.root, f"episode_{self._numbers[number]}", number)
+
+    def _plain(self, owner: h5py.Group, name: str, number: int) -> Any:
+        value = self._file.attribute(owner, name, number)
+        return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+    def _survey(self, notes: NoteBook, unbounded: bool) -> tuple[TableBuilder, ActionBounds]:
+        """Read the small columns of all episodes once."""
+        table, bounds = TableBuilder.empty(), ActionBounds()
+        for number in range(len(self._numbers)):
+            fields = self._flags(number, notes)
+            if unbounded:
+                bounds.add(fields["action"])
+            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
+            table.add(fields["seed"], fields["reward"], fields["success"], ended, fields.get("task"))
+        return table, bounds
+
+    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+        """Everything of an episode but observations."""
+        file, group = self._file, self._group(number)
+        reward = file.array(group, "rewards", number)
+        length = len(reward)
+        claimed = self._plain(group, "total_steps", number)
+        if length < 1 or (claimed is not None and claimed != length):
+            raise damaged(file.path, f"holds {length} rows, total_steps says {claimed}", number, "rewards")
+        fields: dict[str, Any] = {
+            "reward": as_float32(reward.reshape(length), "reward", notes),
+            "action": self._action(group, number, length, notes),
+        }
+        for ours, theirs in (("terminated", "terminations"), ("truncated", "truncations")):
+            flags = file.array(group, theirs, number, length).astype(bool)
+            fields[ours] = last_only(length, split_ends(flags, ours, notes))
+        fields["success"] = self._success(group, number, length, notes)
+        seed = self._plain(group, "seed", number)
+        if type(seed) is not int:
+            seed = unknown_seed(number)
+            notes.add("seed", "filled", "not every episode has one; negative numbers, one for each episode")
+        return fields | {"seed": seed} | read_extras(file, group, number, length)
+
+    def _action(self, group: h5py.Group, number: int, length: int, notes: NoteBook) -> np.ndarray:
+        file = self._file
+        if file.dataset(group, "actions", number, kinds="biufOS").dtype.kind in "OS":
+            return file.strings(group, "actions", number, length)
+        action = file.array(group, "actions", number, length)
+        if self._discrete:
+            return action.astype(np.int64).reshape(length, 1)
+        return as_float32(action.reshape(length, -1), "action", notes)
+
+    def _success(self, group: h5py.Group, number: int, length: int, notes: NoteBook) -> np.ndarray:
+        """Of the infos, which begin with the reset's in Minari's own recorder."""
+        file = self._file
+        infos = file.group(group, "infos", number) if file.has(group, "infos") else None
+        name = next((name for name in _SUCCESS if infos is not None and file.has(infos, name)), None)
+        if infos is None or name is None or file.is_group(infos, name, number):
+            notes.add("success", "filled", "the file has none; False at every step")
+            return np.zeros(length, bool)
+        values = file.array(infos, name, number)
+        if len(values) not in (length, length + 1):
+            raise damaged(file.path, f"has {len(values)} rows instead of {length} or {length + 1}", number, f"infos/{name}")
+        return values[-length:].astype(bool).reshape(length)
+
+    def _leaf(self, group: h5py.Group, leaf: Leaf, number: int, rows: int) -> np.ndarray:
+        """One part of the observation, [T + 1, …]."""
+        file, parent, name = self._file, group, "observations"
+        for step in leaf.path:
+            parent, name = file.group(parent, name, number), step
+        dataset = file.dataset(parent, name, number, kinds="biufOS")
+        if isinstance(leaf.spec, VariableSpec):
+            return file.strings(parent, name, number, rows)
+        field = f"observations/{'/'.join(leaf.path)}".rstrip("/")
+        shape = leaf.spec.shape
+        if leaf.is_picture and (dataset.dtype.kind == "O" or dataset.ndim == 2):
+            return _decode_jpegs(file, dataset, leaf.spec, number, rows, field)
+        part = file.array(parent, name, number, rows)
+        if part.shape[1:] != shape and part.size != rows * int(np.prod(shape)):
+            raise damaged(file.path, f"has rows of {list(part.shape[1:])}, the space says {list(shape)}", number, field)
+        return part.astype(leaf.spec.dtype, copy=False).reshape(rows, *shape)
+
+    def _foreign_info(self, action: ActionSpec, notes: NoteBook) -> RecordingInfo:
+        meta, env = self._meta, {}
+        if isinstance(meta.get("env_spec"), str):
+            env = parse_json(self._meta_path, meta["env_spec"], "env_spec")
+        limit = env.get("max_episode_steps")
+        if not env.get("id"):
+            notes.add("spec.task", "filled", "the file names no environment; the data set's name")
+        notes.add("spec.control_hz", "filled", "the file does not say; not known")
+        spec = SimSpec(
+            task=str(env.get("id") or meta.get("dataset_id") or self._meta_path.parent.name),
+            observation={leaf.key: leaf.spec for leaf in self._leaves},
+            action=action,
+            max_episode_steps=limit if type(limit) is int else None,
+            reports_success="success" not in {note.field for note in notes},
+        )
+        about = {name: meta[name] for name in _ABOUT if name in meta}
+        return RecordingInfo(spec, sim={}, policy=IMPORTED, metadata={"format": self.format, **about})
+
+
+def _decode_jpegs(file: H5File, dataset: Any, spec: TensorSpec, number: int, rows: int, field: str) -> np.ndarray:
+    """Minari stores pictures as JPEG files, each an array of bytes."""
+    from PIL import Image
+
+    if len(dataset) != rows:
+        raise damaged(file.path, f"has {len(dataset)} rows instead of {rows}", number, field)
+    pictures = np.empty((rows, *spec.shape), np.uint8)
+    for row in range(rows):
+        try:
+            with Image.open(io.BytesIO(np.asarray(dataset[row], np.uint8).tobytes()), formats=["JPEG"]) as image:
+                if (image.height, image.width) != spec.shape[:2]:
+                    raise ValueError(f"a picture of {image.height} × {image.width}")
+                pictures[row] = np.asarray(image)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise damaged(file.path, f"holds no picture of {list(spec.shape)} in row {row} ({error})", number, field) from error
+    return pictures
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tuple[FieldNote, ...]:
+    """Write ``data`` into an empty folder; the data set's id is `name`, with ``-v0`` where that has no version.
+
+    Raises:
+        RecordingError: the recording holds what the format cannot, or is damaged.
+        OSError: the files cannot be written.
+    """
+    spec, notes = recording.spec, NoteBook()
+    kept: dict[str, TensorSpec | VariableSpec] = {}
+    for key, part in spec.observation.items():
+        if isinstance(part, VariableSpec) and part.kind != "text":
+            notes.add(f"observation.{key}", "lost", "Minari has no space for parts of varying size but text")
+        else:
+            kept[key] = part
+            notes.add(f"observation.{key}", "kept")
+    if not kept:
+        raise RecordingError("Minari's format has no space for any part of these observations. Choose native or lerobot.")
+    for field in ("action", "reward", "terminated", "truncated"):
+        notes.add(field, "kept")
+    notes.add("success", "kept", "infos/success")
+    seen = _Texts()
+    (folder / "data").mkdir()
+    data = folder / "data" / DATA_FILE
+    _write_h5(data, recording, kept, notes, seen, advance)
+    metadata = _metadata(recording, kept, name, seen) | {"dataset_size": round(data.stat().st_size / 1e6, 1)}
+    (data.parent / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
+    return notes.notes()
+
+
+class _Texts:
+    """What text spaces must allow: longest text and letters, by observation key (`_ACTION` for actions)."""
+
+    def __init__(self) -> None:
+        self.longest: dict[str, int] = {}
+        self.letters: dict[str, set[str]] = {}
+
+    def add(self, key: str, texts: np.ndarray) -> None:
+        self.longest[key] = max(self.longest.get(key, 0), *map(len, texts))
+        self.letters.setdefault(key, set()).update(*texts)
+
+
+_ACTION = "\0action"
+
+
+def _write_h5(
+    path: Path,
+    recording: Recording,
+    kept: Mapping[str, TensorSpec | VariableSpec],
+    notes: NoteBook,
+    seen: _Texts,
+    advance: Advance,
+) -> None:
+    with import_h5py().File(path, "w", track_order=True) as file:
+        for number, episode in enumerate(recording):
+            group = file.create_group(f"episode_{number}")
+            group.attrs["id"], group.attrs["total_steps"] = number, episode.num_steps
+            if episode.seed >= 0:
+                group.attrs["seed"] = episode.seed
+            for key, part in kept.items():
+                write_array(group, "observations" if tuple(kept) == ("state",) else f"observations/{key}", episode.observation[key])
+                if isinstance(part, VariableSpec):
+                    seen.add(key, episode.observation[key])
+            kind = recording.spec.action.kind
+            write_array(group, "actions", episode.action.reshape(-1) if kind == "discrete" else episode.action)
+            if kind == "text":
+                seen.add(_ACTION, episode.action)
+            write_array(group, "rewards", episode.reward)
+            write_array(group, "terminations", episode.terminated)
+            write_array(group, "truncations", episode.truncated)
+            # Minari's recorder keeps the reset's info too: T + 1 rows.
+            write_array(group, "infos/success", np.concatenate([[False], episode.success]))
+            write_extras(group, episode, notes, with_state=True)
+            note_side_episode(episode, notes, f"{SIDE_ENTRY}@episode", own=("seed",))
+            note_snapshots(episode, notes)
+            advance(1)
+
+
+def _metadata(recording: Recording, kept: Mapping[str, TensorSpec | VariableSpec], title: str, seen: _Texts) -> dict[str, Any]:
+    info = recording.info
+    about = {name: info.metadata[name] for name in _ABOUT if name in info.metadata} if info.metadata.get("format") == "minari" else {}
+    name = re.sub(r"[^-\w]", "_", title)
+    texts = {key: (seen.longest[key], "".join(sorted(seen.letters[key]))) for key in seen.longest}
+    return {
+        **about,
+        "dataset_id": name if re.search(r"-v\d+$", name) else f"{name}-v0",
+        "minari_version": WRITTEN_VERSION,
+        "total_episodes": len(recording),
+        "total_steps": recording.num_steps,
+        "data_format": "hdf5",
+        # Minari would take pictures for JPEG files, which are not exact.
+        "jpeg_encoding": False,
+        "observation_space": json.dumps(observation_space_of(kept, texts)),
+        "action_space": json.dumps(action_space_of(info.spec.action, texts.get(_ACTION))),
+        "algorithm_name": about.get("algorithm_name") or str(info.policy.get("kind", "unknown")),
+        SIDE_ENTRY: side_info(info, kept),
+    }

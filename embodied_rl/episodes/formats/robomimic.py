@@ -1,0 +1,359 @@
+"""robomimic's HDF5 (Mandlekar et al. 2021, arXiv:2108.03298), which LIBERO's demonstrations (Liu et al. 2023, arXiv:2306.03310) use too.
+
+``data/demo_i`` holds ``obs/{key}``, ``next_obs/{key}`` (optional), ``actions``, ``states``, ``rewards`` and ``dones``, a row for each step;
+attributes: ``num_samples`` and, of robosuite's tasks, the MuJoCo model of the episode (``model_file``). ``data`` has the attributes
+``env_args`` (JSON) and ``total``; LIBERO adds ``problem_info`` with the instruction. ``mask/{name}`` lists the episodes of a subset.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodied_rl.episodes.formats.base import (
+    IMPORTED,
+    SIDE_ENTRY,
+    ActionBounds,
+    Advance,
+    ForeignRecording,
+    TableBuilder,
+    as_float32,
+    damaged,
+    finish_episode,
+    last_only,
+    note_side_episode,
+    note_snapshots,
+    parse_json,
+    parse_side_info,
+    repeat_last,
+    side_info,
+    split_ends,
+    tensor_specs,
+    unknown_last,
+    unknown_seed,
+)
+from embodied_rl.episodes.formats.hdf5 import H5File, import_h5py, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import h5py
+
+NAME = "demos.hdf5"
+STATES = "states"
+"""Name of the simulator's state where it was read from ``states``."""
+_DEMO = re.compile(r"demo_(\d+)")
+_ROBOSUITE, _GYM = 1, 2
+"""robomimic's numbers of kinds of environments (``EnvType``)."""
+_MUJOCO = ("time", "qpos", "qvel")
+_FLAGS = ("terminated", "truncated", "success")
+_KEPT_ATTRIBUTES = ("env_name", "env", "problem_info", "bddl_file_name", "repository_version", "date", "tag")
+
+
+def file_of(path: Path) -> Path:
+    """The HDF5 file: `path`, or the only one in a folder (`NAME` first)."""
+    if not path.is_dir():
+        return path
+    found = sorted([*path.glob("*.hdf5"), *path.glob("*.h5")], key=lambda file: (file.name != NAME, file.name))
+    if not found:
+        raise damaged(path, "holds no .hdf5 file")
+    return found[0]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class RobomimicRecording(ForeignRecording):
+    """Reads one file. Raises RecordingError where it is damaged or contradicts itself."""
+
+    format = "robomimic"
+
+    def __init__(self, path: Path) -> None:
+        file = self._file = H5File(file_of(path))
+        try:
+            self._data = file.group(file.root, "data")
+            found = [match for name in file.names(self._data) if (match := _DEMO.fullmatch(name))]
+            self._demos = [match.group() for match in sorted(found, key=lambda match: int(match.group(1)))]
+            if not self._demos:
+                raise damaged(file.path, "holds no group 'demo_0', 'demo_1', …", field="/data")
+            self._masks = self._read_masks()
+            self._env_args = self._read_env_args()
+            side = file.attribute(self._data, SIDE_ENTRY)
+            self._own = side is not None
+            info = parse_side_info(file.path, parse_json(file.path, side, SIDE_ENTRY)) if self._own else None
+            self._sparse = self._rewards_tell_success() and not self._own
+            notes = NoteBook()
+            table, action = self._survey(notes, None if info is None else info.spec.action)
+            info = self._foreign_info(action, notes) if info is None else info
+            self._keys = tuple(info.spec.observation)
+        except BaseException:
+            file.close()
+            raise
+        super().__init__(file.path, info, table.table(), notes.notes())
+
+    def episode(self, number: int) -> RecordedEpisode:
+        return self._read(self._position(number), NoteBook(), self._keys)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _group(self, number: int) -> h5py.Group:
+        return self._file.group(self._data, self._demos[number], number)
+
+    def _read_masks(self) -> dict[str, set[str]]:
+        """{name of a subset: its episodes}"""
+        file = self._file
+        if not file.has(file.root, "mask"):
+            return {}
+        group = file.group(file.root, "mask")
+        masks = {name: set(file.strings(group, name)) for name in file.names(group)}
+        for name, demos in masks.items():
+            if missing := sorted(demos - set(self._demos)):
+                raise damaged(file.path, f"names the episode '{missing[0]}', which is not there", field=f"/mask/{name}")
+        return masks
+
+    def _read_env_args(self) -> dict[str, Any]:
+        text = self._file.attribute(self._data, "env_args")
+        return {} if text is None else parse_json(self._file.path, text, "/data@env_args")
+
+    def _rewards_tell_success(self) -> bool:
+        """robosuite's reward is 1 where the task is solved, and 0 elsewhere, unless it was asked to shape it."""
+        kwargs = self._env_args.get("env_kwargs")
+        shaped = isinstance(kwargs, dict) and bool(kwargs.get("reward_shaping"))
+        return self._env_args.get("type") == _ROBOSUITE and not shaped
+
+    def _survey(self, notes: NoteBook, action: ActionSpec | None) -> tuple[TableBuilder, ActionSpec]:
+        """Read the small columns of all episodes once."""
+        table, bounds = TableBuilder.empty(), ActionBounds()
+        for number in range(len(self._demos)):
+            fields = self._flags(number, notes)
+            actions = fields["action"]
+            if actions.ndim != 2:
+                raise damaged(self._file.path, f"must be [T, A], is {list(actions.shape)}", number, "actions")
+            if bounds.low is not None and bounds.low.shape != actions.shape[1:]:
+                raise damaged(self._file.path, f"has {actions.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions")
+            bounds.add(actions)
+            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
+            table.add(fields["seed"], fields["reward"], fields["success"], ended, fields.get("task"))
+        return table, bounds.spec(notes) if action is None else action
+
+    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+        """Everything of an episode but observations and states."""
+        file, group = self._file, self._group(number)
+        action = file.array(group, "actions", number)
+        length = len(action)
+        claimed = file.attribute(group, "num_samples", number)
+        if length < 1 or (claimed is not None and claimed != length):
+            raise damaged(file.path, f"'actions' holds {length} rows, num_samples says {claimed}", number, "actions")
+        fields: dict[str, Any] = {"action": action if self._own and action.dtype == np.int64 else as_float32(action, "action", notes)}
+        if file.has(group, "rewards"):
+            fields["reward"] = as_float32(file.array(group, "rewards", number, length), "reward", notes)
+        else:
+            fields["reward"] = np.zeros(length, np.float32)
+            notes.add("reward", "filled", "the file has no 'rewards'; 0 at every step")
+        fields |= read_extras(file, group, number, length)
+        if not all(name in fields for name in _FLAGS):
+            fields |= self._guess_ends(group, number, fields["reward"], notes)
+        if "seed" not in fields:
+            fields["seed"] = unknown_seed(number)
+            notes.add("seed", "filled", "the format has none; negative numbers, one for each episode")
+        return fields
+
+    def _guess_ends(self, group: h5py.Group, number: int, reward: np.ndarray, notes: NoteBook) -> dict[str, np.ndarray]:
+        """terminated, truncated and success of a file of somebody else."""
+        file, length = self._file, len(reward)
+        done = False
+        if file.has(group, "dones"):
+            done = split_ends(file.array(group, "dones", number, length).astype(bool), "terminated", notes)
+        notes.add("terminated", "filled", "the file's 'dones' of the last step, which does not tell the task's end from a cut")
+        notes.add("truncated", "filled", "an episode whose last 'dones' is 0 was cut by its recorder")
+        success = np.zeros(length, bool)
+        if self._sparse and np.isin(reward, (0, 1)).all():
+            success = reward == 1
+            notes.add("success", "filled", "the file has none; a reward of 1 is robosuite's sign of it")
+        else:
+            notes.add("success", "filled", "the file has none; False at every step")
+        return {"terminated": last_only(length, done), "truncated": last_only(length, not done), "success": success}
+
+    def _read(self, number: int, notes: NoteBook, keys: tuple[str, ...] | None) -> RecordedEpisode:
+        file, group = self._file, self._group(number)
+        fields = self._flags(number, notes)
+        length = len(fields["reward"])
+        metadata = fields.setdefault("metadata", {}) if self._own else fields.setdefault("metadata", self._metadata(group, number))
+        fields["observation"], repeated = self._observation(group, number, length, keys, notes)
+        if repeated and not self._own:
+            metadata["final_observation"] = "repeated"
+        if "state" not in fields and file.has(group, STATES):
+            fields["state"] = {STATES: unknown_last(file.array(group, STATES, number, length))}
+            notes.add("state", "filled", "the file holds the states before each step; the one after the last is NaN")
+        return finish_episode(file.path, number, fields)
+
+    def _observation(
+        self, group: h5py.Group, number: int, length: int, keys: tuple[str, ...] | None, notes: NoteBook
+    ) -> tuple[dict[str, np.ndarray], bool]:
+        """{key: [T + 1, …]}, and whether the last row is not the file's own."""
+        file = self._file
+        if not file.has(group, "obs"):
+            raise damaged(file.path, "is missing: robomimic's dataset_states_to_obs.py extracts observations", number, "obs")
+        shown = file.group(group, "obs", number)
+        after = file.group(group, "next_obs", number) if file.has(group, "next_obs") else None
+        observation: dict[str, np.ndarray] = {}
+        repeated = []
+        for key in file.names(shown) if keys is None else keys:
+            part = file.array(shown, key, number, length)
+            if after is not None and file.has(after, key):
+                observation[key] = np.concatenate([part, file.array(after, key, number, length)[-1:]])
+            else:
+                observation[key] = repeat_last(part)
+                repeated.append(key)
+        if not observation:
+            raise damaged(file.path, "holds no observation", number, "obs")
+        for key in repeated:
+            notes.add(f"observation.{key}", "filled", "the file has no 'next_obs' of it; the last observation stands twice")
+        return observation, bool(repeated)
+
+    def _metadata(self, group: h5py.Group, number: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {"demo": self._demos[number]}
+        for name in ("model_file", "init_state"):
+            value = self._file.attribute(group, name, number)
+            if value is not None:
+                metadata[name] = value.tolist() if isinstance(value, np.ndarray) else value
+        masks = sorted(name for name, demos in self._masks.items() if self._demos[number] in demos)
+        return metadata | ({"masks": masks} if masks else {})
+
+    def _foreign_info(self, action: ActionSpec, notes: NoteBook) -> RecordingInfo:
+        attributes = {name: self._file.attribute(self._data, name) for name in _KEPT_ATTRIBUTES}
+        attributes = {name: str(value) for name, value in attributes.items() if value is not None}
+        first = self._read(0, notes, None)
+        task = self._env_args.get("env_name") or attributes.get("env_name") or attributes.get("env")
+        if not task:
+            notes.add("spec.task", "filled", "the file does not say; its own name")
+        spec = SimSpec(
+            task=str(task or self._file.path.stem),
+            observation=tensor_specs(first.observation),
+            action=action,
+            control_hz=self._control_hz(notes),
+            instruction=_instruction(attributes.get("problem_info")),
+            reports_success=self._sparse,
+        )
+        metadata: dict[str, Any] = {"format": self.format, "attributes": attributes}
+        if self._env_args:
+            metadata["env_args"] = self._env_args
+        return RecordingInfo(spec, sim={}, policy=IMPORTED, metadata=metadata)
+
+    def _control_hz(self, notes: NoteBook) -> float | None:
+        kwargs = self._env_args.get("env_kwargs")
+        value = kwargs.get("control_freq") if isinstance(kwargs, dict) else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            notes.add("spec.control_hz", "filled", "the file does not say; not known")
+            return None
+        return float(value)
+
+
+def _instruction(problem_info: str | None) -> str | None:
+    """LIBERO's language instruction; it was a list of words in one release, and quoted in others."""
+    try:
+        found = json.loads(problem_info or "{}").get("language_instruction")
+    except (ValueError, AttributeError):
+        return None
+    found = "".join(map(str, found)) if isinstance(found, list) else found
+    return str(found).strip().strip('"') if found else None
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tuple[FieldNote, ...]:
+    """Write ``demos.hdf5`` into an empty folder; `name` is not needed.
+
+    Raises:
+        RecordingError: the recording holds what the format cannot (actions in words), or is damaged.
+        OSError: the file cannot be written.
+    """
+    spec, notes = recording.spec, NoteBook()
+    if spec.action.kind == "text":
+        raise RecordingError("robomimic's format holds actions as numbers, and these are text. Choose native, lerobot or minari.")
+    for key in spec.variables:
+        notes.add(f"observation.{key}", "lost", "parts of varying size have no place in this format")
+    if not spec.tensors:
+        raise RecordingError("robomimic's format holds observations as numbers, and these have none. Choose native, lerobot or minari.")
+    for key in spec.tensors:
+        notes.add(f"observation.{key}", "kept", "obs and, for the one after the last step, next_obs")
+    for field in ("action", "reward"):
+        notes.add(field, "kept")
+    for field in _FLAGS:
+        notes.add(field, "extra", f"{SIDE_ENTRY}/{field}; 'dones' says only that the episode ended")
+    _write_h5(folder / NAME, recording, notes, advance)
+    return notes.notes()
+
+
+def _write_h5(path: Path, recording: Recording, notes: NoteBook, advance: Advance) -> None:
+    masks: dict[str, list[str]] = {}
+    with import_h5py().File(path, "w") as file:
+        data = file.create_group("data", track_order=True)
+        total = 0
+        for number, episode in enumerate(recording):
+            name = f"demo_{number}"
+            _write_episode(data.create_group(name), episode, recording.spec.tensors, notes)
+            total += episode.num_steps
+            for mask in episode.metadata.get("masks", ()):
+                masks.setdefault(str(mask), []).append(name)
+            advance(1)
+        data.attrs["total"] = total
+        data.attrs["env_args"] = json.dumps(_env_args(recording, notes))
+        data.attrs[SIDE_ENTRY] = json.dumps(side_info(recording.info, recording.spec.tensors))
+        for attribute, value in dict(recording.info.metadata.get("attributes") or {}).items():
+            data.attrs[attribute] = value
+        if "problem_info" not in data.attrs and recording.spec.instruction:
+            data.attrs["problem_info"] = json.dumps({"language_instruction": recording.spec.instruction})
+        for mask, demos in masks.items():
+            file.create_dataset(f"mask/{mask}", data=np.array(demos, dtype="S"))
+
+
+def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: NoteBook) -> None:
+    group.attrs["num_samples"] = episode.num_steps
+    if isinstance(model := episode.metadata.get("model_file"), str):
+        group.attrs["model_file"] = model
+    for key in kept:
+        write_array(group, f"obs/{key}", episode.observation[key][:-1])
+        write_array(group, f"next_obs/{key}", episode.observation[key][1:])
+    write_array(group, "actions", episode.action)
+    write_array(group, "rewards", episode.reward)
+    write_array(group, "dones", (episode.terminated | episode.truncated).astype(np.int64))
+    plain = _plain_states(episode)
+    if plain is not None:
+        write_array(group, STATES, plain[:-1])
+        notes.add("state", "kept", f"'{STATES}' (one vector), and exactly in {SIDE_ENTRY}/state")
+    write_extras(group, episode, notes, with_state=True, flags=_FLAGS)
+    note_side_episode(episode, notes, f"{SIDE_ENTRY}@episode")
+    note_snapshots(episode, notes)
+
+
+def _plain_states(episode: RecordedEpisode) -> np.ndarray | None:
+    """[T + 1, S] float64: of MuJoCo's state time, positions and velocities, as robosuite flattens it; of others all, in order."""
+    if not episode.state:
+        return None
+    names = _MUJOCO if all(name in episode.state for name in _MUJOCO) else tuple(episode.state)
+    parts = [np.asarray(episode.state[name]).reshape(episode.num_steps + 1, -1).astype(np.float64) for name in names]
+    return np.concatenate(parts, axis=1)
+
+
+def _env_args(recording: Recording, notes: NoteBook) -> dict[str, Any]:
+    info = recording.info
+    theirs = info.metadata.get("env_args")
+    if isinstance(theirs, dict):
+        return theirs
+    robosuite = any(word in str(info.sim.get("target", "")) for word in ("robosuite", "libero"))
+    if not robosuite:
+        notes.add("env_args", "filled", "robomimic knows no such simulator: it trains on the file, and cannot play it")
+    kwargs = dict(info.sim.get("kwargs") or {})
+    if info.spec.control_hz is not None:
+        kwargs.setdefault("control_freq", info.spec.control_hz)
+    return {"env_name": info.spec.task, "type": _ROBOSUITE if robosuite else _GYM, "env_kwargs": kwargs}

@@ -1,0 +1,156 @@
+"""Pictures of recorded episodes: mp4 that is written as it comes and read at any place, and PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.files import cannot_write
+
+DEFAULT_FPS = 10
+"""Where the simulator does not say how often it is controlled."""
+GROUP_OF_PICTURES = 4
+"""Every so many pictures one stands for itself: a picture is found by decoding at most these."""
+_LOSSY = {"crf": "18", "preset": "ultrafast", "bf": "0", "g": str(GROUP_OF_PICTURES)}
+_LOSSLESS = {"qp": "0", "preset": "ultrafast", "bf": "0", "g": str(GROUP_OF_PICTURES)}
+
+
+class VideoError(ValueError):
+    """A video that cannot be decoded, or does not hold what it should; the reader adds where it lies."""
+
+
+class VideoWriter:
+    """Encodes pictures [H, W, 3] uint8 of one size into an mp4 file as they come.
+
+    Lossless is H.264 in RGB, which decodes to the same bytes (PyAV, ffmpeg, OpenCV and VLC play it, browsers do not). Otherwise H.264
+    in yuv420p with a constant rate factor of 18, which everything plays: colours at half the resolution, edges a little soft; odd sides
+    are made even by repeating the last line.
+    """
+
+    def __init__(self, path: Path, height: int, width: int, fps: int, lossless: bool) -> None:
+        import av
+
+        self.path, self.count = path, 0
+        self._pad = ((0, 0), (0, 0)) if lossless else ((0, height % 2), (0, width % 2))
+        try:
+            self._container = av.open(str(path), "w", format="mp4")
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        stream: Any = self._container.add_stream(
+            "libx264rgb" if lossless else "libx264", rate=fps, options=_LOSSLESS if lossless else _LOSSY
+        )
+        stream.height, stream.width = height + self._pad[0][1], width + self._pad[1][1]
+        stream.pix_fmt = "rgb24" if lossless else "yuv420p"
+        # Threads of the encoder would fight with the simulators for the cores, and each keeps pictures back.
+        stream.codec_context.thread_count = 1
+        self._stream = stream
+
+    def frame(self, picture: np.ndarray) -> Any:
+        """A copy of the picture that `encode` takes."""
+        import av
+
+        padded = np.pad(picture, (*self._pad, (0, 0)), mode="edge") if any(map(any, self._pad)) else picture
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(padded), format="rgb24")
+        frame.pts = self.count
+        self.count += 1
+        return frame
+
+    def encode(self, frame: Any) -> None:
+        """Encode what `frame` made, in the same order."""
+        self._container.mux(self._stream.encode(frame))
+
+    def close(self) -> None:
+        """Write what is left; the file is readable from here on."""
+        if self.count:
+            self._container.mux(self._stream.encode())
+        self._container.close()
+
+    def discard(self) -> None:
+        """End and delete the file."""
+        try:
+            self.close()
+        finally:
+            self.path.unlink(missing_ok=True)
+
+
+class VideoReader:
+    """Pictures of a file that `VideoWriter` wrote, by number; consecutive ones are decoded without seeking."""
+
+    def __init__(self, path: Path, shape: tuple[int, ...], count: int) -> None:
+        """Raises VideoError where the file is no video with at least `count` pictures of `shape` [H, W, 3]."""
+        import av
+
+        self._path, self._shape, self._count = path, shape, count
+        try:
+            # What the stream is stands in the header: nothing needs to be decoded to find out.
+            self._container = av.open(str(path), options={"analyzeduration": "0", "probesize": "32"})
+        except (OSError, ValueError) as error:
+            raise VideoError(f"cannot be opened ({error})") from error
+        if not self._container.streams.video:
+            raise VideoError("holds no video")
+        stream: Any = self._container.streams.video[0]
+        even = tuple(side + side % 2 for side in shape[:2])
+        if (stream.height, stream.width) not in (shape[:2], even):
+            raise VideoError(f"holds pictures of {stream.height} × {stream.width}, not {shape[0]} × {shape[1]}")
+        if stream.frames < count:
+            raise VideoError(f"holds {stream.frames} pictures instead of {count}")
+        # One picture is wanted soon, not many later.
+        stream.thread_type, stream.codec_context.thread_count = "NONE", 1
+        self._stream, self._step = stream, 1 / (stream.average_rate * stream.time_base)
+        self._next = 0
+        self._frames: Iterator[Any] = iter(())
+
+    def read(self, number: int) -> np.ndarray:
+        """Picture [H, W, 3] uint8. Raises VideoError."""
+        import av
+
+        try:
+            if not self._next <= number < self._next + GROUP_OF_PICTURES or self._next == 0:
+                self._container.seek(round(number * self._step), stream=self._stream)
+                self._frames = self._container.decode(self._stream)
+            for frame in self._frames:
+                position = round(frame.pts / self._step)
+                if position == number:
+                    self._next = number + 1
+                    return self._array(frame)
+                if position > number:
+                    break
+        except (av.FFmpegError, OSError, ValueError, TypeError) as error:
+            raise VideoError(f"cannot be decoded at picture {number} ({error})") from error
+        raise VideoError(f"has no picture {number}")
+
+    def _array(self, frame: Any) -> np.ndarray:
+        picture = frame.to_ndarray(format="rgb24")
+        height, width = self._shape[:2]
+        return picture if picture.shape == self._shape else np.ascontiguousarray(picture[:height, :width])
+
+    def close(self) -> None:
+        self._frames = iter(())
+        self._container.close()
+
+
+def encode_png(picture: np.ndarray) -> bytes:
+    """A picture [H, W, 3] uint8 as the bytes of a PNG file, which is exact."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    # Level 1 is three times as fast as the default, for a tenth more bytes.
+    Image.fromarray(picture).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def decode_png(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    """The inverse of `encode_png`. Raises VideoError where the bytes are no PNG file of this shape."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            if (image.mode, image.height, image.width) != ("RGB", *shape[:2]):
+                raise VideoError(f"holds a picture {image.mode} {image.height} × {image.width}, not RGB {shape[0]} × {shape[1]}")
+            return np.asarray(image)
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise VideoError(f"holds a picture that cannot be decoded ({error})") from error

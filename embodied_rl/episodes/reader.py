@@ -1,0 +1,401 @@
+"""Reads recordings; those in our own format (docs/episodes.md) straight from the files' pages."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+import mmap
+import zlib
+from collections import OrderedDict
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.episodes.frames import Frames
+from embodied_rl.episodes.index import INDEX_FILE, Index, read_index
+from embodied_rl.episodes.info import RECORDING_FILE, read_info
+from embodied_rl.episodes.layout import OPTIONAL_COLUMNS, SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
+from embodied_rl.episodes.opening import LAYOUT_FILE, array_dtype, array_offsets, part_folders, read_columns
+from embodied_rl.episodes.part_files import blob_checksum, file_checksum, video_name
+from embodied_rl.episodes.pictures import VideoError, VideoReader
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import EpisodeTable, RecordedStep, Recording, RecordingError
+from embodied_rl.errors import did_you_mean
+
+__all__ = ["NativeRecording", "Recording", "RecordingError", "open_recording"]
+
+OPEN_VIDEOS = 8
+"""Videos that stay open: neighbouring pictures are read one after another."""
+MAPPED_BYTES = 2**25
+"""After so many bytes handed out, mapped pages are given back; they stay in the system's page cache."""
+
+
+def open_recording(path: Path | str) -> Recording:
+    """Open a recording, of whichever format the path holds.
+
+    Raises:
+        RecordingError: there is none, or it is damaged; the message names the file, the episode and the field.
+    """
+    path = Path(path)
+    if (path / RECORDING_FILE).is_file():
+        return NativeRecording(path)
+    if not path.exists():
+        parent = path.parent if path.parent.is_dir() else Path()
+        raise RecordingError(f"There is no recording '{path}'.{did_you_mean(path.name, (entry.name for entry in parent.iterdir()))}")
+    from embodied_rl.episodes.formats import open_foreign
+
+    return open_foreign(path)
+
+
+class NativeRecording(Recording):
+    """A folder that `RecordingWriter` wrote, as it was when it was opened; it may be written meanwhile.
+
+    Arrays of an episode are read-only views into the files; they are valid until the recording is closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        info = read_info(path)
+        self._parts = [PartReader(folder, info) for folder in part_folders(path)]
+        super().__init__(path, info, _joined([part.index.table for part in self._parts]))
+        self._ends = np.cumsum([part.index.num_episodes for part in self._parts]).tolist()
+        self._handed_out = 0
+
+    def episode(self, number: int) -> RecordedEpisode:
+        part, local = self.place(number)
+        self._count(part, int(part.index.table.lengths[local]) + 1)
+        return part.episode(local)
+
+    def step(self, number: int, time: int) -> RecordedStep:
+        part, local = self.place(number)
+        # A fault brings the pages around along.
+        self._count(part, 2**16 // max(1, part.bytes_per_step) + 1)
+        return part.step(local, time)
+
+    def column(self, name: str) -> list[np.ndarray]:
+        """All rows of a column of plain arrays at once: a view [rows, ...] per part that has it, its episodes one after another.
+
+        `RecordedEpisode`'s names, with the key behind a dot: ``observation.state``. The fastest way to read all of a recording.
+
+        Raises:
+            RecordingError: no part has a column of this name that is a plain array.
+        """
+        found = [part.rows(column) for part in self._parts for column in part.columns if column.name == name and column.encoding == "array"]
+        if not found:
+            names = {column.name for part in self._parts for column in part.columns if column.encoding == "array"}
+            raise RecordingError(f"'{self.path}' has no arrays '{name}'.{did_you_mean(name, names)}")
+        return found
+
+    def place(self, number: int) -> tuple[PartReader, int]:
+        """The part that holds an episode, and its number there. Raises IndexError."""
+        position = self._position(number)
+        part = bisect.bisect_right(self._ends, position)
+        return self._parts[part], position - (self._ends[part - 1] if part else 0)
+
+    def damage(self, number: int) -> list[str]:
+        part, local = self.place(number)
+        return part.damage(local)
+
+    def fingerprint(self, number: int) -> Hashable:
+        part, local = self.place(number)
+        entry = part.index.entry(local)
+        return entry["seed"], entry["task"], json.dumps(entry["metadata"].get("policy"), sort_keys=True), tuple(entry["crc32"])
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def _count(self, part: PartReader, num_rows: int) -> None:
+        self._handed_out += num_rows * part.bytes_per_step
+        if self._handed_out > MAPPED_BYTES:
+            self._handed_out = 0
+            for each in self._parts:
+                each.release_pages()
+
+
+class PartReader:
+    """The files of one part, mapped when they are first asked for."""
+
+    def __init__(self, folder: Path, info: RecordingInfo) -> None:
+        self.folder, self.columns = folder, read_columns(folder)
+        _require_fit(folder, self.columns, info)
+        self.index: Index = read_index(folder / INDEX_FILE, len(self.columns))
+        self._offsets = array_offsets(folder, self.columns, self.index)
+        self.bytes_per_step = sum(column.row_bytes for column in self.columns if column.encoding == "array")
+        self._step_rows, self._snapshot_rows = self.index.step_rows, self.index.snapshot_rows
+        self._places = [(column, *_place_of(column.name)) for column in self.columns]
+        self._finite = [column for column in self.columns if column.name in ("action", "reward") and column.must_be_finite]
+        self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
+        self._blobs: dict[str, mmap.mmap | bytes] = {}
+        self._videos: OrderedDict[tuple[str, int], VideoReader] = OrderedDict()
+
+    def episode(self, number: int) -> RecordedEpisode:
+        """Raises RecordingError where its data are damaged."""
+        entry, length = self.index.entry(number), int(self.index.table.lengths[number])
+        first = int(self._step_rows[number])
+        stop, first_seen, stop_seen = first + length, first + number, first + number + length + 1
+        read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
+        for column, room, key in self._places:
+            if column.encoding != "array":
+                read[room][key] = self.column(column, number)
+            elif column.per == "step":
+                read[room][key] = self.rows(column)[first:stop]
+            else:
+                read[room][key] = self.rows(column)[first_seen:stop_seen]
+        self._require_finite(number, read[""])
+        try:
+            return RecordedEpisode(
+                seed=entry["seed"],
+                observation=read["observation"],
+                **read[""],
+                state=read["state"] or None,
+                snapshots=self.snapshots(number),
+                images=read["images"],
+                task=entry["task"],
+                instruction=entry["instruction"],
+                metadata=entry["metadata"],
+            )
+        except ValueError as error:
+            raise RecordingError(f"'{self.folder}', episode {number}: {error}") from error
+
+    def step(self, number: int, time: int) -> RecordedStep:
+        """Raises IndexError, or RecordingError where its data are damaged."""
+        length = int(self.index.table.lengths[number])
+        if not 0 <= time < length:
+            raise IndexError(f"Episode {number} has {length} steps, there is no step {time}.")
+        read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
+        after: dict[str, Any] = {}
+        for column, room, key in self._places:
+            read[room][key] = self.row(column, number, time)
+            if room == "observation":
+                after[key] = self.row(column, number, time + 1)
+        done = read[""]
+        return RecordedStep(
+            observation=read["observation"],
+            action=done["action"],
+            reward=float(done["reward"]),
+            terminated=bool(done["terminated"]),
+            truncated=bool(done["truncated"]),
+            success=bool(done["success"]),
+            next_observation=after,
+            sampled_action=done.get("sampled_action"),
+            log_prob=done.get("log_prob"),
+            value=float(done["value"]) if "value" in done else None,
+            policy_version=done.get("policy_version"),
+            chunk=int(done["chunk"]) if "chunk" in done else None,
+            state=read["state"] or None,
+            images=read["images"],
+        )
+
+    # ---- columns ----
+
+    def column(self, column: Column, number: int) -> Any:
+        """All rows of an episode: a view, an object array, or pictures that are decoded when asked for."""
+        count = column.rows_of(int(self.index.table.lengths[number]))
+        if column.is_picture:
+            if column.is_video:
+                # Opened now, so that a damaged file is found now.
+                self._video(column, number)
+            video = (self._video_path(column, number), column.encoding) if column.is_video else None
+            return Frames(count, column.shape, lambda time: self.row(column, number, time), video)
+        if column.encoding == "array":
+            start = self._start(column, number)
+            return self.rows(column)[start : start + count]
+        values = [self.row(column, number, time) for time in range(count)]
+        if column.encoding == "arrays" and not column.name.startswith("observation."):
+            # Rows of one message each; of one shape within an episode.
+            try:
+                return np.stack(values)
+            except ValueError as error:
+                raise self._damaged(column, number, f"holds rows of several shapes ({error})") from error
+        rows = np.empty(count, object)
+        for time, value in enumerate(values):
+            rows[time] = value
+        return rows
+
+    def row(self, column: Column, number: int, time: int) -> Any:
+        """One row of an episode."""
+        if column.is_video:
+            try:
+                return self._video(column, number).read(time)
+            except VideoError as error:
+                raise self._damaged(column, number, str(error)) from error
+        if column.encoding == "array":
+            return self.rows(column)[self._start(column, number) + time]
+        data = self.blob_bytes(column.name, column.stem, number, self.rows(column)[self._start(column, number) + time])
+        try:
+            return decode_row(column, data)
+        except (ValueError, EOFError, RecursionError) as error:
+            raise self._damaged(column, number, f"row {time} {error}") from error
+
+    def snapshots(self, number: int) -> dict[int, bytes]:
+        """{step: bytes} of an episode."""
+        if not self.index.snapshots[number]:
+            return {}
+        return {int(row[0]): self.blob_bytes(SNAPSHOTS, SNAPSHOTS, number, row[1:]) for row in self.snapshot_places(number)}
+
+    def snapshot_places(self, number: int) -> np.ndarray:
+        """[K, 3] int64 (step, offset, size)."""
+        start, count = int(self._snapshot_rows[number]), int(self.index.snapshots[number])
+        return self._map(SNAPSHOTS, "<i8", (3,), self.index.num_snapshots)[start : start + count] if count else np.zeros((0, 3), np.int64)
+
+    def blob_bytes(self, name: str, stem: str, number: int, place: np.ndarray) -> bytes:
+        """The bytes of a row of varying size. Raises RecordingError where (offset, size) lies outside of the file."""
+        blob = self._blobs.get(name)
+        if blob is None:
+            blob = self._blobs[name] = self._map_blob(name, stem, number)
+        offset, size = int(place[0]), int(place[1])
+        if offset < 0 or size < 0 or offset + size > len(blob):
+            path = self.folder / f"{stem}.bin"
+            raise RecordingError(
+                f"'{path}', episode {number}, field '{name}': bytes {offset} to {offset + size} are wanted, and the file has {len(blob)}."
+            )
+        return blob[offset : offset + size]
+
+    def damage(self, number: int) -> list[str]:
+        """Columns whose checksum is not that of the index, one line each."""
+        problems = []
+        for column, expected in zip([*self.columns, None], self.index.entry(number)["crc32"], strict=True):
+            try:
+                found = self.snapshot_checksum(number) if column is None else self.checksum(column, number)
+            except RecordingError as error:
+                problems.append(str(error))
+                continue
+            if found != expected:
+                problems.append(str(self._damaged(column or SNAPSHOT_COLUMN, number, "the checksum does not match: bytes were altered")))
+        return problems
+
+    def checksum(self, column: Column, number: int) -> int:
+        """CRC-32 of an episode's rows of a column, as `RecordingWriter` forms it."""
+        if column.is_video:
+            try:
+                return file_checksum(self._video_path(column, number))
+            except OSError as error:
+                raise self._damaged(column, number, f"cannot be read ({error.strerror})") from error
+        start, count = self._start(column, number), column.rows_of(int(self.index.table.lengths[number]))
+        rows = self.rows(column)[start : start + count]
+        if column.encoding == "array":
+            return zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data) if column.row_bytes else 0
+        checksum = 0
+        for place in rows:
+            checksum = zlib.crc32(self.blob_bytes(column.name, column.stem, number, place), checksum)
+        return blob_checksum(checksum, rows[:, 1], None)
+
+    def snapshot_checksum(self, number: int) -> int:
+        """CRC-32 of an episode's snapshots."""
+        places, checksum = self.snapshot_places(number), 0
+        for place in places:
+            checksum = zlib.crc32(self.blob_bytes(SNAPSHOTS, SNAPSHOTS, number, place[1:]), checksum)
+        return blob_checksum(checksum, places[:, 2], places[:, 0])
+
+    def release_pages(self) -> None:
+        """Give the mapped pages back; what is read again comes from the page cache."""
+        for mapped in (*(mapped for mapped, _ in self._maps.values()), *self._blobs.values()):
+            if isinstance(mapped, mmap.mmap):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        for video in self._videos.values():
+            video.close()
+        self._videos.clear()
+        self._blobs.clear()
+        # Views that somebody holds keep their mapping; without any it goes now.
+        self._maps.clear()
+
+    def _start(self, column: Column, number: int) -> int:
+        return int(self._step_rows[number]) + (0 if column.per == "step" else number)
+
+    def rows(self, column: Column) -> np.ndarray:
+        """Rows of all episodes: of a column of plain arrays, or the (offset, size) of one of varying sizes."""
+        mapped = self._maps.get(column.name)
+        if mapped is not None:
+            return mapped[1]
+        dtype, shape = array_dtype(column)
+        rows = self.index.num_steps + (0 if column.per == "step" else self.index.num_episodes)
+        return self._map(column.name, dtype, shape, rows, column.stem)
+
+    def _map(self, name: str, dtype: str, shape: tuple[int, ...], num_rows: int, stem: str | None = None) -> np.ndarray:
+        """Rows [num_rows, *shape] of an .npy file, whose header and size were checked when the part was opened."""
+        if name in self._maps:
+            return self._maps[name][1]
+        row_bytes, offset = np.dtype(dtype).itemsize * math.prod(shape), self._offsets[name]
+        path = self.folder / f"{stem or name}.npy"
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), offset + num_rows * row_bytes, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise RecordingError(f"'{path}', field '{name}': cannot be read: {error}.") from error
+        rows = np.frombuffer(mapped, dtype, num_rows * math.prod(shape), offset).reshape(num_rows, *shape)
+        self._maps[name] = (mapped, rows)
+        return rows
+
+    def _map_blob(self, name: str, stem: str, number: int) -> mmap.mmap | bytes:
+        path = self.folder / f"{stem}.bin"
+        try:
+            with path.open("rb") as file:
+                # An empty file cannot be mapped.
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        except (OSError, ValueError) as error:
+            raise RecordingError(f"'{path}', episode {number}, field '{name}': cannot be read: {error}.") from error
+
+    def _video_path(self, column: Column, number: int) -> Path:
+        return self.folder / column.stem / video_name(number)
+
+    def _video(self, column: Column, number: int) -> VideoReader:
+        key = (column.name, number)
+        video = self._videos.pop(key, None)
+        if video is None:
+            try:
+                video = VideoReader(self._video_path(column, number), column.shape, column.rows_of(int(self.index.table.lengths[number])))
+            except VideoError as error:
+                raise self._damaged(column, number, str(error)) from error
+            while len(self._videos) >= OPEN_VIDEOS:
+                self._videos.popitem(last=False)[1].close()
+        self._videos[key] = video
+        return video
+
+    def _require_finite(self, number: int, read: dict[str, Any]) -> None:
+        """Actions and rewards are few, and NaN in them would spread into whatever is learnt."""
+        for column in self._finite:
+            if not np.isfinite(read[column.name]).all():
+                raise self._damaged(column, number, "holds NaN or infinity")
+
+    def _damaged(self, column: Column, number: int, complaint: str) -> RecordingError:
+        if column.is_video:
+            path = self._video_path(column, number)
+        else:
+            path = self.folder / f"{column.stem}.{'bin' if column.is_blob else 'npy'}"
+        return RecordingError(f"'{path}', episode {number}, field '{column.name}': {complaint}.")
+
+
+def _place_of(name: str) -> tuple[str, str]:
+    """Room of `RecordedEpisode` ("" for itself) and key in it of a column."""
+    room, dot, key = name.partition(".")
+    return (room, key) if dot else ("", name)
+
+
+def _joined(tables: list[EpisodeTable]) -> EpisodeTable:
+    if not tables:
+        return EpisodeTable.of([])
+    names = ("lengths", "seeds", "returns", "success_once", "success_at_end", "complete", "tasks")
+    return EpisodeTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in names})
+
+
+def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo) -> None:
+    """Raise RecordingError where the columns are not those of the recording's simulator."""
+    path = folder / LAYOUT_FILE
+    found = {column.name: column for column in columns}
+    for column in layout_for(info.spec, "raw", {}):
+        other = found.pop(column.name, None)
+        if other is None:
+            raise RecordingError(f"'{path}': the column '{column.name}' is missing.")
+        same = (other.dtype, other.shape, other.per) == (column.dtype, column.shape, column.per)
+        if not same or (other.encoding != column.encoding and not other.is_picture):
+            raise RecordingError(f"'{path}': the column '{column.name}' is {other.to_dict()}, and the simulator has {column.to_dict()}.")
+    for name, column in found.items():
+        known = name.startswith(("state.", "images.")) and column.per == "observation"
+        known |= name in OPTIONAL_COLUMNS and column.per == "step"
+        if not known:
+            raise RecordingError(f"'{path}': the column '{name}' is none of a recording.")

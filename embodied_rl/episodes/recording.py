@@ -1,0 +1,209 @@
+"""A recording as its readers show it, whatever files it came from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.errors import UserError
+from embodied_rl.types import SimSpec
+
+
+class RecordingError(UserError):
+    """A recording that cannot be read or written: damaged, lying about itself, or of another simulator.
+
+    The message names the file, and the episode and the field where there are any.
+    """
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Step t of an episode: what was seen, what was done, and what came of it."""
+
+    observation: Mapping[str, Any]
+    """{key: [...]} before the step; parts of varying size are values."""
+    action: Any
+    """[A] what the simulator was given (a str for text)."""
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool
+    next_observation: Mapping[str, Any]
+    """{key: [...]} after the step."""
+    sampled_action: Any = None
+    """[A] as the policy drew it; None: not known, here and below."""
+    log_prob: np.ndarray | None = None
+    """[L]"""
+    value: float | None = None
+    policy_version: Any = None
+    chunk: int | None = None
+    """Number of the message that the step belongs to."""
+    state: Mapping[str, np.ndarray] | None = None
+    """{name: [...]} the simulator's state before the step."""
+    images: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """{camera: [H, W, 3] uint8} before the step."""
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeTable:
+    """What is known of all E episodes without reading one."""
+
+    lengths: np.ndarray
+    """[E] int64 steps."""
+    seeds: np.ndarray
+    """[E] int64"""
+    returns: np.ndarray
+    """[E] float64 undiscounted."""
+    success_once: np.ndarray
+    """[E] bool"""
+    success_at_end: np.ndarray
+    """[E] bool"""
+    complete: np.ndarray
+    """[E] bool: the episode came to an end."""
+    tasks: np.ndarray
+    """[E] object: str, or None for the recording's only task."""
+
+    @staticmethod
+    def of(episodes: list[RecordedEpisode]) -> EpisodeTable:
+        """The table of episodes in memory."""
+        tasks = np.empty(len(episodes), object)
+        tasks[:] = [episode.task for episode in episodes]
+        return EpisodeTable(
+            lengths=np.array([episode.num_steps for episode in episodes], np.int64),
+            seeds=np.array([episode.seed for episode in episodes], np.int64),
+            returns=np.array([episode.episode_return for episode in episodes], np.float64),
+            success_once=np.array([episode.success_once for episode in episodes], bool),
+            success_at_end=np.array([episode.success_at_end for episode in episodes], bool),
+            complete=np.array([episode.complete for episode in episodes], bool),
+            tasks=tasks,
+        )
+
+
+class Recording(ABC):
+    """E recorded episodes, read one at a time. Use it as a context manager, or `close` it.
+
+    Readers of files derive from it and give `episode`; `step` is worth giving too where an episode is not read lazily.
+    """
+
+    def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable) -> None:
+        self.path, self.info, self.table = path, info, table
+
+    @abstractmethod
+    def episode(self, number: int) -> RecordedEpisode:
+        """Episode `number` in 0 … E - 1 (from the end where negative).
+
+        Raises:
+            IndexError: there is none of this number.
+            RecordingError: its data are damaged.
+        """
+
+    def step(self, number: int, time: int) -> RecordedStep:
+        """Step `time` in 0 … T - 1 of episode `number`. Raises as `episode` does."""
+        return step_of(self.episode(number), time)
+
+    def damage(self, number: int) -> list[str]:
+        """Contradictions to checksums of the format's own, one line each; most formats have none."""
+        return []
+
+    def fingerprint(self, number: int) -> Hashable | None:
+        """Equal for episodes that are the same in everything; None where the format does not tell without comparing."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 (a reader that holds no file has nothing to do)
+        """Let go of the files; episodes that were handed out may become unreadable."""
+
+    @property
+    def spec(self) -> SimSpec:
+        return self.info.spec
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[E] int64 steps of each episode."""
+        return self.table.lengths
+
+    @property
+    def seeds(self) -> np.ndarray:
+        """[E] int64"""
+        return self.table.seeds
+
+    @property
+    def returns(self) -> np.ndarray:
+        """[E] float64 undiscounted."""
+        return self.table.returns
+
+    @property
+    def success_once(self) -> np.ndarray:
+        """[E] bool"""
+        return self.table.success_once
+
+    @property
+    def success_at_end(self) -> np.ndarray:
+        """[E] bool"""
+        return self.table.success_at_end
+
+    @property
+    def complete(self) -> np.ndarray:
+        """[E] bool"""
+        return self.table.complete
+
+    @property
+    def tasks(self) -> np.ndarray:
+        """[E] object: the task's name; the simulator's where the episode has none of its own."""
+        return np.array([self.spec.task if task is None else task for task in self.table.tasks], object)
+
+    @property
+    def num_steps(self) -> int:
+        """Of all episodes together."""
+        return int(self.table.lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.table.lengths)
+
+    def __iter__(self) -> Iterator[RecordedEpisode]:
+        return (self.episode(number) for number in range(len(self)))
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _position(self, number: int) -> int:
+        """`number`, counted from the end where negative. Raises IndexError."""
+        position = number + len(self) if number < 0 else number
+        if not 0 <= position < len(self):
+            raise IndexError(f"'{self.path}' has {len(self)} episodes, there is no episode {number}.")
+        return position
+
+
+def step_of(episode: RecordedEpisode, time: int) -> RecordedStep:
+    """Step `time` of an episode in memory. Raises IndexError."""
+    if not 0 <= time < episode.num_steps:
+        raise IndexError(f"The episode has {episode.num_steps} steps, there is no step {time}.")
+
+    def at(column: np.ndarray | None) -> Any:
+        return None if column is None else column[time]
+
+    value, chunk = at(episode.value), at(episode.chunk)
+    return RecordedStep(
+        observation={key: part[time] for key, part in episode.observation.items()},
+        action=episode.action[time],
+        reward=float(episode.reward[time]),
+        terminated=bool(episode.terminated[time]),
+        truncated=bool(episode.truncated[time]),
+        success=bool(episode.success[time]),
+        next_observation={key: part[time + 1] for key, part in episode.observation.items()},
+        sampled_action=at(episode.sampled_action),
+        log_prob=at(episode.log_prob),
+        value=None if value is None else float(value),
+        policy_version=at(episode.policy_version),
+        chunk=None if chunk is None else int(chunk),
+        state=None if episode.state is None else {name: part[time] for name, part in episode.state.items()},
+        images={camera: part[time] for camera, part in episode.images.items()},
+    )

@@ -1,0 +1,228 @@
+"""An episode on its way into a recording, step by step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodied_rl.episodes.buffers import BlobBuffer, Buffer
+from embodied_rl.episodes.layout import OPTIONAL_COLUMNS, Column, layout_for
+from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordingError
+
+if TYPE_CHECKING:
+    from embodied_rl.episodes.part import PartWriter
+    from embodied_rl.episodes.writer import RecordingWriter
+
+SUMMED = ("reward", "terminated", "truncated", "success")
+"""Columns that the line of the index is summed up from."""
+
+
+class EpisodeSink:
+    """Takes one episode: `start`, `step` T times, then `finish` or `discard`. Made by `RecordingWriter.open_episode`.
+
+    Values are copied at once, so that views into shared memory may be given. Pictures go to the encoder; other columns
+    beyond a few MB wait in temporary files.
+    """
+
+    def __init__(self, writer: RecordingWriter, seed: int, task: str | None, instruction: str | None, metadata: Mapping[str, Any]) -> None:
+        self.seed, self.num_steps = int(seed), 0
+        self.columns: tuple[Column, ...] | None = None
+        """Known when the first step is."""
+        self.buffers: dict[str, Buffer] = {}
+        self._writer, self._task, self._instruction, self._metadata = writer, task, instruction, dict(metadata)
+        self._first: dict[str, Any] | None = None
+        self._part: PartWriter | None = None
+        self._snapshots: BlobBuffer | None = None
+        self._marks: list[int] = []
+        self._ended = self._closed = False
+
+    def start(
+        self,
+        observation: Mapping[str, Any],
+        state: Mapping[str, np.ndarray] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """What was there after the reset.
+
+        Args:
+            observation: {key: [...]} of this environment.
+            state: {name: [...]} of the simulator; given here, it is due at every step.
+            images: {camera: [H, W, 3] uint8}; given here, they are due at every step.
+        """
+        self._require(self._first is None and not self._closed, "has begun already")
+        # The columns are known when the first step is: until then a copy waits.
+        self._first = {name: _copied(value) for name, value in _around(observation, state, images).items()}
+
+    def step(
+        self,
+        *,
+        action: Any,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        success: bool,
+        observation: Mapping[str, Any],
+        sampled_action: Any = None,
+        log_prob: Any = None,
+        value: float | None = None,
+        policy_version: Any = None,
+        chunk: int | None = None,
+        state: Mapping[str, np.ndarray] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
+        snapshot: bytes | None = None,
+    ) -> None:
+        """One step; names and shapes are those of `RecordedEpisode`, without the time axis.
+
+        Args:
+            action: [A] what the simulator was given.
+            reward, terminated, truncated, success: of the step.
+            observation: {key: [...]} after the step; where the environment was reset at once, the episode's last, not the next one's first.
+            sampled_action, log_prob, value, policy_version, chunk: given at the first step, they are due at every one.
+            state, images: after the step.
+            snapshot: of the moment before the step.
+
+        Raises:
+            RecordingError: the episode has ended, a field is missing, or has another shape than before.
+        """
+        row = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": truncated,
+            "success": success,
+            "sampled_action": sampled_action,
+            "log_prob": log_prob,
+            "value": value,
+            "policy_version": policy_version,
+            "chunk": chunk,
+        }
+        after = _around(observation, state, images)
+        if self.columns is None:
+            self.begin({name: row[name] for name in OPTIONAL_COLUMNS if row[name] is not None})
+        row.update(after)
+        self._require(not self._ended and not self._closed, "has ended")
+        if snapshot is not None:
+            self.keep_snapshot(snapshot, self.num_steps)
+        self.num_steps += 1
+        self._ended = bool(terminated or truncated)
+        try:
+            for name, buffer in self.buffers.items():
+                buffer.append(row.pop(name))
+        except KeyError as error:
+            raise RecordingError(f"The episode of seed {self.seed} lacks {error} at step {self.num_steps - 1}.") from None
+        for name in row:
+            self._require(row[name] is None, f"had no '{name}' before, and has one")
+
+    def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
+        """Write the episode; it is readable from then on.
+
+        Args:
+            metadata: what else is known, added to what `open_episode` was given.
+
+        Returns:
+            Its number in its part, or `SKIPPED`.
+
+        Raises:
+            RecordingError: it has no step, or holds NaN or infinity.
+            UserError: it cannot be written.
+        """
+        self._require(self.num_steps > 0 and not self._closed, "has no steps to write")
+        assert self._part is not None
+        assert self._snapshots is not None
+        try:
+            summed = {name: np.concatenate(list(self.buffers[name].chunks())) for name in SUMMED}  # type: ignore[union-attr]
+            summary = summary_of(self.seed, self._task, self._instruction, {**self._metadata, **(metadata or {})}, summed)
+            return self._writer.commit(self._part, self.buffers, self._snapshots, self._marks, summary)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Give the episode up; nothing of it stays. Does nothing where it is finished."""
+        if not self._closed:
+            self._closed = True
+            self._writer.forget(self)
+            if self._snapshots is not None:
+                discard(self.buffers, self._snapshots)
+
+    # ---- for `step` and `SlotSinks` ----
+
+    def begin(self, optional: Mapping[str, Any]) -> None:
+        """Make room for the columns, which follow from the first step's optional ones, and write the first observation."""
+        self._require(self._first is not None and not self._closed, "has not begun")
+        assert self._first is not None
+        extras = {**optional, **{name: value for name, value in self._first.items() if is_extra(name)}}
+        columns = layout_for(self._writer.info.spec, self._writer.video, extras)
+        self._part, self.buffers, self._snapshots = self._writer.begin(columns)
+        self.columns = columns
+        for column in columns:
+            if column.per == "observation":
+                self._require(column.name in self._first, f"lacks '{column.name}' at its beginning, and")
+                self.buffers[column.name].append(self._first.pop(column.name))
+        self._require(not self._first, f"has {sorted(self._first)}, which the simulator lacks, and")
+
+    def keep_snapshot(self, snapshot: bytes, time: int) -> None:
+        """Of the moment before step `time`."""
+        assert self._snapshots is not None
+        self._snapshots.append_bytes(bytes(snapshot))
+        self._marks.append(time)
+
+    def _require(self, holds: bool, complaint: str) -> None:
+        if not holds:
+            raise RecordingError(f"The episode of seed {self.seed} {complaint} at step {self.num_steps}.")
+
+
+def is_extra(name: str) -> bool:
+    """Whether a column is one that the simulator's spec does not speak of."""
+    return name in OPTIONAL_COLUMNS or name.startswith(("state.", "images."))
+
+
+def columns_of(episode: RecordedEpisode) -> dict[str, Any]:
+    """{name of a column: all its rows}"""
+    columns: dict[str, Any] = {f"observation.{key}": part for key, part in episode.observation.items()}
+    columns |= {name: getattr(episode, name) for name in ("action", *SUMMED)}
+    columns |= {name: part for name in OPTIONAL_COLUMNS if (part := getattr(episode, name)) is not None}
+    columns |= {f"state.{name}": part for name, part in (episode.state or {}).items()}
+    return columns | {f"images.{camera}": part for camera, part in episode.images.items()}
+
+
+def summary_of(
+    seed: int, task: str | None, instruction: str | None, metadata: Mapping[str, Any], summed: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """What the line of the index says about an episode."""
+    reward, success = np.asarray(summed["reward"], np.float32), np.asarray(summed["success"], bool)
+    return {
+        "steps": len(reward),
+        "seed": int(seed),
+        "task": task,
+        "instruction": instruction,
+        "return": float(reward.sum(dtype=np.float64)),
+        "success_once": bool(success.any()),
+        "success_at_end": bool(success[-1]),
+        "complete": bool(summed["terminated"][-1] or summed["truncated"][-1]),
+        "metadata": dict(metadata),
+    }
+
+
+def discard(buffers: Mapping[str, Buffer], snapshots: BlobBuffer) -> None:
+    """Let go of the temporary files of an episode."""
+    for buffer in (*buffers.values(), snapshots):
+        buffer.discard()
+
+
+def _around(
+    observation: Mapping[str, Any], state: Mapping[str, np.ndarray] | None, images: Mapping[str, np.ndarray] | None
+) -> dict[str, Any]:
+    columns = {f"observation.{key}": value for key, value in observation.items()}
+    if state:
+        columns.update({f"state.{name}": value for name, value in state.items()})
+    if images:
+        columns.update({f"images.{camera}": value for camera, value in images.items()})
+    return columns
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else copy.deepcopy(value)

@@ -1,0 +1,218 @@
+"""Episodes of many slots recorded side by side: a few copies per batch instead of a few per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.episodes.buffers import RowBuffer
+from embodied_rl.episodes.layout import Column
+from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.writer import RecordingWriter
+
+_BLOCK_BYTES = 2**20
+"""Of all slots' blocks together, about."""
+
+Batch = Mapping[str, Any]
+
+
+class SlotSinks:
+    """One episode in progress per slot, stepped in batches as `EnvManager` hands them out. Writes what `EpisodeSink` would.
+
+    Columns of fixed size are gathered in blocks [K, N, *shape] that all slots share, which costs one copy per column and batch where
+    the slots of a batch are neighbours that step together, as pipeline groups do. The others go to their slot's sink one by one.
+    """
+
+    def __init__(self, writer: RecordingWriter, num_slots: int) -> None:
+        self._writer, self._num_slots = writer, num_slots
+        self._sinks: list[EpisodeSink | None] = [None] * num_slots
+        self._fresh: set[int] = set()
+        """Slots whose episode has had no step."""
+        self._running: set[int] = set()
+        """Slots whose episode has not ended."""
+        self._columns: tuple[Column, ...] = ()
+        self._names: set[str] = set()
+        self._one_by_one: list[str] = []
+        """Columns that go to the sinks row by row."""
+        self._blocks: dict[str, np.ndarray] = {}
+        self._block_rows = 0
+        # Rows of each slot in the blocks, and the first that its present episode has not taken yet.
+        self._fill, self._taken = [0] * num_slots, [0] * num_slots
+
+    def start(
+        self,
+        slot: int,
+        seed: int,
+        observation: Batch,
+        row: int,
+        *,
+        task: str | None = None,
+        instruction: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        state: Batch | None = None,
+        images: Batch | None = None,
+    ) -> None:
+        """Begin an episode; `row` is the slot's in the batches given.
+
+        Raises:
+            RecordingError: one is in progress, or it is a duplicate and these are refused.
+        """
+        if self._sinks[slot] is not None:
+            raise RecordingError(f"The episode of slot {slot} is in progress: finish or discard it first.")
+        sink = self._writer.open_episode(seed, task=task, instruction=instruction, metadata=metadata)
+        first, state_row, image_row = (None if part is None else _row(part, row) for part in (observation, state, images))
+        sink.start(first or {}, state_row, image_row)
+        self._sinks[slot], self._taken[slot] = sink, self._fill[slot]
+        self._fresh.add(slot)
+        self._running.add(slot)
+
+    def step(
+        self,
+        slots: np.ndarray,
+        *,
+        action: Any,
+        reward: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        success: np.ndarray,
+        observation: Batch,
+        final_observation: Batch | None = None,
+        state: Batch | None = None,
+        images: Batch | None = None,
+        snapshots: Sequence[bytes | None] | None = None,
+        **optional: Any,
+    ) -> None:
+        """One step of n slots, each with an episode in progress.
+
+        Args:
+            slots: [n] int64 ascending.
+            action, reward, terminated, truncated, success: [n, ...].
+            observation: {key: [n, ...]} after the step.
+            final_observation: {key: [n, ...]} what to take instead for slots whose episode ended (they were reset at once).
+            state, images: {name: [n, ...]} after the step.
+            snapshots: [n] of the moment before the step; None where there is none.
+            optional: [n, ...] of `OPTIONAL_COLUMNS`; those that are None are left out.
+
+        Raises:
+            RecordingError: as of `EpisodeSink.step`.
+        """
+        numbers = slots.tolist()
+        batch: dict[str, Any] = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated, "success": success}
+        batch |= {name: rows for name, rows in optional.items() if rows is not None}
+        for room, part in (("observation.", observation), ("state.", state), ("images.", images)):
+            for key, rows in (part or {}).items():
+                batch[room + key] = rows
+        if not self._fresh.isdisjoint(numbers):
+            self._begin(numbers, {name: rows for name, rows in batch.items() if name in optional})
+        if batch.keys() != self._names:
+            raise RecordingError(f"The fields of a batch differ from those before: {sorted(batch.keys() ^ self._names)}.")
+        if not self._running.issuperset(numbers):
+            idle = min(set(numbers) - self._running)
+            raise RecordingError(f"Slot {idle} has no episode in progress, or its episode has ended.")
+        if snapshots is not None:
+            for slot, snapshot in zip(numbers, snapshots, strict=True):
+                if snapshot is not None:
+                    self._require(slot).keep_snapshot(snapshot, self._steps(slot))
+        done = np.logical_or(terminated, truncated)
+        over = np.flatnonzero(done).tolist() if done.any() else []
+        final = {} if final_observation is None or not over else {f"observation.{key}": rows for key, rows in final_observation.items()}
+        self._write(numbers, batch, final, over)
+        self._running.difference_update(numbers[row] for row in over)
+
+    def finish(self, slot: int, metadata: Mapping[str, Any] | None = None) -> int:
+        """Write the slot's episode. Returns and raises as `EpisodeSink.finish` does."""
+        self._hand_over(slot)
+        return self._release(slot).finish(metadata)
+
+    def discard(self, slot: int) -> None:
+        """Give the slot's episode up."""
+        self._release(slot).discard()
+
+    def in_progress(self, slot: int) -> bool:
+        return self._sinks[slot] is not None
+
+    def _release(self, slot: int) -> EpisodeSink:
+        sink, self._sinks[slot] = self._require(slot), None
+        self._fresh.discard(slot)
+        self._running.discard(slot)
+        return sink
+
+    def _require(self, slot: int) -> EpisodeSink:
+        sink = self._sinks[slot]
+        if sink is None:
+            raise RecordingError(f"Slot {slot} has no episode in progress.")
+        return sink
+
+    def _steps(self, slot: int) -> int:
+        """Steps of a slot's episode so far."""
+        return self._require(slot).num_steps + self._fill[slot] - self._taken[slot]
+
+    def _begin(self, slots: list[int], optional: Batch) -> None:
+        """Make room for the episodes of `slots` whose first step this is; the very first one decides the columns."""
+        for row, slot in enumerate(slots):
+            if slot not in self._fresh:
+                continue
+            sink = self._require(slot)
+            sink.begin(_row(optional, row))
+            assert sink.columns is not None
+            if not self._columns:
+                self._columns, self._names = sink.columns, {column.name for column in sink.columns}
+                arrays = [column for column in sink.columns if column.encoding == "array"]
+                self._one_by_one = [column.name for column in sink.columns if column.encoding != "array"]
+                row_bytes = self._num_slots * sum(column.row_bytes for column in arrays)
+                self._block_rows = max(1, min(_BLOCK_BYTES // row_bytes, 256))
+                shape = (self._block_rows, self._num_slots)
+                self._blocks = {column.name: np.empty((*shape, *column.shape), column.dtype) for column in arrays}
+            elif sink.columns != self._columns:
+                raise RecordingError(f"The episode of seed {sink.seed} has other columns than those beside it.")
+            self._fresh.discard(slot)
+
+    def _write(self, slots: list[int], batch: Batch, final: Batch, over: list[int]) -> None:
+        """Put a row of every slot into the blocks; `over` are the rows whose episode ends."""
+        first, count = slots[0], len(slots)
+        time = self._fill[first]
+        together = slots[-1] - first + 1 == count and self._fill[first : first + count] == [time] * count
+        place: Any = (time, slice(first, first + count)) if together else ([self._fill[slot] for slot in slots], slots)
+        for name, block in self._blocks.items():
+            rows = batch[name]
+            target = block[place]
+            shape = rows.shape if isinstance(rows, np.ndarray) else np.shape(rows)
+            if shape != target.shape:
+                raise RecordingError(f"Field '{name}' must be {list(target.shape)}, got {list(shape)}.")
+            if together:
+                # A view: writing into it again costs less than finding the place again.
+                target[...] = rows
+            else:
+                block[place] = rows
+        for name in self._one_by_one:
+            for row, slot in enumerate(slots):
+                source = final.get(name, batch[name]) if row in over else batch[name]
+                self._require(slot).buffers[name].append(source[row])
+        for name, rows in final.items():
+            if name in self._blocks:
+                for row in over:
+                    self._blocks[name][self._fill[slots[row]], slots[row]] = rows[row]
+        for slot in slots:
+            self._fill[slot] += 1
+        for slot in slots if time + 1 == self._block_rows or not together else ():
+            if self._fill[slot] == self._block_rows:
+                self._hand_over(slot)
+                self._fill[slot] = self._taken[slot] = 0
+
+    def _hand_over(self, slot: int) -> None:
+        """Give a slot's rows to its sink."""
+        first, stop, sink = self._taken[slot], self._fill[slot], self._sinks[slot]
+        if sink is not None and stop > first:
+            for name, block in self._blocks.items():
+                buffer = sink.buffers[name]
+                assert isinstance(buffer, RowBuffer)
+                buffer.extend_block(block[first:stop, slot].copy())
+            sink.num_steps += stop - first
+        self._taken[slot] = stop
+
+
+def _row(part: Batch, row: int) -> dict[str, Any]:
+    return {key: rows[row] for key, rows in part.items()}

@@ -1,0 +1,148 @@
+"""Transitions for learning with a critic: rewards of n steps, and what comes after, exact at every kind of episode's end.
+
+Shape legend: T units of one sequence (steps, or messages of several steps), S slots beside each other, B transitions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.types import ActionSpec, Observation, Rollout
+
+RewardKind = Literal["recorded", "success"]
+"""recorded: the simulator's. success: 1 at a step that succeeds, after which nothing counts, else 0."""
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """What a critic learns from: Q(observation, action) ≈ reward + discount · V(next_observation)."""
+
+    observation: Observation
+    """{key: [B, ...]}"""
+    action: np.ndarray
+    """[B, A] float32 normalised, within [-1, 1]; int64 [B, 1] for discrete. Of messages: [B, K, A], 0 where not executed."""
+    reward: np.ndarray
+    """[B] float32: discounted sum until the next observation."""
+    discount: np.ndarray
+    """[B] float32: γ to the power of the steps between, 0 after a terminated step."""
+    next_observation: Observation
+    """{key: [B, ...]}; of a truncated episode its final one. Not to be looked at where discount is 0."""
+
+    @property
+    def num_rows(self) -> int:
+        """B"""
+        return len(self.reward)
+
+    @staticmethod
+    def concatenate(parts: list[Transitions]) -> Transitions:
+        """One after another; at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        return Transitions(
+            observation={key: np.concatenate([part.observation[key] for part in parts]) for key in parts[0].observation},
+            action=np.concatenate([part.action for part in parts]),
+            reward=np.concatenate([part.reward for part in parts]),
+            discount=np.concatenate([part.discount for part in parts]),
+            next_observation={key: np.concatenate([part.next_observation[key] for part in parts]) for key in parts[0].next_observation},
+        )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """For each unit of a sequence: what the n units from it on bring."""
+
+    reward: np.ndarray
+    """[T, ...] float32: r_t + c_t r_{t+1} + c_t c_{t+1} r_{t+2} + …, c the units' discounts."""
+    end: np.ndarray
+    """[T, ...] int64: last unit of the window; the next observation is the one after it."""
+    discount: np.ndarray
+    """[T, ...] float32: product of the window's c, 0 where its last unit terminated."""
+
+
+def n_step_windows(reward: np.ndarray, factor: np.ndarray | float, terminated: np.ndarray, truncated: np.ndarray, n: int) -> Windows:
+    """Returns over n units, cut at the end of an episode and at the end of the sequence, where they bootstrap earlier.
+
+    The n-step return of Sutton and Barto, Reinforcement Learning (2018), eq. 7.1. A shorter window is as good a target: nothing is
+    left out and nothing of another episode gets in.
+
+    Args:
+        reward: [T, ...] of each unit.
+        factor: [T, ...] or one number: discount over each unit, γ for a step, γ^m for a message of m steps.
+        terminated, truncated: [T, ...] bool: the episode ends with this unit.
+        n: at least 1.
+    """
+    length = len(reward)
+    factors = np.broadcast_to(np.asarray(factor, np.float64), reward.shape)
+    total, discount = np.zeros(reward.shape), np.ones(reward.shape)
+    end = np.broadcast_to(np.arange(length).reshape(-1, *[1] * (reward.ndim - 1)), reward.shape).copy()
+    alive = np.ones(reward.shape, bool)
+    stops = terminated | truncated
+    for ahead in range(min(n, length)):
+        rest = length - ahead
+        going = alive[:rest]
+        total[:rest] += np.where(going, discount[:rest] * reward[ahead:], 0.0)
+        discount[:rest] *= np.where(going, factors[ahead:] * ~terminated[ahead:], 1.0)
+        end[:rest] += going & (ahead > 0)
+        going &= ~stops[ahead:]
+        alive[max(rest - 1, 0) :] = False  # the sequence ends there
+    return Windows(total.astype(np.float32), end, discount.astype(np.float32))
+
+
+def outcome(kind: RewardKind, reward: np.ndarray, terminated: np.ndarray, success: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and ends as a learner sees them, see `RewardKind`. Raises ValueError where success is wanted and not known."""
+    if kind == "recorded":
+        return reward, terminated
+    if success is None:
+        raise ValueError("reward='success' needs the success of each step.")
+    return success.astype(np.float32), terminated | success
+
+
+def rollout_transitions(
+    rollout: Rollout, keys: tuple[str, ...], action: ActionSpec, *, gamma: float, n_step: int = 1, reward: RewardKind = "recorded"
+) -> Transitions:
+    """All steps of a rollout [T, N] as B = T·N transitions, time-major; windows are cut at the rollout's end."""
+    steps, slots = rollout.reward.shape
+    rewards, terminated = outcome(reward, rollout.reward, rollout.terminated, rollout.success)
+    windows = n_step_windows(rewards, gamma, terminated, rollout.truncated, n_step)
+    slot = np.broadcast_to(np.arange(slots), (steps, slots))
+    final = np.argwhere(rollout.truncated & ~rollout.terminated)
+    after: Observation = {}
+    for key in keys:
+        following = np.concatenate([rollout.observation[key][1:], rollout.last_observation[key][None]])
+        following[final[:, 0], final[:, 1]] = rollout.final_observation[key]
+        after[key] = following[windows.end, slot].reshape(steps * slots, *following.shape[2:])
+    acted = rollout.action if action.kind == "discrete" else np.clip(rollout.action, -1.0, 1.0)
+    return Transitions(
+        {key: rollout.observation[key].reshape(steps * slots, *rollout.observation[key].shape[2:]) for key in keys},
+        acted.reshape(steps * slots, -1),
+        windows.reward.reshape(-1),
+        windows.discount.reshape(-1),
+        after,
+    )
+
+
+def normalise_actions(action: np.ndarray, spec: ActionSpec, *, margin: float = 0.0) -> np.ndarray:
+    """The inverse of `ActionSpec.denormalise`: actions [..., A] in the simulator's units onto [-1 + margin, 1 - margin].
+
+    What lies beyond the bounds is clipped, as simulators do it; a dimension without extent becomes 0. Discrete choices pass through.
+
+    Args:
+        margin: keeps a squashed policy's targets where tanh can reach them: it is 1 at infinity alone.
+
+    Raises:
+        UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.
+    """
+    if spec.kind != "continuous":
+        return action.astype(np.int64)
+    low, high = np.asarray(spec.low, np.float64), np.asarray(spec.high, np.float64)
+    if not (np.isfinite(low).all() and np.isfinite(high).all()):
+        raise UserError("Recorded actions cannot be normalised: the simulator's action bounds are not finite. Wrap it so that they are.")
+    half = 0.5 * (high - low)
+    flat = half <= 0
+    unit = (np.asarray(action, np.float64) - low) / np.where(flat, 1.0, half) - 1.0
+    limit = 1.0 - margin
+    return np.clip(np.where(flat, 0.0, unit), -limit, limit).astype(np.float32)

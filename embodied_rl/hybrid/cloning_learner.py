@@ -1,0 +1,124 @@
+"""Supervised learning of recorded actions: epochs, validation, and the weights that validated best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied_rl.algorithms.losses import behaviour_cloning_loss
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.hybrid.adam import NamedAdam
+from embodied_rl.hybrid.learner import resolve_device
+from embodied_rl.hybrid.threads import compute_threads
+from embodied_rl.hybrid.updater import NonFiniteLossError
+from embodied_rl.policies.actor_critic import ActorCritic
+
+
+class CloningLearner:
+    """Fits a policy's actions to recorded ones with AdamW; the critic is left as it is."""
+
+    def __init__(
+        self, policy: ActorCritic, config: AlgorithmConfig, device: str | torch.device = "cpu", num_threads: int | None = None
+    ) -> None:
+        assert config.cloning is not None
+        self.policy, self.config, self.options = policy, config, config.cloning
+        self.device = resolve_device(device)
+        policy.to(self.device)
+        self.compute_threads = num_threads or 1
+        self._adam = NamedAdam(
+            {name: p for name, p in policy.named_parameters() if p.requires_grad},
+            learning_rate=config.learning_rate,
+            eps=config.adam_eps,
+            max_grad_norm=config.max_grad_norm,
+            weight_decay=self.options.weight_decay,
+        )
+        self.best_loss = math.inf
+        """Lowest validation loss so far."""
+        self._best: dict[str, Tensor] = {}
+
+    def epoch(self, minibatches: Iterable[Transitions], learning_rate: float) -> dict[str, float]:
+        """Step once for each minibatch; figures averaged over them, and their number as ``minibatches``.
+
+        Raises:
+            NonFiniteLossError: a loss or gradient is not finite; the parameters were not stepped with it.
+        """
+        losses, norms = [], []
+        with compute_threads(self.compute_threads):
+            for batch in minibatches:
+                loss = self._loss(*self._tensors(batch))
+                norms.append(self._adam.step(loss, learning_rate))
+                losses.append(float(loss.detach()))
+                if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
+                    raise _not_finite(losses[-1], norms[-1], batch)
+                limit_log_std(self.policy, self.options.min_log_std)
+        return {"imitation_loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms)), "minibatches": float(len(losses))}
+
+    @torch.no_grad()
+    def validate(self, minibatches: Iterable[Transitions]) -> dict[str, float]:
+        """``validation_loss``, and how far the policy's mode is from the recorded actions: ``validation_mae`` (normalised units), or
+        ``validation_accuracy`` of choices; means over all rows."""
+        discrete = self.policy.spec.action.kind == "discrete"
+        total, away, rows = 0.0, 0.0, 0
+        with compute_threads(self.compute_threads):
+            for batch in minibatches:
+                observation, action = self._tensors(batch)
+                total += float(self._loss(observation, action)) * batch.num_rows
+                mode = self.policy.act(observation, None).action
+                off = (mode == action).float() if discrete else (mode.clamp(-1.0, 1.0) - action).abs().mean(-1)
+                away += float(off.sum())
+                rows += batch.num_rows
+        return {"validation_loss": total / rows, ("validation_accuracy" if discrete else "validation_mae"): away / rows}
+
+    def keep_if_best(self, loss: float) -> bool:
+        """Remember the present weights where no validation loss was lower."""
+        if loss >= self.best_loss:
+            return False
+        self.best_loss = loss
+        self._best = {name: value.detach().cpu().clone() for name, value in self.policy.state_dict().items()}
+        return True
+
+    def restore_best(self) -> None:
+        """Go back to the weights that were remembered, if any were."""
+        if self._best:
+            self.policy.load_state_dict(self._best)
+
+    def _loss(self, observation: dict[str, Tensor], action: Tensor) -> Tensor:
+        if self.options.loss == "mse":
+            return nn.functional.mse_loss(self.policy.act(observation, None).action, action)
+        return behaviour_cloning_loss(log_prob=self.policy.evaluate(observation, action).log_prob.sum(-1))[0]
+
+    def _tensors(self, batch: Transitions) -> tuple[dict[str, Tensor], Tensor]:
+        observation = {key: torch.from_numpy(batch.observation[key]).to(self.device) for key in self.policy.observation_keys}
+        return observation, torch.from_numpy(batch.action).to(self.device)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Adam's state, and the best weights with their validation loss."""
+        best = {f"best.{name}": value.clone() for name, value in self._best.items()}
+        return {**self._adam.state_tensors(), **best, "best_loss": torch.tensor(self.best_loss, dtype=torch.float64)}
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Continue exactly. Raises KeyError or ValueError when the state is another policy's."""
+        self._best = {name.removeprefix("best."): value.clone() for name, value in state.items() if name.startswith("best.")}
+        self.best_loss = float(state["best_loss"])
+        self._adam.load_state_tensors(state)
+
+
+@torch.no_grad()
+def limit_log_std(policy: ActorCritic, smallest: float) -> None:
+    """Keep the log standard deviations of a Gaussian head above a bound: data without noise would drive them to minus infinity."""
+    for name, parameter in policy.head.named_parameters():
+        if name.endswith("log_std"):
+            parameter.clamp_(min=smallest)
+
+
+def _not_finite(loss: float, norm: float, batch: Transitions) -> NonFiniteLossError:
+    error = NonFiniteLossError(
+        f"The cloning loss is {loss} and its gradient's norm {norm} on {batch.num_rows} steps.", np.arange(batch.num_rows)
+    )
+    error.batch = {"action": batch.action, **{f"observation.{key}": part for key, part in batch.observation.items()}}
+    return error

@@ -1,0 +1,39 @@
+"""A generator whose way of acting can be switched: with exploration noise, by the mode, or at random."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.random_backend import RandomGenerator
+from embodied_rl.types import Observation, SimSpec
+
+
+class SwitchedGenerator:
+    """Passes on to `generator`, to random actions where `way` is "random", and without noise where it is "mode". Implements `Generator`."""
+
+    def __init__(self, generator: Generator, spec: SimSpec, way: Literal["noisy", "mode", "random"] = "noisy") -> None:
+        self.way: Literal["noisy", "mode", "random"] = way
+        self._generator, self._random = generator, RandomGenerator(spec)
+
+    @property
+    def version(self) -> int:
+        return self._generator.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._generator.version = version
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        self._present().send(slots, observation, None if self.way == "mode" else noise)
+
+    def recv(self) -> ActedBatch:
+        return self._present().recv()
+
+    def publish(self, version: int) -> None:
+        self._generator.publish(version)
+
+    def _present(self) -> Generator:
+        return self._random if self.way == "random" else self._generator

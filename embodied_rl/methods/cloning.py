@@ -1,0 +1,219 @@
+"""Behaviour cloning, and DAgger: supervised learning of an expert's actions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.episodes.dataset import EpisodeDataset, split_episodes
+from embodied_rl.episodes.transitions import Transitions, normalise_actions
+from embodied_rl.errors import UserError
+from embodied_rl.generation.base import Generator
+from embodied_rl.hybrid.cloning_learner import CloningLearner
+from embodied_rl.methods.acting import SwitchedGenerator
+from embodied_rl.methods.base import Experience
+from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.heads import SquashedGaussian
+from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
+from embodied_rl.sim.instrumented import EXPERT
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import Rollout
+
+_LABELS = 17
+"""Stream of randomness."""
+
+
+class CloningMethod:
+    """Behaviour cloning (Pomerleau 1991): epochs over recorded episodes until the validation loss rises. Implements `Method`.
+
+    One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations.
+    """
+
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+        cloning = config.algorithm.cloning
+        assert cloning is not None, "the configuration was checked"
+        if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
+            raise UserError("algorithm.cloning.loss=mse is for continuous actions; those of this task are choices: set loss=nll.")
+        self.config, self.policy, self.options = config, policy, cloning
+        self.learner = CloningLearner(policy, config.algorithm, config.hybrid.device, config.hybrid.num_threads)
+        self.demonstrations = Demonstrations(config, manager, policy, run_dir)
+        self.train: EpisodeDataset | None = None
+        self.validation: EpisodeDataset | None = None
+        self.times = CollectorTimes()
+        self.finished = False
+        self._epochs = self._waited = 0
+        self._has_statistics = False
+
+    def collect(self, iteration: int) -> Experience:
+        """Nothing is played: the recorded steps are there."""
+        assert self.train is not None, "restart() comes first"
+        steps = self.config.algorithm.num_epochs * self.train.num_minibatches(self.config.algorithm.minibatch_size)
+        return Experience(steps, [], nothing_seen(self.policy), None)
+
+    def prepare(self, experience: Experience) -> Any:
+        return experience.data
+
+    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+        algorithm = self.config.algorithm
+        share = 1.0 - steps / self.config.total_steps if algorithm.lr_schedule == "linear" else 1.0
+        rate = algorithm.learning_rate * max(share, 0.0)
+        figures = []
+        for _ in range(algorithm.num_epochs):
+            figures.append(self.learner.epoch(self._minibatches(self._epochs), rate))
+            self._epochs += 1
+            figures[-1] |= self._validate()
+            if self.finished:
+                break
+        means = {name: float(np.mean([figure[name] for figure in figures])) for name in figures[-1]}
+        return {**means, "learning_rate": rate, "epochs": float(self._epochs)}
+
+    def _minibatches(self, epoch: int) -> Iterator[Transitions]:
+        assert self.train is not None
+        return self.train.epoch(epoch, self.config.algorithm.minibatch_size)
+
+    def _validate(self) -> dict[str, float]:
+        """Figures of the episodes that are not trained on; with patience, the best weights are kept, and the end is seen."""
+        if self.validation is None:
+            return {}
+        figures = self.learner.validate(self.validation.epoch(0, 4096))
+        if self.options.patience is not None:
+            self._waited = 0 if self.learner.keep_if_best(figures["validation_loss"]) else self._waited + 1
+            self.finished = self._waited >= self.options.patience
+        return figures
+
+    def finish(self) -> None:
+        """Take the weights with the lowest validation loss."""
+        self.learner.restore_best()
+
+    def published(self, version: int) -> None:
+        pass
+
+    def restart(self, iteration: int) -> None:
+        if self.train is not None:
+            return
+        recorded, config = self.config.algorithm.recorded, self.config
+        squashed = isinstance(self.policy.head, SquashedGaussian)
+        options = self.demonstrations.options(action_margin=self.options.action_margin if squashed else 0.0)
+        episodes, held = split_episodes(self.demonstrations.load(), self.options.validation_share, seed=config.seed)
+
+        def dataset(chosen: list) -> EpisodeDataset:
+            return EpisodeDataset(chosen, self.demonstrations.spec, options, seed=config.seed, memory_mb=recorded.memory_mb)
+
+        self.train, self.validation = dataset(episodes), dataset(held) if held else None
+        if self.validation is None and self.options.patience is not None and self.options.validation_share > 0:
+            raise UserError("One recorded episode cannot be split: set algorithm.cloning.validation_share=0, or record more.")
+        if not self._has_statistics:
+            for seen in self.train.observations():
+                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items()})
+            self._has_statistics = True
+
+    def metrics(self) -> dict[str, float]:
+        assert self.train is not None
+        held = 0 if self.validation is None else self.validation.num_episodes
+        return {"data/recorded_episodes": float(self.train.num_episodes + held), "data/recorded_steps": float(self._recorded_steps())}
+
+    def _recorded_steps(self) -> int:
+        return sum(part.num_steps for part in (self.train, self.validation) if part is not None)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return self.learner.state_tensors()
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        self.learner.load_state_tensors(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self._epochs, "waited": self._waited, "finished": self.finished}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epochs, self._waited, self._has_statistics = int(state["epochs"]), int(state["waited"]), True
+        # A finished run that is resumed was given more steps, and with them more patience.
+        self.finished = False
+        if state["finished"]:
+            self._waited = 0
+
+
+class DaggerMethod(CloningMethod):
+    """DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after). Implements `Method`.
+
+    The first iteration clones the recorded episodes; each later one lets the policy play `rollout_steps` steps of every slot by its
+    mode, adds what the expert would have done in each state, and learns from all of it. Steps are environment steps.
+    """
+
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+        super().__init__(config, manager, policy, generator, run_dir)
+        self.collector = RolloutCollector(
+            manager,
+            SwitchedGenerator(generator, manager.spec, "mode"),
+            rollout_steps=config.algorithm.rollout_steps,
+            num_groups=config.sim.pipeline_groups,
+            seed=config.seed,
+        )
+        self._observation: dict[str, np.ndarray] = {key: part.numpy() for key, part in nothing_seen(policy).items()}
+        self._action = np.zeros((0, manager.spec.action.dim), manager.spec.action.dtype)
+
+    def collect(self, iteration: int) -> Experience:
+        if iteration == 0:
+            return Experience(0, [], nothing_seen(self.policy), None)
+        rollout = self.collector.next_rollout(iteration)
+        self.times = self.collector.times
+        finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
+        return Experience(rollout.num_steps, finished, nothing_seen(self.policy), rollout)
+
+    def prepare(self, experience: Experience) -> Any:
+        """Add the expert's answers to the data."""
+        rollout: Rollout | None = experience.data
+        if rollout is None:
+            return None
+        assert self.train is not None
+        answers = rollout.observation[EXPERT].reshape(rollout.num_steps, -1)
+        margin = self.train.options.action_margin
+        self._action = np.concatenate([self._action, normalise_actions(answers, self.policy.spec.action, margin=margin)])
+        for key, part in self._observation.items():
+            seen = rollout.observation[key].reshape(rollout.num_steps, *part.shape[1:])
+            self._observation[key] = np.concatenate([part.astype(seen.dtype), seen])
+        return None
+
+    def _minibatches(self, epoch: int) -> Iterator[Transitions]:
+        """Recorded and answered steps, in each minibatch as in the whole."""
+        assert self.train is not None
+        answered, recorded = len(self._action), self.train.num_steps
+        if not answered:
+            yield from super()._minibatches(epoch)
+            return
+        parts = -(-(answered + recorded) // self.config.algorithm.minibatch_size)
+        order = np.random.default_rng(np.random.SeedSequence([self.config.seed, epoch, _LABELS])).permutation(answered)
+        fresh = (self._answered(rows) for rows in np.array_split(order, parts))
+        for one, other in itertools.zip_longest(self.train.epoch(epoch, -(-recorded // parts)), fresh):
+            yield Transitions.concatenate([part for part in (one, other) if part is not None and part.num_rows])
+
+    def _answered(self, rows: np.ndarray) -> Transitions:
+        observation = {key: part[rows] for key, part in self._observation.items()}
+        nothing = np.zeros(len(rows), np.float32)
+        return Transitions(observation, self._action[rows], nothing, nothing, observation)
+
+    def finish(self) -> None:
+        """The last weights have seen the most answers."""
+
+    def restart(self, iteration: int) -> None:
+        super().restart(iteration)
+        self.collector.restart(seed_round=iteration)
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "data/labels": float(self._recorded_steps() + len(self._action))}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        answered = {f"answered.observation.{key}": torch.from_numpy(part) for key, part in self._observation.items()}
+        return {**super().state_tensors(), **answered, "answered.action": torch.from_numpy(self._action)}
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        super().load_state_tensors({name: value for name, value in state.items() if not name.startswith("answered.")})
+        self._observation = {key: state[f"answered.observation.{key}"].numpy() for key in self._observation}
+        self._action = state["answered.action"].numpy()

@@ -1,0 +1,224 @@
+"""Where recorded episodes come from: the recordings that a run is given, or its expert's, recorded first."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from embodied_rl.config import SimConfig, TrainConfig
+from embodied_rl.episodes.dataset import DatasetOptions, EpisodeRef, check_recording, choose_episodes
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.transitions import RewardKind
+from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.errors import UserError
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import TensorObservation
+from embodied_rl.rollout.schedule import group_seed
+from embodied_rl.sim.instrumented import instrumented, plain_spec, split
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.robots.experts import expert_target
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch
+from embodied_rl.versions import versions
+
+FOLDER = "demonstrations"
+"""Of a run's folder: what its expert played."""
+_TRIES = 3
+"""Seeds that the expert may play for each episode that is wanted: a simulator may give one up."""
+
+
+def training_sim(config: TrainConfig) -> SimConfig:
+    """The simulator that the run plays in: with the expert's action in its observation where the run needs an expert.
+
+    Raises UserError where the task has none.
+    """
+    needed = _needs_expert(config)
+    return instrumented(config.sim, expert=_expert(config), reconfigure=False) if needed else config.sim
+
+
+def _needs_expert(config: TrainConfig) -> bool:
+    cloning = config.algorithm.cloning
+    return config.algorithm.learns_from_recordings and (not config.recording or (cloning is not None and cloning.dagger))
+
+
+def _expert(config: TrainConfig) -> str:
+    return config.algorithm.recorded.expert or expert_target(config.sim)
+
+
+class Demonstrations:
+    """The recorded episodes of a run; `load` before the first update, and again after a resume."""
+
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, run_dir: Path) -> None:
+        """Given recordings are opened and checked here. Raises UserError."""
+        self.config, self.manager, self.policy = config, manager, policy
+        self.spec = plain_spec(manager.spec)
+        self._folder = run_dir / FOLDER
+        self._recordings: list[Recording] = []
+        for path in config.recording:
+            recording = open_recording(path)
+            # Recordings that were imported name their task in their own way.
+            check_recording(recording, self.spec, policy.observation_keys, same_task=bool(recording.info.sim))
+            _warn_of_other_settings(recording, config.sim)
+            self._recordings.append(recording)
+
+    def load(self) -> list[EpisodeRef]:
+        """The episodes to learn from; the expert plays first where no recording was given. What the manager's slots were doing is lost.
+
+        Raises:
+            UserError: there is no such episode.
+        """
+        recorded = self.config.algorithm.recorded
+        if not self._recordings:
+            self._record_expert()
+            self._recordings.append(open_recording(self._folder))
+        return choose_episodes(self._recordings, only_success=recorded.only_success, max_episodes=recorded.max_episodes)
+
+    def options(self, *, reward: RewardKind = "recorded", n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
+        """What is made of the episodes for this policy."""
+        return DatasetOptions(
+            self.policy.observation_keys, self.config.algorithm.gamma, n_step=n_step, reward=reward, action_margin=action_margin
+        )
+
+    def _record_expert(self) -> None:
+        recorded, spec = self.config.algorithm.recorded, self.spec
+        info = RecordingInfo(
+            spec=spec,
+            sim=dataclasses.asdict(self.config.sim),
+            policy={"kind": "expert", "target": _expert(self.config), "randomness": list(recorded.expert_randomness)},
+            command="recorded at the beginning of a training run",
+            versions=versions(),
+        )
+        with closing(RecordingWriter(self._folder, info, resume=self._folder.exists())) as writer:
+            for number, episode in self._missing_episodes(set(writer.seeds)):
+                writer.add(dataclasses.replace(episode, metadata={"number": number}))
+            if (played := len(writer.seeds)) < (wanted := recorded.expert_episodes):
+                raise UserError(
+                    f"The expert could play {played} of {wanted} episodes (algorithm.recorded.expert_episodes): "
+                    "the simulator gave the others up."
+                )
+
+    def _missing_episodes(self, known: set[int]) -> Iterator[tuple[int, RecordedEpisode]]:
+        recorded, slots = self.config.algorithm.recorded, self.manager.num_slots
+        wanted, first = recorded.expert_episodes - len(known), 0
+        while wanted > 0 and first < _TRIES * recorded.expert_episodes:
+            numbers = range(first, first + min(slots, recorded.expert_episodes))
+            first = numbers.stop
+            seeds = {number: group_seed(self.config.seed, FOLDER, number) for number in numbers}
+            open_ones = {number: seed for number, seed in seeds.items() if seed not in known}
+            shares = [recorded.expert_randomness[number % len(recorded.expert_randomness)] for number in open_ones]
+            played = play_expert(self.manager, list(open_ones.values()), shares) if open_ones else []
+            for number, episode in zip(open_ones, played, strict=True):
+                if episode is not None and wanted > 0:
+                    known.add(episode.seed)
+                    wanted -= 1
+                    yield number, episode
+
+
+def _warn_of_other_settings(recording: Recording, sim: SimConfig) -> None:
+    """Equal spaces may mean other things: a control mode of the same size, another reward."""
+    theirs, ours = recording.info.sim.get("kwargs"), sim.kwargs
+    if not isinstance(theirs, Mapping):
+        return
+    keys = sorted(key for key in {*theirs, *ours} if theirs.get(key) != ours.get(key))
+    if keys:
+        told = "; ".join(f"{key} {theirs.get(key)!r} ≠ {ours.get(key)!r}" for key in keys)
+        warnings.warn(
+            f"Recording '{recording.path}' was made with other settings of the simulator: {told} (recording ≠ simulator).", stacklevel=2
+        )
+
+
+def play_expert(manager: EnvManager, seeds: Sequence[int], randomness: Sequence[float]) -> list[RecordedEpisode | None]:
+    """Episodes of these seeds, side by side, as the expert plays them (see `instrumented`), some steps at random.
+
+    Args:
+        seeds: at most as many as the manager has slots.
+        randomness: of each episode, the share of steps that are drawn uniformly from the simulator's range.
+
+    Returns:
+        In the order of `seeds`; None where the simulator gave the episode up.
+    """
+    players = {slot: _Player(seed, share, manager.spec) for slot, (seed, share) in enumerate(zip(seeds, randomness, strict=True))}
+    if not players:
+        return []
+    everyone = list(range(manager.num_slots)) if manager.spec.steps_together else list(players)
+    # Where all step together, slots beyond ours play the last seed along.
+    manager.begin(everyone, [seeds[min(slot, len(seeds) - 1)] for slot in everyone])
+    batch = manager.recv(everyone)
+    for row, slot in enumerate(batch.slots.tolist()):
+        if slot in players:
+            players[slot].see(batch, row)
+    going = set(players)
+    idle = np.zeros(max(manager.spec.action.dim, 1), manager.spec.action.dtype)
+    while going:
+        slots = everyone if manager.spec.steps_together else sorted(going)
+        manager.send(slots, np.stack([players[slot].act() if slot in going else idle for slot in slots]))
+        batch = manager.recv(slots)
+        for row, slot in enumerate(batch.slots.tolist()):
+            if slot in going and players[slot].took(batch, row):
+                going.remove(slot)
+    return [player.episode for player in players.values()]
+
+
+class _Player:
+    """One episode of an expert."""
+
+    def __init__(self, seed: int, randomness: float, spec: SimSpec) -> None:
+        self._seed, self._randomness, self._action = seed, randomness, spec.action
+        self._rng = np.random.default_rng(np.random.SeedSequence([seed, 7]))
+        self._observations: list[dict[str, np.ndarray]] = []
+        self._steps: list[tuple[np.ndarray, float, bool, bool, bool]] = []
+        self._advice: np.ndarray | None = None
+        self.episode: RecordedEpisode | None = None
+
+    def see(self, batch: StepBatch, row: int, *, final: bool = False) -> None:
+        parts = split({key: part[row] for key, part in (batch.final_observation if final else batch.observation).items()})
+        self._observations.append({key: np.array(part) for key, part in parts.observation.items()})
+        self._advice = None if parts.expert_action is None else np.array(parts.expert_action)
+
+    def act(self) -> np.ndarray:
+        assert self._advice is not None, "the simulator is instrumented with an expert"
+        self._acted = random_action(self._action, self._rng) if self._rng.random() < self._randomness else self._advice
+        return self._acted
+
+    def took(self, batch: StepBatch, row: int) -> bool:
+        """Note what came of the action; whether the episode is over."""
+        if batch.aborted is not None and batch.aborted[row]:
+            return True
+        terminated, truncated = bool(batch.terminated[row]), bool(batch.truncated[row])
+        self._steps.append((self._acted, float(batch.reward[row]), terminated, truncated, bool(batch.success[row])))
+        over = terminated or truncated
+        self.see(batch, row, final=over)
+        if over:
+            self.episode = self._finished()
+        return over
+
+    def _finished(self) -> RecordedEpisode:
+        action, reward, terminated, truncated, success = zip(*self._steps, strict=True)
+        return RecordedEpisode(
+            seed=self._seed,
+            observation={key: np.stack([seen[key] for seen in self._observations]) for key in self._observations[0]},
+            action=np.stack(action).astype(self._action.dtype),
+            reward=np.array(reward, np.float32),
+            terminated=np.array(terminated, bool),
+            truncated=np.array(truncated, bool),
+            success=np.array(success, bool),
+        )
+
+
+def random_action(spec: ActionSpec, rng: np.random.Generator) -> np.ndarray:
+    """[A] uniform over the simulator's range."""
+    if spec.kind == "discrete":
+        return rng.integers(spec.num_actions, size=1)
+    return np.asarray(spec.denormalise(rng.uniform(-1.0, 1.0, spec.dim).astype(np.float32)))
+
+
+def nothing_seen(policy: ActorCritic) -> TensorObservation:
+    """No rows: what updates no statistics."""
+    return {key: torch.zeros((0, *policy.spec.tensors[key].shape)) for key in policy.observation_keys}

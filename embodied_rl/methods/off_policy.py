@@ -1,0 +1,209 @@
+"""Critics of actions that learn from stored steps: recorded ones alone, or mixed with those that the run plays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.episodes.dataset import EpisodeDataset
+from embodied_rl.episodes.replay_buffer import ReplayBuffer
+from embodied_rl.episodes.transitions import Transitions, rollout_transitions
+from embodied_rl.errors import UserError
+from embodied_rl.generation.base import Generator
+from embodied_rl.hybrid.offline_learner import OfflineLearner
+from embodied_rl.methods.acting import SwitchedGenerator
+from embodied_rl.methods.base import Experience
+from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import Rollout
+
+_UPDATE, _FRESH = 21, 22
+"""Streams of randomness: of an update's noise, and of the fresh steps that it learns from."""
+_BUFFER = "replay."
+
+
+class OfflineMethod:
+    """Implicit Q-learning or AWAC on recorded steps alone: nothing is played. Implements `Method`.
+
+    One iteration is `updates_per_iteration` gradient steps, which are the run's steps. Normalisation statistics are those of the
+    recorded observations.
+    """
+
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+        options = config.algorithm.off_policy
+        assert options is not None, "the configuration was checked"
+        if options.reward == "success" and not manager.spec.reports_success:
+            raise UserError(f"Task '{manager.spec.task}' does not report success: set algorithm.off_policy.reward=recorded.")
+        self.config, self.policy, self.options = config, policy, options
+        self.learner = OfflineLearner(policy, config.algorithm, config.hybrid.device, config.hybrid.num_threads)
+        learns = config.algorithm.learns_from_recordings
+        self.demonstrations = Demonstrations(config, manager, policy, run_dir) if learns else None
+        self.recorded: EpisodeDataset | None = None
+        self.times = CollectorTimes()
+        self._updates = 0
+        self._has_statistics = False
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+    def collect(self, iteration: int) -> Experience:
+        return Experience(self.options.updates_per_iteration, [], nothing_seen(self.policy), None)
+
+    def prepare(self, experience: Experience) -> Any:
+        return self.options.updates_per_iteration
+
+    def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
+        """Take `prepared` gradient steps; metrics averaged over them."""
+        algorithm = self.config.algorithm
+        share = 1.0 - steps / self.config.total_steps if algorithm.lr_schedule == "linear" else 1.0
+        rate = algorithm.learning_rate * max(share, 0.0)
+        totals: dict[str, list[float]] = {}
+        for _ in range(prepared):
+            rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, self._updates, _UPDATE]))
+            with_policy = self._updates % self.options.policy_every == 0
+            figures = self.learner.update(self._minibatch(self._updates), rng, learning_rate=rate, with_policy=with_policy)
+            self._updates += 1
+            for name, value in figures.items():
+                totals.setdefault(name, []).append(value)
+        return {**{name: float(np.mean(values)) for name, values in totals.items()}, "learning_rate": rate, "updates": float(self._updates)}
+
+    def _minibatch(self, number: int) -> Transitions:
+        assert self.recorded is not None, "restart() comes first"
+        return self.recorded.sample(number, self.config.algorithm.minibatch_size)
+
+    def finish(self) -> None:
+        pass
+
+    def published(self, version: int) -> None:
+        pass
+
+    def restart(self, iteration: int) -> None:
+        if self.demonstrations is None or self.recorded is not None:
+            return
+        demonstrations, config = self.demonstrations, self.config
+        options = demonstrations.options(reward=self.options.reward, n_step=self.options.n_step, action_margin=self._action_margin())
+        memory_mb = config.algorithm.recorded.memory_mb
+        self.recorded = EpisodeDataset(demonstrations.load(), demonstrations.spec, options, seed=config.seed, memory_mb=memory_mb)
+        if not self._has_statistics:
+            for seen in self.recorded.observations():
+                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items()})
+            self._has_statistics = True
+
+    def _action_margin(self) -> float:
+        """Keeps recorded actions where a squashed policy can imitate them."""
+        return 0.01 if self.policy.config.distribution == "squashed" and self.options.update != "sac" else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        if self.recorded is None:
+            return {}
+        return {"data/recorded_episodes": float(self.recorded.num_episodes), "data/recorded_steps": float(self.recorded.num_steps)}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return self.learner.state_tensors()
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        self.learner.load_state_tensors(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self._updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._updates, self._has_statistics = int(state["updates"]), True
+
+
+class MixedMethod(OfflineMethod):
+    """Off-policy learning while playing: soft actor-critic, with a share of recorded steps RLPD. Implements `Method`.
+
+    RLPD (Ball et al. 2023, arXiv:2302.02948): half of each minibatch recorded and half fresh, critics with layer normalisation, an
+    ensemble whose target is the smallest of a random few. Steps are environment steps. Normalisation statistics are those of the
+    recorded observations, or of the first fresh ones where there are none; they do not change after.
+    """
+
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+        super().__init__(config, manager, policy, generator, run_dir)
+        self._acting = SwitchedGenerator(generator, manager.spec)
+        self.collector = RolloutCollector(
+            manager,
+            self._acting,
+            rollout_steps=config.algorithm.rollout_steps,
+            num_groups=config.sim.pipeline_groups,
+            seed=config.seed,
+        )
+        observation = {key: policy.spec.tensors[key] for key in policy.observation_keys}
+        self.buffer = ReplayBuffer(self.options.replay_capacity, observation, policy.spec.action)
+
+    @property
+    def _warming_up(self) -> bool:
+        return self.buffer.num_added < self.options.warmup_steps
+
+    def collect(self, iteration: int) -> Experience:
+        self._acting.way = "random" if self._warming_up else "noisy"
+        rollout = self.collector.next_rollout(iteration)
+        self.times = self.collector.times
+        finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
+        seen = nothing_seen(self.policy)
+        if not self._has_statistics:
+            seen = {key: torch.from_numpy(rollout.observation[key]).flatten(0, 1) for key in self.policy.observation_keys}
+        return Experience(rollout.num_steps, finished, seen, rollout)
+
+    def prepare(self, experience: Experience) -> int:
+        """Store the fresh steps; how many updates they allow."""
+        rollout: Rollout = experience.data
+        before = self._due()
+        options = self.options
+        self.buffer.add(
+            rollout_transitions(
+                rollout,
+                self.policy.observation_keys,
+                self.policy.spec.action,
+                gamma=self.config.algorithm.gamma,
+                n_step=options.n_step,
+                reward=options.reward,
+            )
+        )
+        if self._warming_up:
+            return 0
+        self._has_statistics = True
+        return self._due() - before
+
+    def _due(self) -> int:
+        """Updates that the fresh steps so far are worth, those of the warm-up left out."""
+        return int(max(0, self.buffer.num_added - self.options.warmup_steps) * self.options.updates_per_step)
+
+    def _minibatch(self, number: int) -> Transitions:
+        size = self.config.algorithm.minibatch_size
+        recorded = round(size * self.options.recorded_share) if self.recorded is not None else 0
+        rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, number, _FRESH]))
+        parts = [self.buffer.sample(rng, size - recorded)]
+        if recorded:
+            assert self.recorded is not None
+            parts.append(self.recorded.sample(number, recorded))
+        return Transitions.concatenate(parts)
+
+    def restart(self, iteration: int) -> None:
+        super().restart(iteration)
+        self.collector.restart(seed_round=iteration)
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "data/fresh_steps": float(len(self.buffer))}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        stored = {_BUFFER + name: torch.from_numpy(part) for name, part in self.buffer.state_arrays().items()}
+        return {**super().state_tensors(), **stored}
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        stored = {name.removeprefix(_BUFFER): part.numpy() for name, part in state.items() if name.startswith(_BUFFER)}
+        self.buffer.load_state_arrays(stored)
+        super().load_state_tensors({name: part for name, part in state.items() if not name.startswith(_BUFFER)})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._has_statistics = self.recorded is not None or self.demonstrations is not None or not self._warming_up

@@ -1,0 +1,357 @@
+"""Recorded episodes as target policies see them: what each would have done, and how likely what was done is to each.
+
+No simulator is needed: the spaces come from the recording, the networks from the checkpoints. Episodes are read one at a time, and
+pictures are let go as soon as the policies have seen them.
+
+Shape legend: T steps of an episode, A action dimensions, L units with a log-probability of their own, C choices, D features, K draws,
+H action horizon, Q queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors
+from embodied_rl.episodes.open_loop import chunks_of, normalise, query_steps, steps_of
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.errors import UserError
+from embodied_rl.types import Observation, SimSpec
+
+if TYPE_CHECKING:
+    from embodied_rl.policies.base import Policy
+
+Mode = Literal["sample", "mode"]
+"""sample: the policy as it explores. mode: its most likely action, as `evaluate` plays it."""
+
+_DRAWING = 0xD4A3
+_ROWS = 2048
+"""Observations of one forward pass."""
+_UNIFORM_LOG_DENSITY = float(np.log(0.5))
+"""Of a number drawn evenly from [-1, 1]."""
+
+
+class Recorded(Protocol):
+    """What is needed of `embodied_rl.episodes.recording.Recording`."""
+
+    info: RecordingInfo
+
+    @property
+    def tasks(self) -> np.ndarray: ...
+
+    def __len__(self) -> int: ...
+
+    def episode(self, number: int) -> RecordedEpisode: ...
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedEpisode:
+    """One recorded episode, without what only policies look at."""
+
+    number: int
+    seed: int
+    action: np.ndarray
+    """[T, A] in the simulator's units."""
+    scaled_action: np.ndarray
+    """[T, A] float32 scaled to [-1, 1] (int64 [T, 1] for choices): what the simulator made of the policy's output."""
+    drawn: np.ndarray | None
+    """[T, A] what the log-probabilities are of: unclipped vectors, or choices; None: not known."""
+    log_prob: np.ndarray | None
+    """[T, L] of the policy that acted; None: not recorded."""
+    reward: np.ndarray
+    """[T] float64"""
+    terminated: bool
+    truncated: bool
+    """Also where the episode was cut at a horizon. Neither: the recorder was stopped in its middle."""
+    vectors: np.ndarray | None
+    """[T + 1, D] float32 the observation's flat parts side by side; None: there are none."""
+
+    @property
+    def complete(self) -> bool:
+        return self.terminated or self.truncated
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.reward)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredEpisode:
+    """A target policy's view of one recorded episode."""
+
+    predicted: np.ndarray
+    """[T, A] its most likely actions in the simulator's units, asked every H steps."""
+    log_prob: np.ndarray
+    """[T, L] of the recorded action (as it was drawn where that is known)."""
+    draws: np.ndarray | None
+    """[T + 1, K, A] float32 actions drawn in each state, scaled and cut to [-1, 1]; None for choices, for H > 1 and for K = 0."""
+    probability: np.ndarray | None
+    """[T + 1, C] of each choice; None for vectors, for H > 1 and for K = 0."""
+    features: np.ndarray | None
+    """[T + 1, D] float32 the policy's own features; only where the observation has no flat parts."""
+
+
+class TargetPolicy:
+    """A checkpoint's policy, asked about recorded observations. Made by `load_target`."""
+
+    def __init__(
+        self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode = "sample", keys: Sequence[str], bounded: bool = False
+    ) -> None:
+        self.label, self.policy, self.spec, self.mode, self.keys = label, policy, spec, mode, tuple(keys)
+        self.horizon = int(getattr(policy, "action_horizon", 1))
+        """H: actions that come out of one look."""
+        self._bounded = bounded
+        self.path, self.step = "", 0
+
+    @property
+    def has_density(self) -> bool:
+        """Whether its log-probabilities mean anything: the mode of a vector has all its mass in one point."""
+        return self.mode == "sample" or self.spec.action.kind == "discrete"
+
+    def predict(self, observation: Observation) -> np.ndarray:
+        """[Q, H, A] the most likely actions, normalised and unclipped."""
+        return self._chunks(self._by_rows(observation, lambda part, _: self.policy.act(part, None).action))
+
+    def log_prob(self, observation: Observation, chunks: np.ndarray) -> np.ndarray:
+        """[Q, H, L] of normalised, unclipped actions [Q, H, A] that were drawn one by one; −inf for what the policy never does."""
+        action = self.spec.action
+        if action.kind == "discrete" and self.mode == "mode":
+            return np.where(self.predict(observation) == chunks, 0.0, -np.inf)
+        flat = torch.from_numpy(np.array(chunks).reshape(len(chunks), -1))
+        result = self._by_rows(observation, partial(self._log_prob_of, flat))
+        log_prob = result.reshape(len(chunks), self.horizon, -1).astype(np.float64)
+        # A squashed policy's own arithmetic pulls what lies outside to the edge.
+        return np.where(np.abs(chunks) > 1, -np.inf, log_prob) if self._bounded else log_prob
+
+    def draw(self, observation: Observation, num_draws: int, random: np.random.Generator) -> np.ndarray:
+        """[S, K, A] actions in each state, normalised and unclipped; the mode alone, K = 1, where that is the policy."""
+        if self.mode == "mode":
+            return self.predict(observation)
+        rows = len(next(iter(observation.values())))
+        draws = []
+        for _ in range(num_draws):
+            noise = torch.from_numpy(random.standard_normal((rows, self.spec.action.dim), np.float32))
+            draws.append(self._by_rows(observation, partial(self._act_with, noise)))
+        return np.stack(draws, axis=1)
+
+    def probability(self, observation: Observation) -> np.ndarray:
+        """[S, C] of each choice."""
+        choices = self.spec.action.num_actions
+        if self.mode == "mode":
+            return np.eye(choices)[self.predict(observation)[:, 0, 0]]
+        rows = len(next(iter(observation.values())))
+        columns = [self._by_rows(observation, partial(self._log_prob_of, torch.full((rows, 1), choice))) for choice in range(choices)]
+        return np.exp(np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.float64))
+
+    def features(self, observation: Observation) -> np.ndarray:
+        """[S, D] what the policy's last layers read. Raises UserError where it has none of its own."""
+        own = getattr(self.policy, "features", None)
+        if own is None:
+            raise UserError(f"'{self.label}': the policy offers no features, and the observation has no flat part to fit values to.")
+        return self._by_rows(observation, lambda part, _: own(part))
+
+    def _act_with(self, noise: torch.Tensor, part: Any, rows: slice) -> torch.Tensor:
+        return self.policy.act(part, noise[rows]).action
+
+    def _log_prob_of(self, actions: torch.Tensor, part: Any, rows: slice) -> torch.Tensor:
+        return self.policy.evaluate(part, actions[rows]).log_prob
+
+    def _chunks(self, action: np.ndarray) -> np.ndarray:
+        return action.reshape(len(action), self.horizon, -1)
+
+    @torch.inference_mode()
+    def _by_rows(self, observation: Observation, compute: Callable[[Any, slice], torch.Tensor]) -> np.ndarray:
+        tensors = {key: torch.from_numpy(np.array(observation[key])) for key in self.keys}
+        rows = len(tensors[self.keys[0]])
+        slices = [slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)]
+        return torch.cat([compute({key: part[at] for key, part in tensors.items()}, at) for at in slices]).numpy()
+
+
+def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: Mode = "sample") -> TargetPolicy:
+    """The policy of a checkpoint, for a recording.
+
+    Raises:
+        IncompatibleCheckpointError: its spaces are not the recording's, or its tensors do not fit.
+        UserError: actions are texts.
+    """
+    from embodied_rl.policies.actor_critic import build_policy
+
+    if info.spec.action.kind == "text":
+        raise UserError("offline_eval is for recordings with vector or discrete actions; this one's actions are texts.")
+    # What a recording holds beyond what the policy was trained with does no harm.
+    shared = {key: part for key, part in info.spec.observation.items() if key in checkpoint.spec.observation}
+    # A recording that was imported names its task as its own format does.
+    check_compatible(checkpoint, replace(info.spec, observation=shared), same_task=bool(info.sim))
+    module = build_policy(checkpoint.config.policy, checkpoint.spec)
+    check_tensors(checkpoint, module.state_dict())
+    module.load_state_dict(checkpoint.policy)
+    module.train(False)
+    bounded = checkpoint.config.policy.distribution == "squashed" and checkpoint.spec.action.kind == "continuous"
+    target = TargetPolicy(label, module, checkpoint.spec, mode=mode, keys=module.observation_keys, bounded=bounded)
+    target.path, target.step = str(checkpoint.path), checkpoint.step
+    return target
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRecording:
+    """All episodes that were asked for, and every target's view of them."""
+
+    episodes: tuple[PlayedEpisode, ...]
+    scores: Mapping[str, tuple[ScoredEpisode, ...]]
+    """{label of a target: one per episode}."""
+
+
+def score_recording(
+    recording: Recorded,
+    targets: Sequence[TargetPolicy],
+    *,
+    horizon: int | None = None,
+    task: str | None = None,
+    max_episodes: int | None = None,
+    num_draws: int = 8,
+    seed: int = 0,
+    on_episode: Callable[[int], object] | None = None,
+) -> ScoredRecording:
+    """Read a recording once and let every target look at each episode.
+
+    Args:
+        recording: what was recorded.
+        targets: policies whose spaces are the recording's.
+        horizon: cut episodes after so many steps; None: whole ones.
+        task: only episodes of this task; None: all.
+        max_episodes: only the first so many; None: all.
+        num_draws: K; 0: neither draws nor probabilities of choices are needed.
+        seed: of the draws.
+        on_episode: called with 1 after each episode, for a progress bar.
+
+    Raises:
+        UserError: no episode is left, or one has numbers that are not finite.
+        RecordingError: an episode is damaged.
+    """
+    from embodied_rl.errors import did_you_mean
+
+    tasks = [str(name) for name in recording.tasks]
+    numbers = [number for number, name in enumerate(tasks) if task is None or name == task][:max_episodes]
+    if not numbers:
+        raise UserError(
+            f"No episode of task '{task}' is in the recording.{did_you_mean(str(task), tasks)}" if task else "No episode is left."
+        )
+    random = np.random.default_rng([seed, _DRAWING])
+    played: list[PlayedEpisode] = []
+    scores: dict[str, list[ScoredEpisode]] = {target.label: [] for target in targets}
+    for number in numbers:
+        episode = recording.episode(number)
+        steps = episode.num_steps if horizon is None else min(horizon, episode.num_steps)
+        cut = played_episode(episode, number, recording.info.spec, steps)
+        played.append(cut)
+        observation = {key: part[: steps + 1] for key, part in episode.observation.items()}
+        for target in targets:
+            scores[target.label].append(score_episode(target, cut, observation, num_draws, random))
+        if on_episode is not None:
+            on_episode(1)
+    return ScoredRecording(tuple(played), {label: tuple(rows) for label, rows in scores.items()})
+
+
+def played_episode(episode: RecordedEpisode, number: int, spec: SimSpec, num_steps: int) -> PlayedEpisode:
+    """The first `num_steps` of a recorded episode. Raises UserError where a number is not finite."""
+    rows = slice(0, num_steps)
+    whole = num_steps == episode.num_steps
+    # Copies: what a recording hands out ends with it, and may be read-only.
+    action = np.array(episode.action[rows], np.int64 if spec.action.kind == "discrete" else None)
+    drawn = episode.sampled_action if episode.sampled_action is not None else episode.action if spec.action.kind == "discrete" else None
+    parts = [episode.observation[key] for key, part in spec.tensors.items() if len(part.shape) == 1]
+    vectors = np.concatenate([part[: num_steps + 1].astype(np.float32) for part in parts], axis=1) if parts else None
+    log_prob = None if episode.log_prob is None else episode.log_prob[rows].astype(np.float64)
+    for name, part in (("log_prob", log_prob), ("reward", episode.reward[rows]), ("observation", vectors), ("sampled_action", drawn)):
+        if part is not None and not np.isfinite(part).all():
+            step = int(np.argwhere(~np.isfinite(part))[0][0])
+            raise UserError(f"Episode {number} (seed {episode.seed}) has a {name} at step {step} that is not a finite number.")
+    return PlayedEpisode(
+        number=number,
+        seed=episode.seed,
+        action=action,
+        scaled_action=normalise(action, spec.action),
+        drawn=None if drawn is None else np.array(drawn[rows], np.int64 if spec.action.kind == "discrete" else np.float32),
+        log_prob=log_prob,
+        reward=episode.reward[rows].astype(np.float64),
+        terminated=whole and bool(episode.terminated[-1]),
+        truncated=not whole or bool(episode.truncated[-1] and not episode.terminated[-1]),
+        vectors=vectors,
+    )
+
+
+def score_episode(
+    target: TargetPolicy, episode: PlayedEpisode, observation: Observation, num_draws: int, random: np.random.Generator
+) -> ScoredEpisode:
+    """A target's view of one episode and its T + 1 observations."""
+    steps, horizon = episode.num_steps, target.horizon
+    asked = {key: observation[key][query_steps(steps, horizon)] for key in target.keys}
+    done = episode.scaled_action if episode.drawn is None else episode.drawn
+    predicted = steps_of(target.predict(asked), steps)
+    log_prob = steps_of(target.log_prob(asked, chunks_of(done, horizon)), steps)
+    draws = probability = features = None
+    if horizon == 1 and num_draws > 0:
+        seen = {key: observation[key] for key in target.keys}
+        if target.spec.action.kind == "discrete":
+            probability = target.probability(seen)
+        else:
+            draws = np.clip(target.draw(seen, num_draws, random), -1.0, 1.0)
+        features = target.features(seen) if episode.vectors is None else None
+    return ScoredEpisode(target.spec.action.denormalise(predicted), log_prob, draws, probability, features)
+
+
+# ---- what rules importance weights out --------------------------------------------------------------------------------
+
+
+def deterministic_behaviour(info: RecordingInfo, episodes: Sequence[PlayedEpisode]) -> str:
+    """Why the policy that acted must have been deterministic; "" where it may have drawn its actions.
+
+    The recording may say so. Otherwise its log-probabilities tell: choices of probability 1, or vectors whose density is the same at
+    every step (that of the distribution's mode) and not the uniform one.
+    """
+    if info.policy.get("sample") is False or info.policy.get("deterministic") is True:
+        return "the recording says that the policy that acted played its mode"
+    known = [episode.log_prob for episode in episodes if episode.log_prob is not None]
+    if not known or sum(map(len, known)) < 10:
+        return ""
+    table = np.concatenate(known)
+    if info.spec.action.kind == "discrete":
+        return "every recorded choice has probability 1" if (table > -1e-6).all() else ""
+    constant = bool((np.ptp(table, axis=0) < 1e-5).all())
+    uniform = bool(np.allclose(table, _UNIFORM_LOG_DENSITY, atol=1e-4))
+    return "every recorded action has the density of its distribution's mode" if constant and not uniform else ""
+
+
+def selected_by_outcome(info: RecordingInfo) -> str:
+    """Why the recording's episodes are no fair sample of what the policy that acted does; "" where they may be."""
+    plan = info.metadata.get("plan")
+    if isinstance(plan, Mapping) and plan.get("only_success"):
+        return "the recording keeps successful episodes alone (only_success=true), so that no mean over its episodes is a value"
+    return ""
+
+
+def weights_unsupported(info: RecordingInfo, episodes: Sequence[PlayedEpisode], target: TargetPolicy) -> str:
+    """Why importance weights cannot be had; "" where they can."""
+    if reason := selected_by_outcome(info):
+        return reason
+    if reason := deterministic_behaviour(info, episodes):
+        return f"deterministic behaviour: {reason}, so that nothing else was ever tried in these states"
+    missing = sum(episode.log_prob is None for episode in episodes)
+    if missing:
+        return (
+            f"{missing} of {len(episodes)} episodes were recorded without log-probabilities of the policy that acted: "
+            "record with `python -m embodied_rl.record … sample=true`"
+        )
+    if any(episode.drawn is None for episode in episodes):
+        return "the recording lacks sampled_action, the vectors as they were drawn, which the log-probabilities are of"
+    if not target.has_density:
+        return "the target is the policy's mode, which has no density to weigh vectors with: use target=sample, or fqe"
+    return ""

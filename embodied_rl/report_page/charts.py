@@ -1,0 +1,278 @@
+"""Charts as inline SVG that is complete without any script; the page's script adds what is shown under the pointer.
+
+Colours are named by number and come from the page's style, so that one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+MAX_POINTS = 400
+NUM_COLOURS = 8
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 36
+"""Pixels around the plot for the axes' numbers."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a chart. Raises ValueError where the lengths differ."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int = 0
+    kind: Literal["line", "thin", "dots"] = "line"
+    """thin: one of several whose mean is drawn too; dots: measured now and then, so that each point counts."""
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """(lowest, highest) at each x."""
+
+    def __post_init__(self) -> None:
+        ends = self.band or (self.y, self.y)
+        if not len(self.x) == len(self.y) == len(ends[0]) == len(ends[1]):
+            raise ValueError(f"series '{self.label}' has {len(self.x)} x and {len(self.y)} y")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where data lie in the drawing, in its own units."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    width: float
+    height: float
+
+    @staticmethod
+    def around(series: Sequence[Series], width: float, height: float, y_range: tuple[float, float] | None = None) -> Frame:
+        """Just large enough for all of them."""
+        xs = [value for one in series for value in one.x]
+        ys = [value for one in series for value in (*one.y, *(one.band[0] if one.band else ()), *(one.band[1] if one.band else ()))]
+        return Frame(_spread(min(xs), max(xs)), y_range or _padded(min(ys), max(ys)), width, height)
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Position of a point."""
+        across = (x - self.x[0]) / (self.x[1] - self.x[0])
+        up = (y - self.y[0]) / (self.y[1] - self.y[0])
+        return _LEFT + across * (self.width - _LEFT - _RIGHT), self.height - _BOTTOM - up * (self.height - _TOP - _BOTTOM)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the page's script needs to find the point under the pointer."""
+        return {"x": self.x, "y": self.y, "w": self.width, "h": self.height, "m": [_LEFT, _RIGHT, _TOP, _BOTTOM]}
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_label: str = "environment steps",
+    y_range: tuple[float, float] | None = None,
+    percent: bool = False,
+    width: float = 420,
+    height: float = 220,
+    note: str = "",
+) -> str:
+    """A figure with a title, a legend where there are several series, and the curves. Empty series are left out.
+
+    Args:
+        title: of the figure.
+        series: at least one with a point, or the figure is empty.
+        x_label: of the horizontal axis.
+        y_range: None: just large enough.
+        percent: the values are shares of one.
+        width, height: of the drawing's own units; it fills the room that it is given.
+        note: a line below the title.
+    """
+    shown = [reduced(one) for one in series if len(one.x)]
+    if not shown:
+        return ""
+    frame = Frame.around(shown, width, height, y_range)
+    as_text = percent_text if percent else short_number
+    parts = [_axes(frame, x_label, as_text)]
+    order = sorted(shown, key=lambda one: ("thin", "line", "dots").index(one.kind))
+    parts += [_band(frame, one) for one in order if one.band]
+    parts += [_curve(frame, one) for one in order]
+    data = {
+        **frame.to_dict(),
+        "xl": x_label,
+        "percent": percent,
+        "series": [{"l": one.label, "c": one.colour, "x": _compact(one.x), "y": _compact(one.y)} for one in shown if one.kind != "thin"],
+    }
+    legend = _legend([(one.label, one.colour) for one in shown if one.kind != "thin"]) if len(data["series"]) > 1 else ""
+    return figure(title, svg(title, frame, "".join(parts)), legend=legend, data=data, note=note)
+
+
+def reduced(series: Series, limit: int = MAX_POINTS) -> Series:
+    """At most about `limit` points: of each stretch the lowest and the highest, so that no peak is lost."""
+    count = len(series.x)
+    if count <= limit:
+        return series
+    values = np.asarray(series.y, np.float64)
+    kept = {0, count - 1}
+    for part in np.array_split(np.arange(count), limit // 2):
+        kept |= {int(part[values[part].argmin()]), int(part[values[part].argmax()])}
+    at = sorted(kept)
+    pick: Callable[[Sequence[float]], list[float]] = lambda numbers: [float(numbers[index]) for index in at]  # noqa: E731
+    band = None if series.band is None else (pick(series.band[0]), pick(series.band[1]))
+    return Series(series.label, pick(series.x), pick(series.y), series.colour, series.kind, band)
+
+
+def scatter_chart(title: str, points: Sequence[tuple[float, float, int, str]], *, legend: Sequence[tuple[str, int]], x_label: str) -> str:
+    """A figure of single points (x, y, colour, text under the pointer)."""
+    if not points:
+        return ""
+    xs = _padded(min(p[0] for p in points), max(p[0] for p in points))
+    frame = Frame(xs, _padded(min(p[1] for p in points), max(p[1] for p in points)), 420, 220)
+    dots = []
+    for x, y, colour, text in points:
+        at = frame.at(x, y)
+        dots.append(f'<circle class="dot c{colour}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3"><title>{html.escape(text)}</title></circle>')
+    return figure(title, svg(title, frame, _axes(frame, x_label, short_number) + "".join(dots)), legend=_legend(legend))
+
+
+def stacked_chart(
+    title: str,
+    edges: Sequence[float],
+    shares: Sequence[tuple[int, str, Sequence[float]]],
+    marks: Sequence[tuple[float, str, str]],
+    *,
+    note: str,
+) -> str:
+    """A figure of shares that add up to one between neighbouring edges of the horizontal axis, in minutes.
+
+    Args:
+        title: of the figure.
+        edges: [n + 1] ascending.
+        shares: (colour, label, [n] share of each stretch).
+        marks: (x, kind, text): vertical lines, of style ``mark-<kind>``.
+        note: a line below the title.
+    """
+    frame = Frame((edges[0], edges[-1]), (0.0, 1.0), 1080, 230)
+    below = np.zeros(len(edges) - 1)
+    parts = []
+    for colour, label, values in shares:
+        upper = below + np.asarray(values)
+        for index, (low, high) in enumerate(zip(below, upper, strict=True)):
+            if high - low > 1e-4:
+                (left, top), (right, bottom) = frame.at(edges[index], high), frame.at(edges[index + 1], low)
+                text = f"{label}: {high - low:.0%} from {short_number(edges[index])} to {short_number(edges[index + 1])} min"
+                box = f'x="{left:.1f}" y="{top:.1f}" width="{max(0.4, right - left):.1f}" height="{bottom - top:.1f}"'
+                parts.append(f'<rect class="area c{colour % NUM_COLOURS}" {box}><title>{html.escape(text)}</title></rect>')
+        below = upper
+    parts.append(_axes(frame, "minutes of wall-clock", percent_text))
+    for x, kind, text in marks:
+        at, _ = frame.at(x, 0)
+        line = f'x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{frame.height - _BOTTOM}"'
+        parts.append(f'<line class="mark mark-{kind}" {line}><title>{html.escape(text)}</title></line>')
+    legend = _legend([(label, colour) for colour, label, _ in shares])
+    kinds = dict.fromkeys(kind for _, kind, _ in marks)
+    legend += "".join(f'<span class="key"><i class="line-key mark-{kind}"></i>{kind}</span>' for kind in kinds)
+    return figure(title, svg(title, frame, "".join(parts)), legend=legend, note=note, wide=True)
+
+
+def figure(title: str, drawing: str, *, legend: str = "", data: dict[str, Any] | None = None, note: str = "", wide: bool = False) -> str:
+    """A titled figure; `data` is for the page's script."""
+    head = f"<figcaption>{html.escape(title)}</figcaption>"
+    lines = f'<p class="note">{html.escape(note)}</p>' if note else ""
+    keys = f'<div class="legend">{legend}</div>' if legend else ""
+    points = "" if data is None else f'<script type="application/json">{json_text(data)}</script>'
+    return f'<figure class="chart{" wide" if wide else ""}">{head}{lines}{keys}<div class="plot">{drawing}</div>{points}</figure>'
+
+
+def svg(title: str, frame: Frame, content: str) -> str:
+    size = f'viewBox="0 0 {frame.width:g} {frame.height:g}"'
+    return f'<svg {size} role="img" aria-label="{html.escape(title)}" preserveAspectRatio="xMidYMid meet">{content}</svg>'
+
+
+def json_text(value: Any) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) within [low, high]."""
+    rough = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((factor * power for factor in (1, 2, 2.5, 5, 10)), key=lambda step: abs(math.log(step / rough)))
+    first = math.ceil(low / step - 1e-9)
+    ticks = []
+    while first * step <= high + 1e-9 * step:
+        ticks.append(0.0 if first == 0 else round(first * step, 12))
+        first += 1
+    return ticks
+
+
+def short_number(value: float) -> str:
+    """Four figures at most: 12.5k, 3M, 0.0012."""
+    size = abs(value)
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            return f"{value / limit:.4g}{letter}"
+    return f"{value:.3g}" if size == 0 or size >= 1e-3 else f"{value:.2g}"
+
+
+def percent_text(value: float) -> str:
+    return f"{100 * value:.4g}%"
+
+
+def _axes(frame: Frame, x_label: str, as_text: Callable[[float], str]) -> str:
+    left, bottom = frame.at(frame.x[0], frame.y[0])
+    right, _ = frame.at(frame.x[1], frame.y[1])
+    parts = []
+    for tick in nice_ticks(*frame.y):
+        _, y = frame.at(frame.x[0], tick)
+        parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{html.escape(as_text(tick))}</text>')
+    for tick in nice_ticks(*frame.x, count=max(4, int(frame.width // 100))):
+        x, _ = frame.at(tick, frame.y[0])
+        # The last number would run out of the drawing, the name of the axis into it.
+        anchor = "end" if x > right - 12 else "middle"
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="{anchor}">{short_number(tick)}</text>')
+    parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{bottom:.1f}" y2="{bottom:.1f}"/>')
+    parts.append(f'<text class="tick name" x="{right:.1f}" y="{bottom + 31:.1f}" text-anchor="end">{html.escape(x_label)}</text>')
+    return "".join(parts)
+
+
+def _curve(frame: Frame, series: Series) -> str:
+    points = [frame.at(x, y) for x, y in zip(series.x, series.y, strict=True)]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    drawn = f'<path class="{series.kind} c{series.colour % NUM_COLOURS}" d="{path}"/>'
+    if series.kind == "dots" or len(points) == 1:
+        drawn += "".join(f'<circle class="dot c{series.colour % NUM_COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points)
+    return drawn
+
+
+def _band(frame: Frame, series: Series) -> str:
+    assert series.band is not None, "only series with a band are asked for"
+    low, high = series.band
+    there = [frame.at(x, y) for x, y in zip(series.x, high, strict=True)]
+    back = [frame.at(x, y) for x, y in zip(reversed(series.x), reversed(low), strict=True)]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*there, *back]) + "Z"
+    return f'<path class="band c{series.colour % NUM_COLOURS}" d="{path}"/>'
+
+
+def _legend(entries: Sequence[tuple[str, int]]) -> str:
+    return "".join(f'<span class="key"><i class="c{colour % NUM_COLOURS}"></i>{html.escape(label)}</span>' for label, colour in entries)
+
+
+def _spread(low: float, high: float) -> tuple[float, float]:
+    """Of no width, half a unit to each side."""
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    """With room above and below, so that no line lies on the edge."""
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        half = abs(low) * 0.5 or 0.5
+        return low - half, high + half
+    return low - 0.06 * (high - low), high + 0.06 * (high - low)
+
+
+def _compact(values: Sequence[float]) -> list[float]:
+    """Six significant figures, as they are shown."""
+    return [float(f"{value:.6g}") for value in values]

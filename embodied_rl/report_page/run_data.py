@@ -1,0 +1,191 @@
+"""What a run's folder holds, read once; a part that is missing or damaged is left out, and said so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.loggers.jsonl import METRICS_FILE, read_metrics
+from embodied_rl.loggers.plot import CURVES_FILE
+
+RESULTS_FILE, FAULTS_FILE = "results.json", "faults.jsonl"
+_NOT_MATHEMATICS = ("run_dir", "resume", "logger", "video")
+"""Parts of a configuration that change nothing of what is learned."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run as its files tell it."""
+
+    path: Path
+    results: Mapping[str, Any]
+    """results.json; empty while the run goes on, or where it was ended."""
+    config: Mapping[str, Any]
+    """The whole configuration; empty where neither results nor checkpoint tell it."""
+    metrics: list[dict[str, Any]]
+    """Rows of metrics.jsonl, ascending by step."""
+    evaluations: Mapping[str, Mapping[str, Any]]
+    """{file: content} of evaluation*.json and comparison*.json."""
+    faults: list[dict[str, Any]]
+    """Rows of faults.jsonl: simulators that failed and were replaced."""
+    failures: list[dict[str, Any]]
+    """One for each dump of NaN or infinity: {"file", "context", "arrays": [{"name", "shape", "not_finite"}]} or {"file", "problem"}."""
+    videos: list[Path]
+    """mp4, or GIF where there is no mp4 of its name; the newest first."""
+    curves_image: Path | None
+    """curves.png."""
+    problems: list[str] = field(default_factory=list)
+    """Files that could not be read, one line each."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def seed(self) -> int | None:
+        """Of the configuration."""
+        seed = self.config.get("seed")
+        return seed if isinstance(seed, int) else None
+
+    @property
+    def task(self) -> str:
+        sim = self.config.get("sim") or {}
+        return str(self.results.get("task") or sim.get("task") or sim.get("name") or self.name)
+
+    @property
+    def group(self) -> str:
+        """Equal for runs that differ in nothing but their seed (and where they were logged)."""
+        kept = {key: value for key, value in self.config.items() if key not in (*_NOT_MATHEMATICS, "seed")}
+        if not kept:
+            return str(self.path)
+        return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """(environment steps, values) of one metric; what was not finite is left out."""
+        rows = [(float(row["step"]), float(row[name])) for row in self.metrics if isinstance(row.get(name), int | float)]
+        return [step for step, _ in rows], [value for _, value in rows]
+
+    def metric_names(self) -> list[str]:
+        """Of all rows, each once, in the order of their first appearance."""
+        return list(dict.fromkeys(name for row in self.metrics for name, value in row.items() if "/" in name and value is not None))
+
+
+def load_run(path: Path | str) -> RunData:
+    """Read a run's folder.
+
+    Raises:
+        UserError: there is no such folder, or it is not a run's.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        beside = folder.parent if folder.parent.is_dir() else Path()
+        raise UserError(
+            f"There is no run '{path}'.{did_you_mean(folder.name, (entry.name for entry in beside.iterdir() if entry.is_dir()))}"
+        )
+    problems: list[str] = []
+    results = _json(folder / RESULTS_FILE, problems)
+    checkpoint_config = _yaml(folder / "checkpoints" / "last" / "config.yaml", problems)
+    metrics = _metrics(folder, problems)
+    if not (results or checkpoint_config or metrics):
+        raise UserError(f"'{path}' is not a run's folder: it holds neither {RESULTS_FILE} nor {METRICS_FILE} nor a checkpoint.")
+    curves = folder / CURVES_FILE
+    return RunData(
+        path=folder,
+        results=results,
+        config=results.get("config") or checkpoint_config,
+        metrics=metrics,
+        evaluations=_evaluations(folder, problems),
+        faults=_lines(folder / FAULTS_FILE, problems),
+        failures=[_dump(file) for file in sorted(folder.glob("failures/*.npz"))],
+        videos=_videos(folder),
+        curves_image=curves if curves.is_file() else None,
+        problems=problems,
+    )
+
+
+def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return []
+    try:
+        rows = [row for row in read_metrics(folder) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"{METRICS_FILE} cannot be read: {error}")
+        return []
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _evaluations(folder: Path, problems: list[str]) -> dict[str, Mapping[str, Any]]:
+    files = [*sorted(folder.glob("evaluation*.json")), *sorted(folder.glob("comparison*.json"))]
+    found = {file.name: _json(file, problems) for file in files}
+    return {name: content for name, content in found.items() if content}
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+        problems.append(f"{path.name} does not hold an object")
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+    return {}
+
+
+def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    if path.is_file():
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                problems.append(f"{path.name}, line {number} is not JSON")
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
+def _dump(path: Path) -> dict[str, Any]:
+    """What the trainer left of NaN or infinity; nothing is unpickled."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            context = json.loads(bytes(arrays["context_json"])) if "context_json" in arrays else {}
+            found = [_array(name, arrays[name]) for name in arrays.files if name != "context_json"]
+    except Exception as error:  # a file that a crash cut off fails in zipfile, numpy's header or JSON
+        return {"file": path.name, "problem": f"{type(error).__name__}: {error}"}
+    return {"file": path.name, "context": context, "arrays": found}
+
+
+def _array(name: str, values: np.ndarray) -> dict[str, Any]:
+    wrong = int(np.count_nonzero(~np.isfinite(values))) if values.dtype.kind in "fc" else 0
+    return {"name": name, "shape": list(values.shape), "not_finite": wrong}
+
+
+def _videos(folder: Path) -> list[Path]:
+    found = [*folder.glob("videos/*.mp4")]
+    movies = {path.stem for path in found}
+    found += [path for path in folder.glob("videos/*.gif") if path.stem not in movies]
+    return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))

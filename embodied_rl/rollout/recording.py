@@ -1,0 +1,395 @@
+"""Playing a set of seeds, each exactly once, and recording what happens: any player, in any simulator.
+
+    consumes: seeds        waits for: a group's simulators        unblocked by: the other group's turn
+
+One group of slots simulates while the player acts for the other. What an episode holds is a function of its seed: a seed is always played
+in the same slot and therefore in the same row of the player's batch, whose shape never changes, and its noise is its own. So a recording
+that was killed and resumed holds what an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.errors import UserError
+from embodied_rl.generation.base import Generator
+from embodied_rl.rollout.collector import split_groups
+from embodied_rl.rollout.group_collector import EpisodeNoise
+from embodied_rl.rollout.seed_queue import Outcome, RecordingPlan, SeedQueue
+from embodied_rl.sim.instrumented import Split, plain_snapshot, split
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import ActionSpec, EpisodeSummary, SimSpec, StepBatch
+
+ATTEMPTS_FILE = "attempts.jsonl"
+"""Beside the parts of a recording: a line for each episode that was played and is not recorded, with the reason."""
+_NOISE_STREAM = 3
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a player did with n observations; None: not known."""
+
+    action: Any
+    """[n, A] in the simulator's units, or n texts."""
+    sampled_action: np.ndarray | None = None
+    """[n, A] normalised and unclipped."""
+    log_prob: np.ndarray | None = None
+    """[n, L] under the policy that acted."""
+    value: np.ndarray | None = None
+    """[n]"""
+    version: int | None = None
+
+
+class Player(Protocol):
+    """Whoever acts."""
+
+    draws: bool
+    """Whether its actions are drawn with noise."""
+
+    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
+        """Actions for all rows; `noise` [n, A] as `Generator.send` takes it, None where `draws` is False."""
+        ...
+
+
+class ExpertPlayer:
+    """Does what the simulator's expert says (`embodied_rl.sim.instrumented`). Implements `Player`."""
+
+    draws = False
+
+    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
+        assert seen.expert_action is not None, "the simulator was made without an expert"
+        return Played(seen.expert_action.copy())
+
+
+class GeneratorPlayer:
+    """A generator: a policy's mode, or its samples with their log-probabilities. Implements `Player`.
+
+    Args:
+        generator: with weights published.
+        action: of the simulator.
+        draws: sample; False: the mode, which has no log-probability: as a behaviour policy it is deterministic.
+    """
+
+    def __init__(self, generator: Generator, action: ActionSpec, draws: bool) -> None:
+        self.draws = draws
+        self._generator, self._action = generator, action
+        self._value: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = getattr(generator, "value", None)
+
+    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
+        num_rows = len(next(iter(seen.observation.values())))
+        self._generator.send(np.arange(num_rows), seen.observation, noise)
+        acted = self._generator.recv()
+        return Played(
+            action=self._action.denormalise(acted.action),
+            sampled_action=acted.action,
+            log_prob=acted.log_prob if self.draws else None,
+            value=None if self._value is None else self._value(seen.observation),
+            version=acted.version,
+        )
+
+
+@dataclass(frozen=True)
+class RecordingResult:
+    """What became of the seeds."""
+
+    num_recorded: int
+    """Of the plan's episodes, those found at the beginning included."""
+    num_played: int
+    """Episodes that were finished now."""
+    num_successful: int
+    """Of those that were finished now."""
+    num_steps: int
+    """Of those that were finished now."""
+    missing: tuple[int, ...]
+    """Seeds whose simulator failed time and again."""
+    complete: bool
+    """Whether the recording holds as many episodes as were asked for."""
+
+
+@dataclass
+class _Playing:
+    """An episode in a slot."""
+
+    number: int
+    seed: int
+    attempt: int
+    noise: EpisodeNoise
+    sink: EpisodeSink | None = None
+    """None: its first observation has not come yet."""
+    step: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What was done in the step that is being simulated."""
+    num_steps: int = 0
+
+
+class Recorder:
+    """Plays and records what a plan asks for.
+
+    Args:
+        manager: of an `instrumented` simulator, made with ``autoreset=False``; what its slots were doing is lost.
+        player: who acts.
+        writer: where to.
+        plan: which seeds.
+        num_groups: of slots that are stepped in turns.
+        on_episode: called with every episode that was finished.
+
+    Raises:
+        UserError: snapshots are asked for and the simulator has none of its own.
+    """
+
+    def __init__(
+        self,
+        manager: EnvManager,
+        player: Player,
+        writer: RecordingWriter,
+        plan: RecordingPlan,
+        *,
+        num_groups: int = 1,
+        on_episode: Callable[[EpisodeSummary], object] | None = None,
+    ) -> None:
+        if plan.snapshot_every is not None and manager.spec.snapshots not in ("exact", "approximate"):
+            raise UserError(
+                f"Task '{manager.spec.task}' has no snapshots of its own (spec.snapshots is '{manager.spec.snapshots}'): "
+                "its seed and actions, which are recorded, say as much. Leave them out: states=none."
+            )
+        self._manager, self._player, self._writer, self._plan = manager, player, writer, plan
+        self._on_episode = on_episode
+        self._groups = split_groups(manager.num_slots, min(num_groups, manager.num_slots))
+        self._seen = [_room(manager.spec, len(group)) for group in self._groups]
+        self._playing: dict[int, _Playing] = {}
+        self._moving: list[list[int]] = [[] for _ in self._groups]
+        """Slots of each group that were begun or sent an action."""
+        self._finished: dict[int, tuple[EpisodeSink, dict[str, Any]]] = {}
+        self._attempts = Path(writer.folder) / ATTEMPTS_FILE
+        self._queue = SeedQueue(plan, manager.num_slots, self._known())
+        self._num_played = self._num_successful = self._num_steps = 0
+
+    @property
+    def num_recorded(self) -> int:
+        """Of the plan's episodes, up to now."""
+        return self._queue.num_kept
+
+    def run(self) -> RecordingResult:
+        """Record until the plan is fulfilled.
+
+        Raises:
+            SimFault: see EnvManager.
+            UserError: the recording cannot be written.
+        """
+        for index in range(len(self._groups)):
+            self._begin(index)
+            self._act(index)
+        while any(self._moving) and not self._queue.done:
+            for index, moving in enumerate(self._moving):
+                if moving:
+                    self._take_in(index, self._manager.recv(_as_range(moving)))
+                self._begin(index)
+                self._act(index)
+        for sink in [playing.sink for playing in self._playing.values()] + [sink for sink, _ in self._finished.values()]:
+            if sink is not None:
+                sink.discard()
+        self._manager.discard()
+        first = self._plan.first_seed
+        return RecordingResult(
+            num_recorded=self._queue.num_kept,
+            num_played=self._num_played,
+            num_successful=self._num_successful,
+            num_steps=self._num_steps,
+            missing=tuple(first + number for number in self._queue.missing),
+            complete=self._queue.num_kept >= self._plan.num_episodes,
+        )
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _known(self) -> dict[int, Outcome]:
+        """What an earlier part of this recording tells about seeds. Those that were given up are tried again."""
+        first, limit = self._plan.first_seed, self._plan.seed_limit
+        known: dict[int, Outcome] = {}
+        if self._plan.only_success:
+            known = {seed - first: "unsuccessful" for seed in unsuccessful_seeds(self._attempts) if 0 <= seed - first < limit}
+        return known | {seed - first: "recorded" for seed in self._writer.seeds if 0 <= seed - first < limit}
+
+    def _begin(self, index: int) -> None:
+        """Begin episodes in a group's idle slots: the next ones, or once more those that were given up."""
+        group = self._groups[index]
+        begun: list[int] = []
+        for slot in group:
+            if slot not in self._playing and (number := self._queue.take(slot)) is not None:
+                self._playing[slot] = self._new(number, 0)
+                begun.append(slot)
+            elif slot in self._playing and self._playing[slot].sink is None:
+                begun.append(slot)
+        if not begun:
+            return
+        self._manager.begin(begun, [self._playing[slot].seed for slot in begun])
+        if self._manager.spec.steps_together:
+            # The others' next step would move these too: they are taken in before it.
+            self._take_in(index, self._manager.recv(_as_range(begun)))
+        else:
+            self._moving[index] = begun
+
+    def _new(self, number: int, attempt: int) -> _Playing:
+        seed = self._plan.first_seed + number
+        return _Playing(number, seed, attempt, EpisodeNoise(self._manager.spec.action, (self._plan.noise_seed, seed, _NOISE_STREAM)))
+
+    def _take_in(self, index: int, batch: StepBatch) -> None:
+        """Note what came of a group's actions, and what is seen now."""
+        group, seen = self._groups[index], self._seen[index]
+        self._moving[index] = []
+        places = batch.slots - group.start
+        for key, part in batch.observation.items():
+            seen[key][places] = part
+        summaries = {episode.slot: episode for episode in batch.episodes}
+        now = split(batch.observation)
+        last = split(batch.final_observation) if summaries else now
+        for row, slot in enumerate(batch.slots.tolist()):
+            playing = self._playing[slot]
+            if batch.aborted is not None and batch.aborted[row]:
+                self._gave_up(slot, playing)
+            elif playing.sink is None:
+                self._start(playing, now, row)
+            else:
+                over = slot in summaries
+                self._stepped(playing, batch, row, last if over else now)
+                if over:
+                    del self._playing[slot]
+                    self._ended(playing, summaries[slot])
+
+    def _start(self, playing: _Playing, seen: Split, row: int) -> None:
+        instruction = seen.observation["instruction"][row] if "instruction" in seen.observation else None
+        playing.sink = self._writer.open_episode(
+            playing.seed,
+            task=None if seen.task is None else str(seen.task[row]),
+            instruction=instruction if isinstance(instruction, str) else None,
+        )
+        playing.sink.start(_at(seen.observation, row), _at(seen.state, row), _at(seen.images, row))
+
+    def _stepped(self, playing: _Playing, batch: StepBatch, row: int, after: Split) -> None:
+        assert playing.sink is not None
+        playing.sink.step(
+            **playing.step,
+            reward=float(batch.reward[row]),
+            terminated=bool(batch.terminated[row]),
+            truncated=bool(batch.truncated[row]),
+            success=bool(batch.success[row]),
+            observation=_at(after.observation, row),
+            state=_at(after.state, row) or None,
+            images=_at(after.images, row) or None,
+        )
+        playing.num_steps += 1
+
+    def _ended(self, playing: _Playing, summary: EpisodeSummary) -> None:
+        assert playing.sink is not None
+        assert summary.seed == playing.seed, "another episode ended"
+        self._num_played += 1
+        self._num_successful += summary.success_once
+        self._num_steps += summary.length
+        self._finished[playing.number] = playing.sink, {"final_info": summary.final_info, "attempt": playing.attempt}
+        keep = summary.success_once or not self._plan.only_success
+        self._decide(playing.number, "recorded" if keep else "unsuccessful")
+        if self._on_episode is not None:
+            self._on_episode(summary)
+
+    def _gave_up(self, slot: int, playing: _Playing) -> None:
+        """The simulator failed: the same seed once more, or never again."""
+        if playing.sink is not None:
+            playing.sink.discard()
+        if playing.attempt < self._plan.max_retries:
+            self._playing[slot] = self._new(playing.number, playing.attempt + 1)
+            return
+        del self._playing[slot]
+        self._decide(playing.number, "given_up")
+
+    def _decide(self, number: int, outcome: Outcome) -> None:
+        if outcome != "recorded":
+            sink, metadata = self._finished.pop(number, (None, {}))
+            if sink is not None:
+                sink.discard()
+            line = {"seed": self._plan.first_seed + number, "outcome": outcome, **metadata}
+            with self._attempts.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        for ready in self._queue.finished(number, outcome):
+            sink, metadata = self._finished.pop(ready)
+            sink.finish(metadata)
+
+    def _act(self, index: int) -> None:
+        """Let the player act for the whole group; those that play get their action."""
+        group, seen = self._groups[index], split(self._seen[index])
+        slots = [slot for slot in group if slot in self._playing and self._playing[slot].sink is not None]
+        if not slots:
+            return
+        noise = None
+        if self._player.draws:
+            noise = np.zeros((len(group), self._manager.spec.action.dim), np.float32)
+            for slot in slots:
+                noise[slot - group.start] = self._playing[slot].noise.next()
+        played = self._player.act(seen, noise)
+        marks = self._snapshots(slots)
+        for slot in slots:
+            self._playing[slot].step = {**_row(played, slot - group.start, self._manager.spec.action), "snapshot": marks.get(slot)}
+        self._manager.send(_as_range(slots), _rows(played.action, [slot - group.start for slot in slots]))
+        self._moving[index] = sorted([*self._moving[index], *slots])
+
+    def _snapshots(self, slots: Sequence[int]) -> dict[int, bytes]:
+        every = self._plan.snapshot_every
+        if every is None:
+            return {}
+        due = [slot for slot in slots if self._playing[slot].num_steps % every == 0]
+        return (
+            {slot: plain_snapshot(snapshot).to_bytes() for slot, snapshot in zip(due, self._manager.snapshot(due), strict=True)}
+            if due
+            else {}
+        )
+
+
+def unsuccessful_seeds(path: Path) -> set[int]:
+    """Seeds that were played without success, from the file of attempts; a torn last line is no line."""
+    seeds = set()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            attempt = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(attempt, dict) and attempt.get("outcome") == "unsuccessful":
+            seeds.add(int(attempt["seed"]))
+    return seeds
+
+
+def _room(spec: SimSpec, num_slots: int) -> dict[str, np.ndarray]:
+    """What a group sees, before it sees anything."""
+    tensors = {key: np.zeros((num_slots, *part.shape), part.dtype) for key, part in spec.tensors.items()}
+    return tensors | {key: np.full(num_slots, None, dtype=object) for key in spec.variables}
+
+
+def _row(played: Played, row: int, action: ActionSpec) -> dict[str, Any]:
+    """One slot's share, as `EpisodeSink.step` takes it."""
+    chosen = played.action[row]
+    return {
+        # As the simulator gets it: the slab's own type.
+        "action": str(chosen) if action.kind == "text" else np.asarray(chosen, action.dtype),
+        "sampled_action": None if played.sampled_action is None else played.sampled_action[row].copy(),
+        "log_prob": None if played.log_prob is None else played.log_prob[row].copy(),
+        "value": None if played.value is None else float(played.value[row]),
+        "policy_version": played.version,
+    }
+
+
+def _at(parts: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
+    return {key: part[row] for key, part in parts.items()}
+
+
+def _rows(actions: Any, rows: Sequence[int]) -> Any:
+    return actions[list(rows)] if isinstance(actions, np.ndarray) and actions.dtype != object else [actions[row] for row in rows]
+
+
+def _as_range(slots: Sequence[int]) -> range | Sequence[int]:
+    """Contiguous slots as a range, which is the manager's fast way."""
+    return range(slots[0], slots[-1] + 1) if len(slots) == slots[-1] - slots[0] + 1 else slots

@@ -1,0 +1,336 @@
+"""Playing recorded episodes again in their simulator, by their actions or from state to state, and measuring how far off they come out.
+
+By action: reset to the recorded seed, then the recorded actions; differences add up. By state: before each step the recorded state is
+restored, as often as there is one, so that a difference is that of a single step (or of the steps since the last snapshot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.errors import UserError
+from embodied_rl.sim.instrumented import encode_physics, instrumented_snapshot, split
+from embodied_rl.sim.ledger import Snapshot
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
+from embodied_rl.types import SimSpec, StepBatch
+
+By = Literal["action", "state"]
+
+
+@dataclass(frozen=True)
+class KeyDrift:
+    """How far one part of the observation was off, over an episode's N compared observations."""
+
+    max_abs: float
+    mean_abs: float
+    """Over all elements of all observations that were compared."""
+    first_step: int | None
+    """Steps before the first observation that differs in any bit: 0 is the one after the reset. None: they are all equal."""
+    per_step: np.ndarray
+    """[N] float64 largest absolute difference at each observation; of text and lists 0 where they are equal and 1 where not."""
+
+
+@dataclass(frozen=True)
+class EpisodeReplay:
+    """What came of playing one episode again."""
+
+    number: int
+    """In the recording."""
+    seed: int
+    num_steps: int
+    """That were recorded."""
+    num_replayed: int
+    """That were played again; fewer where the episode ended earlier this time."""
+    observation: Mapping[str, KeyDrift]
+    reward: KeyDrift
+    """first_step: of the step whose reward differs."""
+    success_once: tuple[bool, bool]
+    """(recorded, replayed)"""
+    success_at_end: tuple[bool, bool]
+    """(recorded, replayed)"""
+    ends_match: bool
+    """Whether it ended after the same step, and in the same way (terminated, truncated or not at all)."""
+    failure: str | None = None
+    """Why it could not be played to its end; None: it was."""
+
+    @property
+    def max_drift(self) -> float:
+        """Over all parts of the observation."""
+        return max((drift.max_abs for drift in self.observation.values()), default=0.0)
+
+    @property
+    def first_step(self) -> int | None:
+        """The first observation that differs in any part."""
+        return min((drift.first_step for drift in self.observation.values() if drift.first_step is not None), default=None)
+
+    @property
+    def is_exact(self) -> bool:
+        """Every observation and reward equal bit by bit, and the same end."""
+        return self.failure is None and self.ends_match and self.first_step is None and self.reward.first_step is None
+
+    @property
+    def success_matches(self) -> bool:
+        return self.failure is None and self.success_once[0] == self.success_once[1] and self.success_at_end[0] == self.success_at_end[1]
+
+
+@dataclass
+class _Track:
+    """Differences of one part, as they come."""
+
+    largest: list[float] = field(default_factory=list)
+    total: float = 0.0
+    num_elements: int = 0
+    first_step: int | None = None
+
+    def compare(self, recorded: Any, replayed: Any, step: int) -> None:
+        if isinstance(recorded, (np.ndarray, np.generic)) and np.asarray(recorded).dtype.kind in "biufc":
+            before, now = np.asarray(recorded), np.asarray(replayed)
+            if before.shape != now.shape:
+                difference, equal = np.ones(1), False
+            else:
+                difference = np.abs(now.astype(np.float64) - before.astype(np.float64))
+                equal = bool(np.array_equal(before, now))
+        else:
+            equal = recorded == replayed
+            difference = np.array([0.0 if equal else 1.0])
+        self.largest.append(float(difference.max(initial=0.0)))
+        self.total += float(difference.sum())
+        self.num_elements += max(difference.size, 1)
+        if not equal and self.first_step is None:
+            self.first_step = step
+
+    def drift(self) -> KeyDrift:
+        per_step = np.asarray(self.largest, np.float64)
+        return KeyDrift(float(per_step.max(initial=0.0)), self.total / max(1, self.num_elements), self.first_step, per_step)
+
+
+@dataclass
+class _Running:
+    """An episode that is being played again in a slot."""
+
+    number: int
+    episode: RecordedEpisode
+    observation: dict[str, _Track]
+    sink: EpisodeSink | None
+    reward: _Track = field(default_factory=_Track)
+    step: int = 0
+    """Steps played."""
+    success: list[bool] = field(default_factory=list)
+    ended: tuple[bool, bool] = (False, False)
+    """(terminated, truncated) of the last step."""
+    begun: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.step == self.episode.num_steps or any(self.ended)
+
+
+class Replayer:
+    """Plays episodes again, as many at a time as the manager has slots.
+
+    Args:
+        manager: of an `instrumented` simulator, made with ``autoreset=False``; what its slots were doing is lost.
+        by: "action" or "state".
+        open_sink: where an episode is written again with the pictures that the simulator now draws; None: nowhere.
+    """
+
+    def __init__(self, manager: EnvManager, by: By, open_sink: Callable[[RecordedEpisode], EpisodeSink] | None = None) -> None:
+        self._manager, self._by, self._open_sink = manager, by, open_sink
+        self._keys = tuple(split(manager.spec.observation).observation)
+        self._idle = list(range(manager.num_slots))
+        self._running: dict[int, _Running] = {}
+
+    def run(self, episodes: Iterable[tuple[int, RecordedEpisode]]) -> Iterator[EpisodeReplay]:
+        """Play episodes, (number, episode) each; they come out as they finish.
+
+        Raises:
+            UserError: an episode cannot be played again in this way; the message says which and why.
+            SimFault: see EnvManager.
+        """
+        waiting = iter(episodes)
+        while True:
+            self._begin(waiting)
+            if not self._running:
+                return
+            self._restore()
+            slots = sorted(self._running)
+            self._manager.send(slots, self._actions(slots))
+            batch = self._manager.recv(slots)
+            for row, slot in enumerate(slots):
+                running = self._running[slot]
+                failure = self._take(running, batch, row)
+                if failure is not None or running.over:
+                    del self._running[slot]
+                    self._idle.append(slot)
+                    yield self._finish(running, failure)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, waiting: Iterator[tuple[int, RecordedEpisode]]) -> None:
+        while self._idle and (following := next(waiting, None)) is not None:
+            number, episode = following
+            self._check(number, episode)
+            tracks = {key: _Track() for key in self._keys if key in episode.observation}
+            sink = None if self._open_sink is None else self._open_sink(episode)
+            self._running[self._idle.pop(0)] = _Running(number, episode, tracks, sink)
+        begun = sorted(slot for slot, running in self._running.items() if not running.begun)
+        if not begun:
+            return
+        self._manager.begin(begun, [self._running[slot].episode.seed for slot in begun])
+        batch = self._manager.recv(begun)
+        for row, slot in enumerate(begun):
+            running = self._running[slot]
+            running.begun = True
+            first = split({key: part[row] for key, part in batch.observation.items()})
+            self._compare(running, first.observation, 0)
+            if running.sink is not None:
+                episode = running.episode
+                running.sink.start(
+                    _at(episode.observation, 0), _at(episode.state or {}, 0) or None, {**_at(episode.images, 0), **first.images}
+                )
+
+    def _check(self, number: int, episode: RecordedEpisode) -> None:
+        start = episode.metadata.get("start") or {}
+        if start.get("step", 0):
+            raise UserError(
+                f"Episode {number} (seed {episode.seed}) began inside another one: its seed does not say where, so it cannot be replayed."
+            )
+        if self._by == "state" and episode.state is None and not episode.snapshots:
+            raise UserError(
+                f"Episode {number} (seed {episode.seed}) was recorded without states "
+                "(states=physics or states=snapshots:K): replay it by=action."
+            )
+
+    def _restore(self) -> None:
+        """Bring the simulator to the recorded states; or, by action, only do what recording them did."""
+        wanted: dict[int, Snapshot] = {}
+        taken: list[int] = []
+        for slot, running in sorted(self._running.items()):
+            data = running.episode.snapshots.get(running.step)
+            if self._by == "action":
+                if data is not None and self._manager.spec.snapshots == "exact":
+                    taken.append(slot)
+            elif data is not None:
+                wanted[slot] = Snapshot.from_bytes(data)
+            elif running.episode.state is not None:
+                wanted[slot] = self._physics_snapshot(running)
+        if taken:
+            # Some simulators (ManiSkill) go on from a saved state otherwise than without: taking it belongs to the episode.
+            self._manager.snapshot(taken)
+        if wanted:
+            self._manager.restore(list(wanted), [instrumented_snapshot(snapshot, self._manager.spec) for snapshot in wanted.values()])
+
+    def _physics_snapshot(self, running: _Running) -> Snapshot:
+        """A recorded physical state in the form that `EnvManager.restore` takes."""
+        episode, step = running.episode, running.step
+        counters = {
+            "returns": float(episode.reward[:step].sum(dtype=np.float64)),
+            "lengths": step,
+            "success_once": bool(episode.success[:step].any()),
+        }
+        observation = {key: part for key, part in _at(episode.observation, step).items() if key in self._keys}
+        return Snapshot(
+            task=self._manager.spec.task,
+            chunk_size=self._manager.chunk_size,
+            stream=SeedStream(EpisodeSeeds.given(episode.seed), 0, 0, 1),
+            index=0,
+            base={"sim": encode_physics(_at(episode.state or {}, step)), "counters": counters, "observation": observation},
+            options={},
+            actions=(),
+            observation=observation,
+        )
+
+    def _actions(self, slots: Sequence[int]) -> Any:
+        actions = [running.episode.action[running.step] for running in (self._running[slot] for slot in slots)]
+        return [str(action) for action in actions] if self._manager.spec.action.kind == "text" else np.stack(actions)
+
+    def _take(self, running: _Running, batch: StepBatch, row: int) -> str | None:
+        """Compare a step; returns why the episode cannot go on."""
+        if batch.aborted is not None and batch.aborted[row]:
+            return "its simulator failed"
+        episode, step = running.episode, running.step
+        running.ended = bool(batch.terminated[row]), bool(batch.truncated[row])
+        after = split({key: part[row] for key, part in (batch.final_observation if any(running.ended) else batch.observation).items()})
+        self._compare(running, after.observation, step + 1)
+        running.reward.compare(episode.reward[step], batch.reward[row], step)
+        running.success.append(bool(batch.success[row]))
+        if running.sink is not None:
+            running.sink.step(**_recorded_step(episode, step, after.images))
+        running.step += 1
+        return None
+
+    def _compare(self, running: _Running, replayed: Mapping[str, Any], step: int) -> None:
+        for key, track in running.observation.items():
+            track.compare(running.episode.observation[key][step], replayed[key], step)
+
+    def _finish(self, running: _Running, failure: str | None) -> EpisodeReplay:
+        episode = running.episode
+        recorded_end = bool(episode.terminated[-1]), bool(episode.truncated[-1])
+        whole = running.step == episode.num_steps
+        if running.sink is not None:
+            if whole and failure is None:
+                running.sink.finish()
+            else:
+                running.sink.discard()
+        return EpisodeReplay(
+            number=running.number,
+            seed=episode.seed,
+            num_steps=episode.num_steps,
+            num_replayed=running.step,
+            observation={key: track.drift() for key, track in running.observation.items()},
+            reward=running.reward.drift(),
+            success_once=(episode.success_once, any(running.success)),
+            success_at_end=(episode.success_at_end, bool(running.success and running.success[-1])),
+            ends_match=whole and running.ended == recorded_end,
+            failure=failure,
+        )
+
+
+def check_fits(recorded: SimSpec, simulator: SimSpec) -> None:
+    """Whether recorded actions can be given to a simulator. Raises UserError naming what differs."""
+    ours, theirs = recorded.action, simulator.action
+    if (ours.kind, ours.dim, ours.num_actions) != (theirs.kind, theirs.dim, theirs.num_actions):
+        raise UserError(
+            f"The recorded actions ({ours.kind}, {ours.dim} dimensions, {ours.num_actions} choices) are not those of "
+            f"task '{simulator.task}' ({theirs.kind}, {theirs.dim}, {theirs.num_actions}). "
+            "Was it recorded in another control mode? See sim.KEY=VALUE."
+        )
+    shared = recorded.observation.keys() & simulator.observation.keys()
+    differing = [key for key in sorted(shared) if recorded.observation[key] != simulator.observation[key]]
+    if differing:
+        key = differing[0]
+        raise UserError(
+            f"Observation '{key}' was recorded as {recorded.observation[key]}; task '{simulator.task}' shows {simulator.observation[key]}. "
+            "Was it recorded with other settings? See sim.KEY=VALUE."
+        )
+
+
+def _at(parts: Mapping[str, Any], row: int) -> dict[str, Any]:
+    return {key: part[row] for key, part in parts.items()}
+
+
+def _recorded_step(episode: RecordedEpisode, step: int, images: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """A step as `EpisodeSink.step` takes it, with pictures beside those that it had."""
+    optional = {
+        name: None if (part := getattr(episode, name)) is None else part[step]
+        for name in ("sampled_action", "log_prob", "value", "policy_version", "chunk")
+    }
+    return {
+        **optional,
+        "action": episode.action[step],
+        "reward": float(episode.reward[step]),
+        "terminated": bool(episode.terminated[step]),
+        "truncated": bool(episode.truncated[step]),
+        "success": bool(episode.success[step]),
+        "observation": _at(episode.observation, step + 1),
+        "state": _at(episode.state or {}, step + 1) or None,
+        "images": {**_at(episode.images, step + 1), **images} or None,
+        "snapshot": episode.snapshots.get(step),
+    }

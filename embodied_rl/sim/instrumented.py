@@ -1,0 +1,306 @@
+"""A simulator that also shows what no policy sees: an expert's action, its physical state, a picture for people.
+
+They become further parts of the observation, written where the observation is written: they travel through shared memory, are there
+after an episode's last step too, and are made by all worker processes side by side. `split` takes them apart again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import UserError
+from embodied_rl.registry import load_target
+from embodied_rl.sim.env import PhysicsEnv, SimEnv, SimFactory, SnapshotEnv
+from embodied_rl.sim.ledger import Snapshot
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
+from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec
+
+EXPERT = "expert_action"
+"""Part [A] (or text): what the expert would do now, in the simulator's units."""
+PHYSICS = "physics/"
+"""Parts ``physics/<name>``: the physical state, see `PhysicsEnv`."""
+IMAGE = "image/"
+"""Parts ``image/<camera>`` [H, W, 3] uint8: pictures for people."""
+TASK = "episode_task"
+"""Text part: the task of the running episode, of a simulator whose episodes are of several (it has a method ``task_at``)."""
+CAMERA = "render"
+"""Name of the only camera, which is `SimEnv.render`'s."""
+
+Expert = Callable[[Mapping[str, Any]], Any]
+"""From the observation of one environment, {key: value}, to its action in the simulator's units, or a text. One is made for each episode,
+by a class or function of no argument, or of (simulator, environment's number) where it reads the simulator's state."""
+
+_PHYSICS_MARK = b"embodied_rl physics\0"
+
+
+@dataclass(frozen=True)
+class Split:
+    """An observation, taken apart; each {key: [n, ...]}."""
+
+    observation: Observation
+    """What the simulator shows by itself."""
+    state: Observation
+    """{name: [n, ...]} physical state; empty where it was not asked for."""
+    images: Observation
+    """{camera: [n, H, W, 3]}; empty where they were not asked for."""
+    expert_action: np.ndarray | None
+    """[n, A], or texts [n]; None where no expert was asked for."""
+    task: np.ndarray | None
+    """[n] names; None where all episodes are of one task."""
+
+
+def instrumented(
+    config: SimConfig, *, expert: str | None = None, physics: bool = False, image_size: int | None = None, reconfigure: bool = True
+) -> SimConfig:
+    """The same simulator with further parts in its observation.
+
+    Args:
+        config: of the plain simulator.
+        expert: ``package.module:Attribute`` that makes an `Expert`; None: no part ``expert_action``.
+        physics: whether to show the physical state.
+        image_size: pixels of the longer side of a picture; None: no picture.
+        reconfigure: every episode owes nothing to the ones before it (`SimEnv.reset`): it is a function of its seed and actions.
+    """
+    kwargs = {
+        "target": config.target,
+        "inner_task": config.task,
+        "inner_kwargs": config.kwargs,
+        "extra": config.extra,
+        "expert": expert,
+        "physics": physics,
+        "image_size": image_size,
+        "reconfigure": reconfigure,
+    }
+    return dataclasses.replace(config, target="embodied_rl.sim.instrumented:InstrumentedSim", task=None, kwargs=kwargs)
+
+
+def plain_spec(spec: SimSpec) -> SimSpec:
+    """The spec without the parts that `InstrumentedSim` adds."""
+    return dataclasses.replace(spec, observation={key: part for key, part in spec.observation.items() if not _is_added(key)})
+
+
+def split(observation: Mapping[str, Any]) -> Split:
+    """Take an observation apart, of one environment or of several."""
+    return Split(
+        observation={key: part for key, part in observation.items() if not _is_added(key)},
+        state={key.removeprefix(PHYSICS): part for key, part in observation.items() if key.startswith(PHYSICS)},
+        images={key.removeprefix(IMAGE): part for key, part in observation.items() if key.startswith(IMAGE)},
+        expert_action=observation.get(EXPERT),
+        task=observation.get(TASK),
+    )
+
+
+def plain_snapshot(snapshot: Snapshot) -> Snapshot:
+    """A snapshot of an instrumented simulator's slot as the plain one would have given it."""
+    base = snapshot.base
+    if base is not None:
+        base = {**base, "observation": split(base["observation"]).observation}
+    return dataclasses.replace(snapshot, base=base, observation=split(snapshot.observation).observation)
+
+
+def instrumented_snapshot(snapshot: Snapshot, spec: SimSpec) -> Snapshot:
+    """A plain simulator's snapshot for an instrumented one with this spec: what that shows besides is empty until the next step."""
+    empty = {key: "" for key in spec.variables if _is_added(key)}
+    base = snapshot.base
+    if base is not None:
+        base = {**base, "observation": {**empty, **base["observation"]}}
+    return dataclasses.replace(snapshot, base=base)
+
+
+def encode_physics(state: Mapping[str, np.ndarray]) -> bytes:
+    """What `InstrumentedSim.restore` takes in place of a snapshot: a physical state for the running episode."""
+    return _PHYSICS_MARK + encode_state({name: np.asarray(part) for name, part in state.items()})
+
+
+def _is_added(key: str) -> bool:
+    return key in (EXPERT, TASK) or key.startswith((PHYSICS, IMAGE))
+
+
+class InstrumentedSim:
+    """Passes everything on to the simulator named by `target` and adds what `instrumented` was asked for; implements `SnapshotEnv`.
+
+    A snapshot is the simulator's own: an expert's memory, should it have one, begins anew with a restored episode.
+
+    Raises:
+        UserError: the simulator cannot draw here, offers no physical state, or its expert does not fit it.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        target: str,
+        inner_task: str | None,
+        inner_kwargs: Mapping[str, Any],
+        extra: str | None,
+        expert: str | None = None,
+        physics: bool = False,
+        image_size: int | None = None,
+        reconfigure: bool = True,
+    ) -> None:
+        drawing: dict[str, Any] = {}
+        if image_size is not None:
+            parameters = inspect.signature(load_target(target, extra=extra)).parameters
+            wanted = {"render": True, "render_size": image_size}
+            # Simulators that must know beforehand that they will draw say so by taking these.
+            drawing = {name: value for name, value in wanted.items() if name in parameters}
+        self._sim: SimEnv = SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs)
+        self._reconfigure = reconfigure
+        self._parts: dict[str, TensorSpec | VariableSpec] = {}
+        self._picture: tuple[int, int] | None = None
+        self._names: tuple[str, ...] = ()
+        inner, scratch = self._sim.spec, StepBuffers.allocate(self._sim.spec, num_envs)
+        self._plain = tuple(inner.observation)
+        if physics or image_size is not None or expert is not None:
+            self._sim.reset([0], [0], scratch, None)  # what follows can be asked of a running episode alone
+        if physics:
+            self._add_physics()
+        if image_size is not None:
+            self._add_picture(image_size)
+        self._task_at: Callable[[int], str] | None = getattr(self._sim, "task_at", None)
+        if self._task_at is not None:
+            self._parts[TASK] = VariableSpec("text", 1024)
+        self._make_expert = None if expert is None else expert_maker(expert)
+        self._experts: list[Expert | None] = [None] * num_envs
+        if self._make_expert is not None:
+            self._make_expert(self._sim, 0)  # raises where it does not fit
+            action = inner.action
+            self._parts[EXPERT] = (
+                VariableSpec("text", action.max_bytes) if action.kind == "text" else TensorSpec((action.dim,), action.dtype)
+            )
+        self.spec = dataclasses.replace(inner, observation={**inner.observation, **self._parts})
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        if self._reconfigure:
+            options = {**(options or {}), "reconfigure": True}
+        self._sim.reset(env_ids, seeds, out, options)
+        if self._make_expert is not None:
+            for i in env_ids:
+                self._experts[i] = self._make_expert(self._sim, i)
+        self._show(env_ids, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        self._sim.step(env_ids, actions, out)
+        self._show(env_ids, out)
+
+    def render(self, env_id: int) -> np.ndarray:
+        return self._sim.render(env_id)
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`."""
+        return cast(SnapshotEnv, self._sim).snapshot(env_id)
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`; what `encode_physics` gave is set in the running episode instead.
+
+        Raises:
+            SnapshotError: the state does not fit this simulator.
+        """
+        if data.startswith(_PHYSICS_MARK):
+            self._set_physics(env_id, decode_state(memoryview(data)[len(_PHYSICS_MARK) :]))
+        else:
+            cast(SnapshotEnv, self._sim).restore(env_id, data)
+        if self._make_expert is not None:
+            self._experts[env_id] = self._make_expert(self._sim, env_id)
+
+    def close(self) -> None:
+        self._sim.close()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _add_physics(self) -> None:
+        for name, part in self._physics_env().physics(0).items():
+            self._parts[PHYSICS + name] = TensorSpec(part.shape, part.dtype.name)
+        self._names = tuple(name.removeprefix(PHYSICS) for name in self._parts)
+
+    def _physics_env(self) -> PhysicsEnv:
+        if not isinstance(self._sim, PhysicsEnv):
+            raise UserError(
+                f"Task '{self._sim.spec.task}' does not show its physical state (its simulator has no method `physics`). "
+                f"{'Snapshots say more: states=snapshots:1.' if self._sim.spec.snapshots == 'exact' else 'Leave it out: states=none.'}"
+            )
+        return self._sim
+
+    def _set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        env = self._physics_env()
+        present = env.physics(env_id)
+        shapes = {name: np.shape(part) for name, part in state.items()}
+        if shapes != (own := {name: part.shape for name, part in present.items()}):
+            raise SnapshotError(f"The physical state has the parts {shapes}; task '{self.spec.task}' has {own}.")
+        # Setting even an equal state makes a physics engine forget its contacts: an episode that is where it should be goes on.
+        if any(not np.array_equal(present[name], part) for name, part in state.items()):
+            env.set_physics(env_id, state)
+
+    def _add_picture(self, size: int) -> None:
+        if not self._sim.spec.can_render:
+            raise UserError(f"Task '{self._sim.spec.task}' offers no pictures (no render mode 'rgb_array'): leave images out.")
+        height, width = self._draw(0).shape[:2]
+        scale = size / max(height, width)
+        # Even sides: H.264 stores colours at half the resolution.
+        self._picture = max(2, round(height * scale / 2) * 2), max(2, round(width * scale / 2) * 2)
+        self._parts[IMAGE + CAMERA] = TensorSpec((*self._picture, 3), "uint8")
+
+    def _show(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        observation = out.observation
+        for i in env_ids:
+            if self._task_at is not None:
+                observation[TASK][i] = self._task_at(i)
+            if self._names:
+                state = cast(PhysicsEnv, self._sim).physics(i)
+                for name in self._names:
+                    observation[PHYSICS + name][i] = state[name]
+            if self._picture is not None:
+                observation[IMAGE + CAMERA][i] = _scaled(self._draw(i), *self._picture)
+            if (expert := self._experts[i]) is not None:
+                observation[EXPERT][i] = expert({key: observation[key][i] for key in self._plain})
+
+    def _draw(self, env_id: int) -> np.ndarray:
+        try:
+            return np.asarray(self._sim.render(env_id), np.uint8)
+        except UserError:
+            raise
+        except Exception as error:  # drivers fail in their own ways: OpenGL, Vulkan, GLFW and pygame share no base class
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"Task '{self._sim.spec.task}' cannot be drawn on this machine ({reason}). "
+                "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
+            ) from error
+
+
+def expert_maker(target: str) -> Callable[[SimEnv, int], Expert]:
+    """How to make the expert of one environment, from a class or function of no argument or of (simulator, environment's number).
+
+    Raises:
+        UserError: the target cannot be imported, or takes other arguments.
+    """
+    made = load_target(target)
+    needed = [
+        parameter
+        for parameter in inspect.signature(made).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(needed) not in (0, 2):
+        raise UserError(
+            f"Expert '{target}' must take no argument, or the simulator and the environment's number; it takes "
+            f"{', '.join(parameter.name for parameter in needed)}."
+        )
+    return made if needed else lambda sim, env_id: made()
+
+
+def needs_simulator(target: str) -> bool:
+    """Whether the expert of a target reads the simulator's state: it then acts in the simulator's own process. Raises UserError."""
+    return expert_maker(target) is load_target(target)
+
+
+def _scaled(frame: np.ndarray, height: int, width: int) -> np.ndarray:
+    if frame.shape[:2] == (height, width):
+        return frame
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS))

@@ -1,0 +1,152 @@
+"""n-step windows, rollouts as transitions and normalised actions, by hand and against a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embodied_rl.episodes.transitions import n_step_windows, normalise_actions, outcome, rollout_transitions
+from embodied_rl.errors import UserError
+from embodied_rl.types import ActionSpec, Rollout
+
+
+def test_windows_by_hand() -> None:
+    reward = np.array([1.0, 2.0, 4.0, 8.0, 16.0], np.float32)
+    terminated = np.array([0, 0, 1, 0, 0], bool)
+    truncated = np.array([0, 0, 0, 0, 1], bool)
+    windows = n_step_windows(reward, 0.5, terminated, truncated, 2)
+    # r_t + r_{t+1} / 2 within the episode; the third step ends one alone; so does the last.
+    np.testing.assert_allclose(windows.reward, [2.0, 4.0, 4.0, 16.0, 16.0])
+    np.testing.assert_array_equal(windows.end, [1, 2, 2, 4, 4])
+    # γ² over two steps; 0 where the window ends in the terminated step; γ of the last, which was cut: it bootstraps.
+    np.testing.assert_allclose(windows.discount, [0.25, 0.0, 0.0, 0.25, 0.5])
+
+
+def test_a_window_ends_with_the_sequence() -> None:
+    none = np.zeros(3, bool)
+    windows = n_step_windows(np.array([1.0, 1.0, 1.0]), 0.5, none, none, 10)
+    np.testing.assert_allclose(windows.reward, [1.75, 1.5, 1.0])
+    np.testing.assert_array_equal(windows.end, [2, 2, 2])
+    np.testing.assert_allclose(windows.discount, [0.125, 0.25, 0.5])
+
+
+def test_units_have_discounts_of_their_own() -> None:
+    """Messages of 2, 1 and 3 steps: r_0 + γ² r_1 + γ³ r_2, and γ⁶ after them."""
+    none = np.zeros(3, bool)
+    windows = n_step_windows(np.array([1.0, 10.0, 100.0]), np.array([0.9**2, 0.9, 0.9**3]), none, none, 3)
+    assert windows.reward[0] == pytest.approx(1.0 + 0.81 * 10.0 + 0.9**3 * 100.0)
+    assert windows.discount[0] == pytest.approx(0.9**6)
+
+
+def plain_windows(
+    reward: np.ndarray, gamma: float, terminated: np.ndarray, truncated: np.ndarray, n: int
+) -> list[tuple[float, int, float]]:
+    found = []
+    for t in range(len(reward)):
+        total, discount, k = 0.0, 1.0, t
+        while True:
+            total += discount * reward[k]
+            discount *= gamma
+            if terminated[k]:
+                discount = 0.0
+            if terminated[k] or truncated[k] or k == len(reward) - 1 or k == t + n - 1:
+                break
+            k += 1
+        found.append((total, k, discount))
+    return found
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.floats(0.0, 1.0), st.integers(0, 2**32 - 1))
+def test_windows_equal_a_plain_loop(length: int, n: int, gamma: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    reward = rng.normal(size=(length, 2))
+    terminated, truncated = rng.random((length, 2)) < 0.2, rng.random((length, 2)) < 0.2
+    windows = n_step_windows(reward, gamma, terminated, truncated, n)
+    for slot in range(2):
+        expected = plain_windows(reward[:, slot], gamma, terminated[:, slot], truncated[:, slot], n)
+        for t, (total, end, discount) in enumerate(expected):
+            assert windows.reward[t, slot] == pytest.approx(total, rel=1e-5, abs=1e-6)
+            assert windows.end[t, slot] == end
+            assert windows.discount[t, slot] == pytest.approx(discount, rel=1e-6, abs=1e-30)
+
+
+def make_rollout(**changes: Any) -> Rollout:
+    """Three steps of two slots; slot 0 is cut after the second step, slot 1 terminates after the first."""
+    observation = np.arange(6, dtype=np.float32).reshape(3, 2, 1)  # step t, slot n: 2 t + n
+    fields: dict[str, Any] = {
+        "observation": {"state": observation},
+        "action": np.full((3, 2, 1), 1.5, np.float32),
+        "log_prob": np.zeros((3, 2, 1), np.float32),
+        "reward": np.array([[1, 10], [2, 20], [4, 40]], np.float32),
+        "terminated": np.array([[0, 1], [0, 0], [0, 0]], bool),
+        "truncated": np.array([[0, 0], [1, 0], [0, 0]], bool),
+        "last_observation": {"state": np.array([[100.0], [101.0]], np.float32)},
+        "final_observation": {"state": np.array([[-7.0]], np.float32)},
+        "policy_version": 0,
+        "episodes": (),
+        "success": np.array([[0, 0], [0, 1], [0, 0]], bool),
+    }
+    return Rollout(**{**fields, **changes})
+
+
+def test_a_rollout_bootstraps_from_final_and_last_observations() -> None:
+    found = rollout_transitions(make_rollout(), ("state",), ActionSpec.continuous([-1.0], [1.0]), gamma=0.5)
+    np.testing.assert_array_equal(found.observation["state"][:, 0], [0, 1, 2, 3, 4, 5])
+    np.testing.assert_array_equal(found.action[:, 0], np.ones(6))  # what the simulator got
+    np.testing.assert_allclose(found.reward, [1, 10, 2, 20, 4, 40])
+    np.testing.assert_allclose(found.discount, [0.5, 0.0, 0.5, 0.5, 0.5, 0.5])
+    # Slot 0: next step, final observation of the cut episode, last one. Slot 1: (terminated), next, last.
+    np.testing.assert_array_equal(found.next_observation["state"][[0, 2, 4], 0], [2, -7, 100])
+    np.testing.assert_array_equal(found.next_observation["state"][[3, 5], 0], [5, 101])
+
+
+def test_two_steps_of_a_rollout() -> None:
+    found = rollout_transitions(make_rollout(), ("state",), ActionSpec.continuous([-1.0], [1.0]), gamma=0.5, n_step=2)
+    # Slot 0: 1 + 2/2 until the cut; 2 alone; 4 alone. Slot 1: 10 alone; 20 + 40/2; 40 alone.
+    np.testing.assert_allclose(found.reward, [2, 10, 2, 40, 4, 40])
+    np.testing.assert_allclose(found.discount, [0.25, 0.0, 0.5, 0.25, 0.5, 0.5])
+    np.testing.assert_array_equal(found.next_observation["state"][[0, 2, 3, 4, 5], 0], [-7, -7, 101, 100, 101])
+
+
+def test_success_as_reward_ends_the_episode() -> None:
+    found = rollout_transitions(make_rollout(), ("state",), ActionSpec.continuous([-1.0], [1.0]), gamma=0.5, reward="success")
+    np.testing.assert_allclose(found.reward, [0, 0, 0, 1, 0, 0])
+    np.testing.assert_allclose(found.discount, [0.5, 0.0, 0.5, 0.0, 0.5, 0.5])
+    with pytest.raises(ValueError, match="success of each step"):
+        outcome("success", np.zeros(1), np.zeros(1, bool), None)
+
+
+def test_actions_are_normalised_as_denormalise_undoes() -> None:
+    spec = ActionSpec.continuous([-2.0, 0.0, 3.0], [2.0, 10.0, 3.0])
+    action = np.array([[-2.0, 0.0, 3.0], [1.0, 2.5, 3.0], [5.0, 10.0, 3.0]], np.float32)
+    unit = normalise_actions(action, spec)
+    # (x - low) / half - 1; 5 lies beyond and is clipped; the last dimension has no extent.
+    np.testing.assert_allclose(unit, [[-1.0, -1.0, 0.0], [0.5, -0.5, 0.0], [1.0, 1.0, 0.0]])
+    np.testing.assert_allclose(spec.denormalise(unit), np.clip(action, [-2, 0, 3], [2, 10, 3]), rtol=1e-6)
+    inside = normalise_actions(action, spec, margin=0.01)
+    np.testing.assert_allclose(inside[[0, 2], 0], [-0.99, 0.99], rtol=1e-6)
+    assert inside[1, 0] == pytest.approx(0.5)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_normalise_inverts_denormalise(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    low = rng.normal(size=4) * 10.0 ** rng.integers(-3, 3)
+    spec = ActionSpec.continuous(low, low + 10.0 ** rng.uniform(-3, 3, 4))
+    unit = rng.uniform(-1, 1, (5, 4)).astype(np.float32)
+    # float32 of a bound that is large beside the range loses digits of the range itself.
+    span = np.asarray(spec.high) - np.asarray(spec.low)
+    tolerance = 1e-5 + 4e-7 * float((np.abs(low) / span).max())
+    np.testing.assert_allclose(normalise_actions(spec.denormalise(unit), spec), unit, atol=tolerance)
+
+
+def test_choices_pass_and_boundless_actions_are_refused() -> None:
+    choices = normalise_actions(np.array([[0], [3]]), ActionSpec.discrete(4))
+    np.testing.assert_array_equal(choices, [[0], [3]])
+    assert choices.dtype == np.int64
+    with pytest.raises(UserError, match="bounds are not finite"):
+        normalise_actions(np.zeros((1, 1)), ActionSpec.continuous([-np.inf], [1.0]))

@@ -1,0 +1,104 @@
+"""Experts of the toy simulators, and managers that record them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.config import SimConfig
+from embodied_rl.episodes.recorded import RecordingInfo
+from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.rollout.recording import ExpertPlayer, Player, Recorder, RecordingResult
+from embodied_rl.rollout.seed_queue import RecordingPlan
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.instrumented import instrumented, plain_spec
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.types import StepBuffers
+from tests.sim.toy import CountingSim
+
+
+class TogetherSim(CountingSim):
+    """All environments of a process move whenever one is stepped; odd seeds last 3 steps, even ones 2."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        self.spec = dataclasses.replace(self.spec, steps_together=True, snapshots="none")
+        self._scratch = StepBuffers.allocate(self.spec, num_envs)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        super().step(env_ids, actions, out)
+        for env_id in env_ids:
+            seed, steps, _ = self.state[env_id]
+            out.terminated[env_id] = steps >= 2 + seed % 2
+        others = [env_id for env_id in range(len(self.state)) if env_id not in env_ids]
+        super().step(others, np.ones((len(others), 1)), self._scratch)
+
+
+class ByStep:
+    """Reads the simulator's state: an action of 0.1 times the steps taken so far, plus 1."""
+
+    def __init__(self, sim: SimEnv, env_id: int) -> None:
+        self._sim: Any = sim
+        self._env_id = env_id
+
+    def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
+        return np.array([1 + 0.1 * self._sim.state[self._env_id, 1]], np.float32)
+
+
+def by_seed() -> Callable[[Mapping[str, Any]], np.ndarray]:
+    """Of CountingSim, from the observation: reaches the sum of 3 within 5 steps for odd seeds alone."""
+    return lambda observation: np.array([0.7 if observation["state"][0] % 2 else 0.1], np.float32)
+
+
+class Speaker:
+    """Remembers how often it has spoken in its episode."""
+
+    def __init__(self) -> None:
+        self.spoken = 0
+
+    def __call__(self, observation: Mapping[str, Any]) -> str:
+        self.spoken += 1
+        return f"word {self.spoken}"
+
+
+def wants_three(first: int, second: int, third: int) -> None:
+    """No expert."""
+
+
+def toy(name: str = "CountingSim", **kwargs: Any) -> SimConfig:
+    """A simulator of `tests.sim.toy`."""
+    return SimConfig(name="toy", target=f"tests.sim.toy:{name}", kwargs=kwargs, num_slots=4, num_workers=2)
+
+
+@contextmanager
+def manager_of(config: SimConfig, slots: int = 4, **shown: Any) -> Iterator[EnvManager]:
+    """Of the instrumented simulator."""
+    with EnvManager.from_config(instrumented(config, **shown), EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
+        yield manager
+
+
+def record_toy(
+    folder: Path,
+    plan: RecordingPlan,
+    config: SimConfig,
+    *,
+    slots: int = 4,
+    num_groups: int = 1,
+    player: Player | None = None,
+    resume: bool = False,
+    same: bool = True,
+    **shown: Any,
+) -> RecordingResult:
+    """Record with the expert that `shown` names, or with a player; `same`: the recording says how the simulator was made."""
+    with manager_of(config, slots, **shown) as manager:
+        info = RecordingInfo(
+            plain_spec(manager.spec), {"target": config.target, **({"kwargs": config.kwargs} if same else {})}, {"kind": "toy"}
+        )
+        with RecordingWriter(folder, info, video="png", resume=resume) as writer:
+            return Recorder(manager, player or ExpertPlayer(), writer, plan, num_groups=num_groups).run()

@@ -1,0 +1,213 @@
+"""``python -m embodied_rl.record`` from end to end, killed and resumed among others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied_rl.checkpoint import find_last
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.record import COMMAND, Showing, main
+from embodied_rl.sim.ledger import Snapshot
+from tests.short_run import one_line_error, train_shortly
+
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = ("action", "reward", "terminated", "truncated", "success", "sampled_action", "log_prob", "value", "policy_version")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_shortly(tmp_path_factory.mktemp("runs") / "run", "sim=key_door", "sim.max_episode_steps=40")
+
+
+def by_seed(folder: Path) -> dict[int, RecordedEpisode]:
+    recording = open_recording(folder)
+    episodes = {episode.seed: episode for episode in recording}
+    assert len(episodes) == len(recording), "a seed was recorded twice"
+    return episodes
+
+
+def assert_same_episodes(one: Path, other: Path) -> None:
+    left, right = by_seed(one), by_seed(other)
+    assert left.keys() == right.keys()
+    for seed, episode in left.items():
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(episode, name), getattr(right[seed], name), err_msg=f"{name} of seed {seed}")
+        for key, part in episode.observation.items():
+            np.testing.assert_array_equal(part, right[seed].observation[key], err_msg=f"{key} of seed {seed}")
+
+
+def fails(argv: list[str]) -> int | str | None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    return stopped.value.code
+
+
+def test_an_experts_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["sim=key_door", "num_episodes=10", "seed=50", "states=physics", "images=32", f"output={tmp_path / 'r'}", "sim.num_slots=4"])
+    line = capsys.readouterr().out.strip()
+    assert re.fullmatch(
+        rf"{tmp_path}/r: 10 of 10 episodes of KeyDoor\. Played now: 10, 100\.0% of them successful, \d+ steps, [\d.]+ s\.", line
+    )
+    episodes = by_seed(tmp_path / "r")
+    assert sorted(episodes) == list(range(50, 60))
+    for episode in episodes.values():
+        assert episode.success_at_end
+        assert episode.state is not None
+        assert episode.state["robot"].shape == (episode.num_steps + 1, 3)
+        np.testing.assert_allclose(episode.state["robot"][:, 0] - 1, episode.observation["state"][:, 0], atol=1e-6)
+        assert episode.images["render"].shape == (episode.num_steps + 1, 16, 32, 3)
+    info = open_recording(tmp_path / "r").info
+    assert info.policy == {"kind": "expert", "target": "embodied_rl.sim.robots.key_door:KeyDoorExpert"}
+    assert info.sim["name"] == "key_door"
+    assert info.metadata["reconfigure"] is True
+    assert info.command.startswith("python -m embodied_rl.record sim=key_door")
+    assert "numpy" in info.versions
+    assert list(info.spec.observation) == ["state"]
+
+
+def test_a_checkpoints_samples_with_log_probabilities_and_values(tmp_path: Path, run_dir: Path) -> None:
+    main([f"checkpoint={run_dir}", "sample=true", "num_episodes=6", "held_out=true", f"output={tmp_path / 'r'}", "sim.num_slots=3"])
+    recording = open_recording(tmp_path / "r")
+    assert sorted(recording.seeds) == [2**30 + number for number in range(6)]
+    import torch
+
+    from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.policies.actor_critic import build_policy
+
+    checkpoint = load_checkpoint(run_dir)
+    policy = build_policy(checkpoint.config.policy, recording.spec)
+    policy.load_state_dict(checkpoint.policy)
+    for episode in recording:
+        assert episode.sampled_action is not None
+        seen = {"state": torch.from_numpy(np.array(episode.observation["state"][:-1]))}
+        # Asked of the policy itself, in one batch.
+        with torch.no_grad():
+            expected = policy.evaluate(seen, torch.from_numpy(np.array(episode.sampled_action)))
+        np.testing.assert_allclose(episode.log_prob, expected.log_prob.numpy(), atol=1e-4)
+        np.testing.assert_allclose(episode.value, expected.value.numpy(), atol=1e-4)
+        np.testing.assert_array_equal(episode.action, np.clip(episode.sampled_action, -1, 1))
+        np.testing.assert_array_equal(episode.policy_version, np.full(episode.num_steps, checkpoint.state["iteration"]))
+    folder = find_last(run_dir)
+    assert folder is not None
+    assert recording.info.policy["sha256"] == hashlib.sha256((folder / "policy.safetensors").read_bytes()).hexdigest()
+    assert recording.info.metadata["checkpoint"] == str(folder)
+
+
+def test_a_checkpoints_mode_is_what_evaluate_plays(tmp_path: Path, run_dir: Path) -> None:
+    from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.evaluate import evaluate_checkpoint
+
+    main([f"checkpoint={run_dir}", "num_episodes=5", "held_out=true", f"output={tmp_path / 'r'}"])
+    episodes = by_seed(tmp_path / "r")
+    result = evaluate_checkpoint(load_checkpoint(run_dir), 5)
+    assert {summary.seed: summary.length for summary in result.episodes} == {seed: episode.num_steps for seed, episode in episodes.items()}
+    for summary in result.episodes:
+        assert summary.episode_return == pytest.approx(episodes[summary.seed].episode_return)
+    assert all(episode.log_prob is None for episode in episodes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_killed_and_resumed_is_the_same_recording(tmp_path: Path, run_dir: Path) -> None:
+    """SIGKILL in the middle; what is there is readable, and resuming gives what an uninterrupted recorder gave, bit by bit."""
+    arguments = [f"checkpoint={run_dir}", "sample=true", "num_episodes=240", "sim.num_slots=5", "states=snapshots:16"]
+    main([*arguments, f"output={tmp_path / 'whole'}"])
+    killed = tmp_path / "killed"
+    for wanted in (30, 120):
+        resume = ["resume=true"] if killed.exists() else []
+        command = [sys.executable, "-m", "embodied_rl.record", *arguments, *resume, f"output={killed}"]
+        with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+            deadline = time.monotonic() + 120
+            while process.poll() is None and time.monotonic() < deadline and num_lines(killed) < wanted:
+                time.sleep(0.01)
+            assert process.poll() is None, "it ended before it could be killed"
+            os.killpg(process.pid, signal.SIGKILL)
+        there = len(by_seed(killed))
+        assert wanted - 1 <= there < 240
+    main([*arguments, "resume=true", f"output={killed}"])
+    assert_same_episodes(tmp_path / "whole", killed)
+    first, second = by_seed(tmp_path / "whole")[7], by_seed(killed)[7]
+    assert sorted(first.snapshots) == sorted(second.snapshots) == list(range(0, first.num_steps, 16))
+    assert Snapshot.from_bytes(first.snapshots[16]).seed == 7
+
+
+def num_lines(folder: Path) -> int:
+    return sum(len(path.read_bytes().splitlines()) for path in folder.glob("part-*/episodes.jsonl"))
+
+
+def test_only_successes_of_random_play_would_take_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["sim=key_door", "policy=random", "only_success=true", "num_episodes=2", "max_seeds=4", "sim.max_episode_steps=20"]
+    assert fails([*argv, f"output={tmp_path / 'r'}"]) == 1
+    assert "Only 0 of 4 seeds succeeded. Raise max_seeds" in capsys.readouterr().err
+    outcomes = [json.loads(line) for line in (tmp_path / "r" / "attempts.jsonl").read_text().splitlines()]
+    assert sorted(line["seed"] for line in outcomes) == [0, 1, 2, 3]
+
+
+def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["sim=key_door", "num_episodes=1", "sim.max_episode_steps=5"]
+    main(argv)
+    main([*argv, "seed=1"])
+    assert sorted(path.name for path in (tmp_path / "recordings").iterdir()) == ["key_door-expert", "key_door-expert_2"]
+    taken = f"output={tmp_path / 'recordings' / 'key_door-expert'}"
+    assert "holds a recording already. Go on with it (resume=true)" in one_line_error(main, [*argv, taken], capsys)
+    other = ["sim=key_door", "policy=random", "num_episodes=1", "sim.max_episode_steps=5", taken, "resume=true"]
+    assert "policy" in one_line_error(main, other, capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "Give checkpoint=… (its policy plays its simulator) or sim=…"),
+        (["sim=key_dor"], "Did you mean 'key_door'?"),
+        (["sim=halfcheetah"], "Task 'HalfCheetah-v5' of sim=halfcheetah has no expert"),
+        (["sim=key_door", "policy=checkpoint"], "policy=checkpoint needs checkpoint=…"),
+        (["sim=key_door", "sample=true"], "sample=true goes with policy=checkpoint, not with policy=expert"),
+        (["sim=key_door", "policy=random", "expert=a:b"], "expert=a:b goes with policy=expert, not with policy=random"),
+        (["sim=key_door", "expert=embodied_rl.sim:nothing"], "has no 'nothing'"),
+        (["sim=key_door", "num_episodes=0"], "num_episodes must be between 1"),
+        (["sim=key_door", "max_seeds=5"], "max_seeds goes with only_success=true"),
+        (["sim=key_door", "only_success=true", "max_seeds=5"], "max_seeds must be at least num_episodes (100), got 5"),
+        (["sim=key_door", "states=snapshots"], "states=snapshots must say after how many steps"),
+        (["sim=key_door", "states=all"], "states=all is not a choice. Known: none, physics, snapshots:K"),
+        (["sim=key_door", "images=big"], "images=big must be none, or the pixels"),
+        (["sim=key_door", "resume=true"], "resume=true needs output=…"),
+        (["sim=key_door", "checkpoint=nowhere"], "Checkpoint 'nowhere' does not exist"),
+        (["sim=key_door", "sim.colour=red"], "'sim.colour' is not known"),
+        (["sim=key_door", "video=gif"], "video=gif is not a choice"),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = [] if not argv or "resume=true" in argv else [f"output={tmp_path / 'r'}"]
+    assert message in one_line_error(main, [*argv, *output], capsys)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_recorder_of_another_task_refuses_the_checkpoint(tmp_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = one_line_error(main, [f"checkpoint={run_dir}", "sim=pendulum", f"output={tmp_path / 'r'}"], capsys)
+    assert "was made for another simulator" in line
+
+
+def test_what_is_shown() -> None:
+    assert Showing.parse("none", "none") == Showing()
+    assert Showing.parse("snapshots:12", "128") == Showing(snapshot_every=12, image_size=128)
+    assert Showing.parse("physics", "none") == Showing(physics=True)
+
+
+def test_usage_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"  {argument.name}=" in text for argument in COMMAND.arguments)
