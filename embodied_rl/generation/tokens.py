@@ -1,0 +1,296 @@
+"""Tokens in, tokens out: what language agents ask a language model for, and what every backend answers.
+
+Nothing here knows a tokenizer. What was sampled is handed on as token ids and trained as token ids; text is for people and simulators.
+Shapes: P tokens of a prompt, n sampled tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+
+FinishReason = Literal["stop", "length", "aborted", "failed"]
+"""stop: a stop token was sampled (it is the last of `token_ids`). length: `max_new_tokens`, or the model's context, was used up.
+aborted: by `abort`, or by `close`. failed: the backend could not answer; `failure` says why."""
+
+FailureKind = Literal["prompt_too_long", "rejected", "rate_limited", "server_error", "bad_response", "timeout", "connection"]
+"""prompt_too_long: no room is left for one new token. rejected: the server refused the request (4xx). rate_limited: 429 after the last
+retry. server_error: 5xx after the last retry. bad_response: an answer that is not what the protocol promises. timeout, connection: no
+answer after the last retry."""
+
+LengthLimit = Literal["max_new_tokens", "context"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request got no (whole) answer."""
+
+    kind: FailureKind
+    message: str
+    """One line for people."""
+    attempts: int = 1
+    """How often it was tried."""
+    status: int | None = None
+    """HTTP status of the last answer, where there was one."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GenerationRequest:
+    """One prompt to be continued.
+
+    Raises ValueError when the prompt is empty or a number is out of its range.
+    """
+
+    request_id: int
+    """Unique among the requests in flight."""
+    prompt_ids: np.ndarray
+    """[P] int64"""
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probabilities reach it; 1 keeps all."""
+    top_k: int = 0
+    """The k likeliest tokens; 0 keeps all."""
+    stop_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the completion; it is kept as the last token."""
+    seed: int | None = None
+    """What is sampled depends on the seed, the prompt and the weights alone. None: the backend draws one."""
+    images: tuple[np.ndarray, ...] = ()
+    """uint8 [H, W, 3] each, for vision-language models; the prompt has as many placeholder tokens as they take (`VisionInputs.expand`)."""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    """The same prompt as chat messages, for servers that take text and apply a template of their own."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_ids.ndim != 1 or self.prompt_ids.dtype.kind not in "iu" or len(self.prompt_ids) == 0:
+            given = f"{self.prompt_ids.dtype} {list(self.prompt_ids.shape)}"
+            raise ValueError(f"Request {self.request_id}: prompt_ids must be at least one integer, [P], got {given}.")
+        ranges = {
+            "max_new_tokens": (self.max_new_tokens >= 1, ">= 1"),
+            "temperature": (0.0 <= self.temperature < float("inf"), ">= 0"),
+            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, ">= 0"),
+        }
+        for name, (holds, wanted) in ranges.items():
+            if not holds:
+                raise ValueError(f"Request {self.request_id}: {name} must be {wanted}, got {getattr(self, name)}.")
+
+    @property
+    def samples_from_policy(self) -> bool:
+        """Whether tokens are drawn from the model's own distribution, so that both log-probabilities of a token are the same."""
+        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Completion:
+    """The n tokens that continue one prompt.
+
+    Raises ValueError when the arrays do not agree in length, or a failure is missing or too much.
+    """
+
+    request_id: int
+    token_ids: np.ndarray
+    """[n] int64, the stop token included; n may be 0 (aborted or failed at once). A server without token ids gives none: see `text`."""
+    log_prob: np.ndarray
+    """[n] float32 of each token under the model's own distribution (temperature 1, nothing cut off): what training recomputes."""
+    sampling_log_prob: np.ndarray
+    """[n] float32 under the distribution that it was drawn from (temperature, top-p, top-k); 0 for the likeliest token at temperature 0.
+    NaN where the backend cannot say."""
+    version: np.ndarray
+    """[n] int64 version of the weights that sampled each token."""
+    finish_reason: FinishReason
+    limit: LengthLimit | None = None
+    """Which length was used up; None unless `finish_reason` is ``length``."""
+    failure: Failure | None = None
+    """None unless `finish_reason` is ``failed``."""
+    text: str | None = None
+    """What a server answered as text; None where tokens are the answer."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.log_prob), len(self.sampling_log_prob), len(self.version)}
+        if len(lengths) != 1:
+            raise ValueError(f"Completion {self.request_id}: token_ids, log_prob, sampling_log_prob, version differ in length: {lengths}.")
+        if (self.failure is not None) != (self.finish_reason == "failed") or (self.limit is not None) != (self.finish_reason == "length"):
+            raise ValueError(
+                f"Completion {self.request_id}: finish_reason '{self.finish_reason}' does not go with limit={self.limit}, "
+                f"failure={self.failure}."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """n"""
+        return len(self.token_ids)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether there are tokens with log-probabilities: an answer in text alone serves evaluation only."""
+        return self.num_tokens > 0 and bool(np.isfinite(self.log_prob).all())
+
+    @staticmethod
+    def failed(request_id: int, failure: Failure, text: str | None = None) -> Completion:
+        """No tokens, and why."""
+        return Completion.of(request_id, [], [], [], [], "failed", failure=failure, text=text)
+
+    @staticmethod
+    def of(
+        request_id: int,
+        token_ids: Sequence[int],
+        log_prob: Sequence[float],
+        sampling_log_prob: Sequence[float],
+        version: Sequence[int],
+        finish_reason: FinishReason,
+        *,
+        limit: LengthLimit | None = None,
+        failure: Failure | None = None,
+        text: str | None = None,
+    ) -> Completion:
+        """From sequences of n numbers."""
+        return Completion(
+            request_id=request_id,
+            token_ids=np.asarray(token_ids, np.int64).reshape(-1),
+            log_prob=np.asarray(log_prob, np.float32).reshape(-1),
+            sampling_log_prob=np.asarray(sampling_log_prob, np.float32).reshape(-1),
+            version=np.asarray(version, np.int64).reshape(-1),
+            finish_reason=finish_reason,
+            limit=limit,
+            failure=failure,
+            text=text,
+        )
+
+
+class TokenBackend(Protocol):
+    """Continues prompts request by request; nobody waits for the slowest.
+
+    Every submitted request comes back from `poll` exactly once, in whatever way it ended.
+    """
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        ...
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take requests; work on them goes on in the background or inside `poll`.
+
+        Raises:
+            UserError: a request id is in flight already, or the backend cannot do what a request asks (top_k, images, …).
+        """
+        ...
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """Completions that are ready, oldest first.
+
+        Waits until `min_ready` (at least 1) are there, nothing is in flight any more, or `timeout_s` is over. With 0 it does not wait; a
+        backend that works inside `poll` takes one step. While paused, a wait without a time limit returns at once with what is there.
+        """
+        ...
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End these now; what was sampled so far comes back from `poll` as ``aborted``. Unknown ids are ignored (they just ended)."""
+        ...
+
+    def pause(self) -> None:
+        """Stop sampling between two tokens; requests in flight stay where they are."""
+        ...
+
+    def resume(self) -> None:
+        """Go on where `pause` stopped."""
+        ...
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Replace weights in place, tensor by tensor (`LanguagePolicy.named_weights`); requests in flight go on with the new ones.
+
+        Tokens sampled after it carry `version`.
+
+        Raises:
+            UserError: the backend does not own its weights, or the tensors are another model's.
+        """
+        ...
+
+    def close(self) -> None:
+        """End everything; requests in flight are lost. May be called twice."""
+        ...
+
+
+def check_new_ids(requests: Sequence[GenerationRequest], in_flight: Iterable[int]) -> None:
+    """Raise UserError when a request id is used twice at the same time."""
+    seen = set(in_flight)
+    for request in requests:
+        if request.request_id in seen:
+            raise UserError(f"Request id {request.request_id} is in flight already: ids must be unique until `poll` returned them.")
+        seen.add(request.request_id)
+
+
+@dataclass(frozen=True)
+class ContextRoom:
+    """How many tokens a prompt leaves in a model's context."""
+
+    max_new_tokens: int
+    """What may be sampled: the request's own limit, or less."""
+    limit: LengthLimit
+    """What it is that ends the completion."""
+
+
+def context_room(request: GenerationRequest, max_context: int) -> ContextRoom | Failure:
+    """How far a request can go in a context of `max_context` tokens, or the failure when not one new token fits.
+
+    A prompt is never cut here: `fit_prompt` does that for those who ask.
+    """
+    used = len(request.prompt_ids)
+    room = max_context - used
+    if room < 1:
+        return Failure(
+            "prompt_too_long",
+            f"The prompt has {used} tokens, but the model's context holds {max_context}, new ones included. "
+            "Shorten the history (fit_prompt, or a conversation strategy that forgets), or use a model with a longer context.",
+        )
+    if room < request.max_new_tokens:
+        return ContextRoom(room, "context")
+    return ContextRoom(request.max_new_tokens, "max_new_tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class FittedPrompt:
+    """A prompt that fits, and what it cost."""
+
+    prompt_ids: np.ndarray
+    """[P'] int64"""
+    num_dropped: int
+    """Tokens that were left out; 0: nothing."""
+    dropped_from: int
+    """Where they stood: index of the first of them in the given prompt."""
+
+
+def fit_prompt(prompt_ids: np.ndarray, max_context: int, max_new_tokens: int, *, keep_first: int = 0) -> FittedPrompt:
+    """Drop the oldest tokens after the first `keep_first` (a system prompt, say) until `max_new_tokens` fit behind them.
+
+    Raises:
+        UserError: what is kept leaves no room.
+    """
+    allowed = max_context - max_new_tokens
+    num_dropped = max(len(prompt_ids) - allowed, 0)
+    if num_dropped == 0:
+        return FittedPrompt(prompt_ids, 0, keep_first)
+    if allowed <= keep_first:
+        raise UserError(
+            f"A context of {max_context} tokens has no room for {keep_first} kept ones, {max_new_tokens} new ones and any of the prompt. "
+            "Lower max_new_tokens, keep fewer, or use a model with a longer context."
+        )
+    return FittedPrompt(np.concatenate([prompt_ids[:keep_first], prompt_ids[keep_first + num_dropped :]]), num_dropped, keep_first)
+
+
+def derive_seed(base: int, request_id: int) -> int:
+    """A 63-bit seed for a request that brought none: the same on every machine."""
+    digest = hashlib.sha256(f"{base}:{request_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def uniform_stream(seed: int) -> np.random.Generator:
+    """A request's own random numbers: what it samples does not depend on what else is sampled."""
+    return np.random.Generator(np.random.Philox(key=seed))

@@ -1,0 +1,338 @@
+"""Continuous batching in this process with a transformers model: no further engine, any attention model, CPU or GPU.
+
+Each `poll` runs decode steps of all active rows at once. Between two steps rows that ended are replaced by waiting requests, weights may
+change, and requests may be aborted; calls from other threads get their turn there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from embodied_rl.errors import UserError
+from embodied_rl.generation.sampling import SampledTokens, SamplingSettings, sample_tokens
+from embodied_rl.generation.slab_cache import SlabCache, decode_mask
+from embodied_rl.generation.stepwise import Stepwise
+from embodied_rl.generation.tokens import (
+    Completion,
+    ContextRoom,
+    Failure,
+    FinishReason,
+    GenerationRequest,
+    check_new_ids,
+    context_room,
+    derive_seed,
+    uniform_stream,
+)
+from embodied_rl.policies.language_weights import load_named_weights
+from embodied_rl.policies.model_folder import max_context, text_config
+from embodied_rl.policies.vision_inputs import VisionInputs
+
+_FIRST_COLUMNS = 128
+"""Room of a new cache; it doubles as it fills."""
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass
+class _Row:
+    """A request that is being continued."""
+
+    request: GenerationRequest
+    room: ContextRoom
+    uniform: np.random.Generator
+    position_offset: int = 0
+    """What positions are ahead of the number of tokens: image tokens share positions in models with rotary positions in three."""
+    token_ids: list[int] = field(default_factory=list)
+    log_prob: list[float] = field(default_factory=list)
+    sampling_log_prob: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Tokens that the cache holds: all but the last sampled one, which is the next input."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    def add(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> None:
+        self.token_ids.append(token)
+        self.log_prob.append(log_prob)
+        self.sampling_log_prob.append(sampling_log_prob)
+        self.version.append(version)
+
+    def end(self) -> FinishReason | None:
+        if self.token_ids[-1] in self.request.stop_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.room.max_new_tokens else None
+
+    def completion(self, reason: FinishReason) -> Completion:
+        return Completion.of(
+            self.request.request_id,
+            self.token_ids,
+            self.log_prob,
+            self.sampling_log_prob,
+            self.version,
+            reason,
+            limit=self.room.limit if reason == "length" else None,
+        )
+
+
+class TorchTokens(Stepwise):
+    """Implements `TokenBackend` with a transformers model that it owns (`LanguagePolicy.generation_model()`)."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch: int = 64,
+        max_prefill_tokens: int = 8192,
+        context: int | None = None,
+        version: int = 0,
+        seed: int = 0,
+        on_update: Literal["recompute", "keep"] = "recompute",
+        vision: VisionInputs | None = None,
+    ) -> None:
+        """Start with a model's present weights.
+
+        Args:
+            model: a transformers causal language model. It is used as it is; `load_weights` writes into it.
+            max_batch: rows of one decode step; the cache has room for the longest of them in every row.
+            max_prefill_tokens: columns x rows of one forward of new prompts.
+            context: tokens of prompt and answer together; None: what the model's configuration says.
+            seed: of requests that bring none.
+            on_update: what becomes of the cache of requests in flight when weights change. recompute: it is made anew by the new weights,
+                so that each token's log-probability is that of its version given all before it. keep: later tokens look at keys and
+                values of older versions (cheaper; their log-probabilities are then no version's own).
+            vision: of a vision-language model.
+
+        Raises:
+            UserError: the model has layers other than attention, whose state cannot change rows.
+        """
+        super().__init__()
+        self._config = model.config
+        _check_layers(self._config)
+        if model.config._attn_implementation not in ("sdpa", "eager"):
+            # Others take no mask with a length of its own for each row.
+            model.set_attn_implementation("sdpa")
+        self._model = model.eval()
+        self._vision = vision
+        self._three_positions = vision is not None and hasattr(model.model, "get_rope_index")
+        self._max_batch, self._max_prefill_tokens = max_batch, max_prefill_tokens
+        self._context = context or max_context(model.config)
+        self._version, self._seed, self._on_update = version, seed, on_update
+        layers = text_config(self._config).num_hidden_layers
+        self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context)
+        self._rows: list[_Row] = []
+        self._waiting: deque[_Row] = deque()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        return self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are waited for, those not yet begun included."""
+        return len(self._rows) + len(self._waiting)
+
+    # ---- TokenBackend -----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `TokenBackend.submit`."""
+        with self._turn():
+            check_new_ids(requests, (row.request.request_id for row in [*self._rows, *self._waiting]))
+            for request in requests:
+                self._check_images(request)
+            for request in requests:
+                room = context_room(request, self._context)
+                if isinstance(room, Failure):
+                    self._ready.append(Completion.failed(request.request_id, room))
+                    continue
+                seed = derive_seed(self._seed, request.request_id) if request.seed is None else request.seed
+                self._waiting.append(_Row(request, room, uniform_stream(seed)))
+
+    @torch.inference_mode()
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """See `TokenBackend.abort`."""
+        wanted = set(request_ids)
+        with self._turn():
+            for index in reversed([i for i, row in enumerate(self._rows) if row.request.request_id in wanted]):
+                self._ready.append(self._rows[index].completion("aborted"))
+                self._remove(index)
+            self._ready += [row.completion("aborted") for row in self._waiting if row.request.request_id in wanted]
+            self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
+
+    @torch.inference_mode()
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """See `TokenBackend.load_weights`: between two decode steps."""
+        with self._turn():
+            load_named_weights(self._model, tensors)
+            self._version = version
+            if self._on_update == "recompute" and self._rows:
+                for group in self._groups(list(range(len(self._rows)))):
+                    self._run_prompts([self._rows[index] for index in group], group)
+
+    def close(self) -> None:
+        """Let requests and cache go."""
+        with self._turn():
+            self._rows, self._ready = [], []
+            self._waiting.clear()
+            self._cache = SlabCache(len(self._cache.layers), self._max_batch, 1, 1)
+
+    # ---- one step ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """Admit what fits, then one token for each active row."""
+        self._admit()
+        if not self._rows:
+            return
+        lengths = [row.cached for row in self._rows]
+        device = self._device
+        self._cache.begin_step(lengths, device)
+        position = torch.tensor([[row.cached + row.position_offset] for row in self._rows], device=device)
+        output = self._model(
+            input_ids=torch.tensor([[row.token_ids[-1]] for row in self._rows], device=device),
+            position_ids=position.expand(3, -1, -1) if self._three_positions else position,
+            attention_mask=self._mask(),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._take(self._rows, output.logits[:, -1])
+        for index in reversed(range(len(self._rows))):
+            reason = self._rows[index].end()
+            if reason is not None:
+                self._ready.append(self._rows[index].completion(reason))
+                self._remove(index)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._rows) < self._max_batch:
+            free = self._max_batch - len(self._rows)
+            taken = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            start = len(self._rows)
+            self._rows += taken
+            for group in self._groups(list(range(start, len(self._rows)))):
+                rows = [self._rows[index] for index in group]
+                self._take(rows, self._run_prompts(rows, group))
+            for index in reversed(range(start, len(self._rows))):
+                reason = self._rows[index].end()
+                if reason is not None:
+                    self._ready.append(self._rows[index].completion(reason))
+                    self._remove(index)
+
+    def _groups(self, indices: list[int]) -> list[list[int]]:
+        """Rows whose prompts go through one forward: neighbours in length; one with images goes alone."""
+        groups: list[list[int]] = []
+        longest = 0
+        for index in sorted(indices, key=lambda index: -self._length(index)):
+            length, alone = self._length(index), bool(self._rows[index].request.images)
+            fits = groups and (len(groups[-1]) + 1) * longest <= self._max_prefill_tokens
+            if fits and not alone and not self._rows[groups[-1][0]].request.images:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+                longest = length
+        return groups
+
+    def _length(self, index: int) -> int:
+        row = self._rows[index]
+        return row.cached if row.token_ids else len(row.request.prompt_ids)
+
+    def _run_prompts(self, rows: list[_Row], indices: list[int]) -> Tensor:
+        """Fill the cache with what each row knows before its next input; returns the last logits [n, V]."""
+        known = [np.concatenate([row.request.prompt_ids, np.asarray(row.token_ids[:-1], np.int64)]).astype(np.int64) for row in rows]
+        lengths = [len(token_ids) for token_ids in known]
+        shape = (len(rows), max(lengths))
+        token_ids, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
+        for number, part in enumerate(known):
+            token_ids[number, : len(part)] = part
+            mask[number, : len(part)] = True
+        inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(token_ids), "attention_mask": torch.from_numpy(mask)}
+        inputs["position_ids"] = torch.from_numpy(self._positions(rows, known, shape[1]))
+        images = rows[0].request.images
+        if images:
+            assert self._vision is not None
+            inputs |= self._vision.tensors(images)
+            if self._vision.has_grids:
+                inputs["mm_token_type_ids"] = (inputs["input_ids"] == self._vision.image_token_id).int()
+        prompts = DynamicCache()
+        device = self._device
+        last = torch.tensor(lengths, device=device) - 1
+        keep, kept = torch.unique(last, return_inverse=True)
+        output = self._model(
+            **{name: tensor.to(device) for name, tensor in inputs.items()}, past_key_values=prompts, use_cache=True, logits_to_keep=keep
+        )
+        for number, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+            self._cache.fill(index, prompts, number, length)
+        return output.logits[torch.arange(len(rows), device=device), kept]
+
+    def _positions(self, rows: list[_Row], known: list[np.ndarray], width: int) -> np.ndarray:
+        """[n, width] or [3, n, width] int64; sets each row's offset."""
+        plain = np.broadcast_to(np.arange(width), (len(rows), width))
+        if not self._three_positions:
+            return plain.copy()
+        positions = np.broadcast_to(plain, (3, len(rows), width)).copy()
+        assert self._vision is not None
+        for number, (row, token_ids) in enumerate(zip(rows, known, strict=True)):
+            own = self._vision.position_ids(self._model, token_ids, row.request.images)
+            positions[:, number, : len(token_ids)] = own
+            row.position_offset = int(own.max()) + 1 - len(token_ids)
+        return positions
+
+    def _take(self, rows: list[_Row], logits: Tensor) -> None:
+        """Sample one token for each row."""
+        if self._vision is not None:
+            logits = self._vision.exclude(logits)
+        uniform = torch.tensor([row.uniform.random() for row in rows], dtype=torch.float64, device=logits.device)
+        sampled: SampledTokens = sample_tokens(logits, SamplingSettings.of([row.request for row in rows], logits.device), uniform)
+        columns = (sampled.token.tolist(), sampled.log_prob.tolist(), sampled.sampling_log_prob.tolist())
+        for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=True):
+            row.add(token, log_prob, sampling_log_prob, self._version)
+
+    def _remove(self, index: int) -> None:
+        """Let the last active row take the place of one that ended, so that active rows are always the first."""
+        last = self._rows.pop()
+        if index < len(self._rows):
+            self._cache.move(len(self._rows), index, last.cached)
+            self._rows[index] = last
+
+    def _mask(self) -> Tensor | dict[str, Tensor]:
+        """Of a decode step; one for each kind of layer where a model has several."""
+        additive = self._config._attn_implementation == "eager"
+        config = text_config(self._config)
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        kinds = set(getattr(config, "layer_types", None) or ())
+
+        def of(span: int | None) -> Tensor:
+            return decode_mask(self._cache.places, self._cache.width, span, self._model.dtype, additive)
+
+        if "sliding_attention" in kinds:
+            return {"full_attention": of(None), "sliding_attention": of(window)}
+        return of(None if kinds else window)
+
+    def _check_images(self, request: GenerationRequest) -> None:
+        if self._vision is not None:
+            self._vision.check(request.prompt_ids, request.images)
+        elif request.images:
+            raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+
+def _check_layers(config: Any) -> None:
+    """Raise UserError for a model whose layers keep anything but keys and values of every token."""
+    text = text_config(config)
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    recurrent = [name for name in ("state_size", "ssm_cfg", "time_mix_extra_dim", "conv_kernel") if hasattr(text, name)]
+    if unknown or recurrent:
+        raise UserError(
+            f"The torch backend cannot run model type '{config.model_type}': its layers ({', '.join(unknown or recurrent)}) keep a state "
+            "that is not keys and values. Use the vllm backend."
+        )

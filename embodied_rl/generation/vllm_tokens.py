@@ -1,0 +1,431 @@
+"""vLLM as a token backend: its engine in this process, or in its own process behind an asyncio loop.
+
+Both sample the policy's own tokens with continuous batching, keep what was sampled when a request is aborted, take new weights in place
+while requests are in flight, and stamp each token with the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import save_file
+
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.generation.background_loop import BackgroundLoop
+from embodied_rl.generation.mailbox import Mailbox
+from embodied_rl.generation.stepwise import Stepwise
+from embodied_rl.generation.tokens import (
+    Completion,
+    ContextRoom,
+    Failure,
+    FinishReason,
+    GenerationRequest,
+    check_new_ids,
+    context_room,
+    derive_seed,
+)
+from embodied_rl.policies.model_folder import check_model_folder, first_line
+
+_EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
+SAMPLING_COLUMN = -1
+"""In the worker's answers: stands where a token id would, with the log-probability under the distribution that was drawn from."""
+_BUCKET_BYTES = 2**30
+_START_S = 600.0
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    """How the engine is made."""
+
+    model: str
+    """Folder of the model; the weights that version 0 samples with."""
+    dtype: str = "float32"
+    max_context: int | None = None
+    """Tokens of prompt and answer together; None: the model's own."""
+    max_batch: int = 64
+    gpu_memory_share: float = 0.5
+    """Of a GPU, for weights and cache together."""
+    cpu_cache_gib: int = 1
+    """Of the key-value cache on a CPU."""
+    tensor_parallel: int = 1
+    eager: bool = True
+    """False compiles the model and captures graphs: slower to start, faster to run on GPUs."""
+    seed: int = 0
+    """Of requests that bring none."""
+    version: int = 0
+    on_update: Literal["recompute", "keep"] = "recompute"
+    """See `TorchTokens`."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs."""
+
+
+def _engine_arguments(options: VLLMOptions) -> dict[str, Any]:
+    check_model_folder(Path(options.model))
+    # Read by vLLM when the engine starts; what the user has set stands.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_cache_gib))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    return {
+        "model": options.model,
+        "dtype": options.dtype,
+        "max_model_len": options.max_context,
+        "max_num_seqs": options.max_batch,
+        "gpu_memory_utilization": options.gpu_memory_share,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enforce_eager": options.eager,
+        "seed": options.seed,
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": _EXTENSION,
+        "load_format": "safetensors",
+        # Sampling defaults of the folder (a temperature, say) would change what a request asked for.
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        **options.extra,
+    }
+
+
+def _import_vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise MissingExtraError("The vllm backend", "vllm-cpu", error) from error
+    return vllm
+
+
+def _start(make: Any, options: VLLMOptions) -> Any:
+    """Raises UserError, in one line, when vLLM refuses the model or the machine."""
+    try:
+        return make()
+    except (ValueError, RuntimeError, OSError) as error:
+        lines = [line for line in str(error).strip().splitlines() if line.strip()]
+        raise UserError(f"vLLM cannot serve '{options.model}': {lines[0] if lines else type(error).__name__}") from error
+
+
+def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOptions, output_kind: str) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=derive_seed(options.seed, request.request_id) if request.seed is None else request.seed,
+        max_tokens=room.max_new_tokens,
+        stop_token_ids=list(request.stop_ids),
+        # The model's own end of sequence counts only where the request names it.
+        ignore_eos=True,
+        logprobs=1,
+        detokenize=False,
+        skip_special_tokens=False,
+        output_kind=getattr(RequestOutputKind, output_kind),
+    )
+
+
+def _prompt(request: GenerationRequest, version: int) -> dict[str, Any]:
+    # The salt keeps prompts apart from cached prefixes of other versions.
+    return {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": f"version {version}"}
+
+
+def _check(request: GenerationRequest) -> None:
+    if request.images:
+        raise UserError(f"Request {request.request_id} has images, which the vllm backend does not take. Use the torch backend.")
+
+
+@dataclass
+class _Answer:
+    """A request's tokens so far."""
+
+    request: GenerationRequest
+    room: ContextRoom
+    token_ids: list[int] = field(default_factory=list)
+    log_prob: list[float] = field(default_factory=list)
+    sampling_log_prob: list[float] = field(default_factory=list)
+    version: list[int] = field(default_factory=list)
+
+    def add(self, output: Any) -> None:
+        """Take over one vLLM CompletionOutput's new tokens; versions are the caller's."""
+        unknown = 0.0 if self.request.samples_from_policy else float("nan")
+        for token, found in zip(output.token_ids, output.logprobs or (), strict=True):
+            own = found[token].logprob
+            self.token_ids.append(int(token))
+            self.log_prob.append(own)
+            drawn = found[SAMPLING_COLUMN].logprob if SAMPLING_COLUMN in found else own + unknown
+            self.sampling_log_prob.append(0.0 if self.request.temperature == 0 else drawn)
+
+    def completion(self, reason: FinishReason, failure: Failure | None = None) -> Completion:
+        return Completion.of(
+            self.request.request_id,
+            self.token_ids,
+            self.log_prob,
+            self.sampling_log_prob,
+            self.version,
+            reason,
+            limit=self.room.limit if reason == "length" else None,
+            failure=failure,
+        )
+
+
+class VLLMTokens(Stepwise):
+    """vLLM's engine in this process; `poll` runs its steps. Implements `TokenBackend`.
+
+    The simplest to debug, and weights are handed over without a copy between processes.
+    """
+
+    def __init__(self, options: VLLMOptions) -> None:
+        """Load the model and start the engine.
+
+        Raises:
+            MissingExtraError: vLLM is not installed.
+            UserError: the folder lacks something, or vLLM refuses it.
+        """
+        super().__init__()
+        arguments = _engine_arguments(options)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        _import_vllm()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        if options.tensor_parallel == 1:
+            arguments.setdefault("distributed_executor_backend", "uni")
+        # Otherwise a step's tokens come out one call after they were sampled, perhaps behind new weights.
+        arguments.setdefault("async_scheduling", False)
+        self._engine: Any = _start(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)), options)
+        self._options, self._version = options, options.version
+        self._context = int(self._engine.model_config.max_model_len)
+        self._answers: dict[str, _Answer] = {}
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        return self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are waited for."""
+        return len(self._answers)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `TokenBackend.submit`."""
+        with self._turn():
+            check_new_ids(requests, (answer.request.request_id for answer in self._answers.values()))
+            for request in requests:
+                _check(request)
+            for request in requests:
+                room = context_room(request, self._context)
+                if isinstance(room, Failure):
+                    self._ready.append(Completion.failed(request.request_id, room))
+                    continue
+                parameters = _sampling(request, room, self._options, "DELTA")
+                name = str(request.request_id)
+                self._engine.add_request(name, _prompt(request, self._version), parameters)
+                self._answers[name] = _Answer(request, room)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            answer = self._answers.get(output.request_id)
+            if answer is None:
+                continue
+            part = output.outputs[0]
+            answer.add(part)
+            answer.version += [self._version] * len(part.token_ids)
+            if output.finished:
+                del self._answers[output.request_id]
+                self._ready.append(answer.completion(_REASONS[part.finish_reason]))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """See `TokenBackend.abort`."""
+        with self._turn():
+            names = [name for name in map(str, request_ids) if name in self._answers]
+            self._engine.abort_request(names)
+            self._ready += [self._answers.pop(name).completion("aborted") for name in names]
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """See `TokenBackend.load_weights`: between two steps, tensor by tensor."""
+        with self._turn():
+            if self._options.tensor_parallel == 1:
+                _load(lambda: self._engine.collective_rpc("embodied_load_tensors", args=(tensors,)))
+            else:
+                _load_files(tensors, lambda path: self._engine.collective_rpc("embodied_load_file", args=(path,)))
+            if self._options.on_update == "recompute":
+                self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._version = version
+
+    def close(self) -> None:
+        """End the engine."""
+        with self._turn():
+            if self._engine is not None:
+                self._engine.abort_request(list(self._answers))
+                self._engine.engine_core.shutdown()
+                self._engine = None
+            self._answers, self._ready = {}, []
+
+
+class AsyncVLLMTokens:
+    """vLLM's asynchronous engine in a process of its own: it samples on while this process does other things. Implements `TokenBackend`."""
+
+    def __init__(self, options: VLLMOptions) -> None:
+        """Load the model and start the engine's process. Raises as `VLLMTokens` does."""
+        arguments = _engine_arguments(options)
+        _import_vllm()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._options, self._version = options, options.version
+        self._mailbox = Mailbox()
+        self._loop = BackgroundLoop("vllm")
+
+        async def start() -> Any:
+            # Inside of the loop, which the engine's own tasks belong to.
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            await engine.update_weight_version(str(options.version))
+            return engine
+
+        try:
+            self._engine: Any = _start(lambda: self._loop.call(start(), _START_S), options)
+        except BaseException:
+            self._loop.close()
+            raise
+        self._context = int(self._engine.model_config.max_model_len)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        return self._version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are waited for."""
+        return self._mailbox.num_in_flight
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `TokenBackend.submit`: the engine begins at once."""
+        for request in requests:
+            _check(request)
+        self._mailbox.expect(requests)
+        for request in requests:
+            room = context_room(request, self._context)
+            if isinstance(room, Failure):
+                self._mailbox.put(Completion.failed(request.request_id, room))
+            else:
+                self._loop.start(self._answer(_Answer(request, room)))
+
+    async def _answer(self, answer: _Answer) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        parameters = _sampling(answer.request, answer.room, self._options, "FINAL_ONLY")
+        try:
+            prompt = _prompt(answer.request, self._version)
+            async for output in self._engine.generate(prompt, parameters, str(answer.request.request_id)):
+                part = output.outputs[0]
+                answer.add(part)
+                for span in part.weight_versions or ():
+                    answer.version += [int(span.version)] * (span.end - span.start)
+                self._mailbox.put(answer.completion(_REASONS[part.finish_reason]))
+        except EngineDeadError as error:
+            self._mailbox.break_down(error)
+        except Exception as error:  # whatever one request raises must not silence the others
+            self._mailbox.put(Completion.failed(answer.request.request_id, Failure("server_error", f"{type(error).__name__}: {error}")))
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`. Raises RuntimeError when the engine's process has died."""
+        return self._mailbox.take(min_ready, timeout_s)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """See `TokenBackend.abort`."""
+        self._loop.call(self._abort(list(request_ids)))
+
+    async def _abort(self, request_ids: list[int]) -> None:
+        # Again until it is answered: a request that is just being handed over cannot be aborted yet.
+        while left := self._mailbox.expects(request_ids):
+            await self._engine.abort([str(request_id) for request_id in left])
+            await asyncio.sleep(0.005)
+
+    def pause(self) -> None:
+        """See `TokenBackend.pause`: returns when the step that runs has ended."""
+        self._loop.call(self._engine.pause_generation(mode="keep", clear_cache=False))
+        self._mailbox.set_paused(True)
+
+    def resume(self) -> None:
+        """See `TokenBackend.resume`."""
+        self._mailbox.set_paused(False)
+        self._loop.call(self._engine.resume_generation())
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """See `TokenBackend.load_weights`: sampling pauses meanwhile. Tensors travel through files in shared memory, a bucket at a time."""
+        was_paused = self._loop.call(self._engine.is_paused())
+        if not was_paused:
+            self._loop.call(self._engine.pause_generation(mode="keep", clear_cache=False))
+        try:
+            _load_files(tensors, lambda path: self._loop.call(self._engine.collective_rpc("embodied_load_file", args=(path,))))
+            if self._options.on_update == "recompute":
+                self._loop.call(self._engine.reset_prefix_cache(reset_running_requests=True))
+            self._loop.call(self._engine.update_weight_version(str(version)))
+            self._version = version
+        finally:
+            if not was_paused:
+                self._loop.call(self._engine.resume_generation())
+
+    def close(self) -> None:
+        """End the engine's process."""
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+            self._loop.close()
+
+
+def _load(call: Callable[[], object]) -> None:
+    """Raises UserError, in one line, when the engine refuses a tensor."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        call()
+    except EngineDeadError:
+        raise
+    except Exception as error:  # an engine in another process reports whatever happened there as a bare Exception
+        raise UserError(f"vLLM cannot take the new weights; those it serves may be half replaced: {first_line(error)}") from error
+
+
+def _load_files(tensors: Iterable[tuple[str, Any]], call: Callable[[str], object]) -> None:
+    with _Exchange() as exchange:
+        for path in exchange.files(tensors):
+            _load(partial(call, str(path)))
+
+
+class _Exchange:
+    """A folder in shared memory, where there is one, through which tensors reach vLLM's workers."""
+
+    def __enter__(self) -> _Exchange:
+        shared = Path("/dev/shm")
+        self._folder = Path(tempfile.mkdtemp(prefix="embodied_weights_", dir=shared if os.access(shared, os.W_OK) else None))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def files(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[Path]:
+        """A file of about a gibibyte at a time; each is gone when the next one is asked for."""
+        bucket: dict[str, Any] = {}
+        size = 0
+        for name, tensor in tensors:
+            whole = tensor.detach().contiguous().cpu()
+            bucket[name] = whole
+            size += whole.numel() * whole.element_size()
+            if size >= _BUCKET_BYTES:
+                yield from self._written(bucket)
+                bucket, size = {}, 0
+        if bucket:
+            yield from self._written(bucket)
+
+    def _written(self, bucket: dict[str, Any]) -> Iterator[Path]:
+        path = self._folder / "weights.safetensors"
+        save_file(bucket, path)
+        yield path
+        path.unlink()

@@ -1,0 +1,332 @@
+"""A Hugging Face causal language model as a policy: log-probabilities, entropies and values of sampled tokens by teacher forcing.
+
+Shape legend: B sequences of at most S tokens; E evaluated tokens of one forward; V tokens of the vocabulary; H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.errors import UserError
+from embodied_rl.policies import language_weights
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.policies.model_folder import context_limit, is_vision_language, load_model, text_config
+from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
+from embodied_rl.policies.vision_inputs import VisionInputs
+
+_CHUNK = 1024
+"""Evaluated tokens whose logits are turned into log-probabilities at a time."""
+
+
+@dataclass(frozen=True)
+class TokenEvaluation:
+    """What `LanguagePolicy.evaluate` returns; with gradients where they are enabled."""
+
+    log_prob: Tensor
+    """[B, S] float32 of each token given those before it; 0 where `mask` is False."""
+    entropy: Tensor
+    """[B, S] float32 of the distribution that the token was drawn from; 0 where `mask` is False."""
+    value: Tensor | None
+    """[B, S] float32 of the state before the token; 0 where `mask` is False. None: the policy has no value head."""
+    mask: Tensor
+    """[B, S] bool: the sequences' own masks, False behind a sequence's end."""
+
+
+class LanguagePolicy(nn.Module):
+    """A causal language model, or vision-language model, with optional LoRA and value head. Built by `build_language_policy`.
+
+    Dropout is off everywhere, so that a sampled token has the same log-probability when it is trained.
+    """
+
+    def __init__(self, model: nn.Module, config: LanguageConfig, tokenizer: ChatTokenizer, vision: VisionInputs | None = None) -> None:
+        """Take a loaded transformers model, or a peft model around one."""
+        super().__init__()
+        self.model: Any = model
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vision = vision
+        self.value_head = _make_value_head(config.value_head, int(text_config(self.hf_config).hidden_size))
+        self._reference: tuple[nn.Module, ...] = ()
+        if config.gradient_checkpointing:
+            self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.layout: Layout = self._choose_layout()
+
+    @property
+    def base(self) -> Any:
+        """The transformers model, without peft around it."""
+        return self.model.get_base_model() if self.has_lora else self.model
+
+    @property
+    def has_lora(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' configuration of the whole model."""
+        return self.base.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    def micro_batches(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
+        """Indices of sequences that one forward takes: what a learner calls `evaluate` and `backward` with, part by part."""
+        return plan_micro_batches([len(sequence) for sequence in sequences], self.config.max_tokens_per_micro_batch, self.layout)
+
+    def evaluate(self, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
+        """Log-probabilities, entropies and values of the tokens that the sequences' masks name, in as many forwards as `micro_batches`.
+
+        Raises:
+            UserError: images for a model without vision, or image tokens that are not the images'.
+            ValueError: no sequence was given, one is longer than the model's context, or a token id is beyond its embedding.
+        """
+        return self._evaluate(self.model, sequences)
+
+    @torch.no_grad()
+    def reference_log_prob(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """[B, S] float32 of the reference policy: the model without its LoRA, or the copy that `keep_reference` made.
+
+        Raises:
+            UserError: there is neither.
+        """
+        with self._reference_model() as model:
+            return self._evaluate(model, sequences).log_prob
+
+    def keep_reference(self) -> None:
+        """Keep the present weights as the reference. With LoRA nothing is copied: the reference is the model without it."""
+        if not self.has_lora:
+            # In a tuple, so that it is neither a submodule, nor saved, nor moved to be trained.
+            self._reference = (copy.deepcopy(self.model).eval().requires_grad_(False),)
+
+    def expand_images(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
+        """[P'] int64: a prompt with as many placeholders as its images take tokens. Raises UserError as `VisionInputs.expand` does."""
+        if self.vision is None:
+            raise UserError(f"Model '{self.config.model}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
+        return self.vision.expand(prompt_ids, images)
+
+    def _evaluate(self, model: Any, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
+        self._check(sequences)
+        # Checkpointing works in training mode alone; nothing else differs, since dropout is off.
+        model.train(self.config.gradient_checkpointing and torch.is_grad_enabled())
+        shape = (len(sequences), max(len(sequence) for sequence in sequences))
+        numbers, columns, answers = [], [], []
+        for indices in self.micro_batches(sequences):
+            rows = pack([sequences[index] for index in indices], self.layout)
+            if len(rows.target) == 0:
+                continue
+            numbers.append(torch.tensor(indices)[torch.from_numpy(rows.sequence)])
+            columns.append(torch.from_numpy(rows.column))
+            answers.append(self._forward(model, rows, [sequences[index] for index in indices]))
+        mask = torch.zeros(shape, dtype=torch.bool)
+        if not answers:
+            zeros = torch.zeros(shape, device=self.device)
+            return TokenEvaluation(zeros, zeros, None if self.value_head is None else zeros, mask.to(self.device))
+        where = (torch.cat(numbers), torch.cat(columns))
+        mask[where] = True
+        on_device = (where[0].to(self.device), where[1].to(self.device))
+
+        def scatter(parts: list[Tensor]) -> Tensor:
+            flat = torch.cat(parts)
+            return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(on_device, flat)
+
+        log_prob, entropy, value = zip(*answers, strict=True)
+        values = None if self.value_head is None else scatter([part for part in value if part is not None])
+        return TokenEvaluation(scatter(list(log_prob)), scatter(list(entropy)), values, mask.to(self.device))
+
+    def _check(self, sequences: Sequence[TokenSequence]) -> None:
+        """Raise ValueError for what a model would fail on without saying why."""
+        if not sequences:
+            raise ValueError("evaluate needs at least one sequence.")
+        vocabulary, limit = self.base.get_input_embeddings().num_embeddings, context_limit(self.hf_config)
+        for sequence in sequences:
+            largest = int(sequence.token_ids.max())
+            if largest >= vocabulary or int(sequence.token_ids.min()) < 0:
+                raise ValueError(f"Token ids must be in [0, {vocabulary}), got {largest}: were they made by another tokenizer?")
+            if limit is not None and len(sequence) > limit:
+                raise ValueError(f"A sequence of {len(sequence)} tokens does not fit the model's context of {limit}.")
+
+    def _forward(self, model: Any, rows: Rows, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """log_prob, entropy, value, each [E]."""
+        keep, kept = np.unique(rows.place, return_inverse=True)
+        with _inputs_of(model.get_output_embeddings()) as hidden:
+            output = model(
+                **self._inputs(rows, sequences), use_cache=False, logits_to_keep=torch.from_numpy(keep).to(self.device), return_dict=True
+            )
+        row, column = torch.from_numpy(rows.row).to(self.device), torch.from_numpy(kept).to(self.device)
+        target = torch.from_numpy(rows.target).to(self.device)
+        logits = output.logits[row, column]
+        log_prob, entropy = token_statistics(logits if self.vision is None else self.vision.exclude(logits), target)
+        value = None if self.value_head is None else self.value_head(hidden[0][row, column].float()).squeeze(-1)
+        return log_prob, entropy, value
+
+    def _inputs(self, rows: Rows, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
+        images = [image for sequence in sequences for image in sequence.images]
+        if images and self.vision is None:
+            raise UserError(f"Model '{self.config.model}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
+        position_ids = rows.position_ids
+        inputs: dict[str, Tensor] = {}
+        if self.vision is not None:
+            for sequence in sequences:
+                self.vision.check(sequence.token_ids, sequence.images)
+            position_ids = self._positions(rows, sequences)
+            inputs = self.vision.tensors(images) if images else {}
+        inputs["input_ids"] = torch.from_numpy(rows.token_ids)
+        inputs["position_ids"] = torch.from_numpy(position_ids)
+        if rows.attention_mask is not None:
+            inputs["attention_mask"] = torch.from_numpy(rows.attention_mask)
+        if images and self.vision is not None and self.vision.has_grids:
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.vision.image_token_id).int()
+        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+
+    def _positions(self, rows: Rows, sequences: Sequence[TokenSequence]) -> np.ndarray:
+        """[R, W] or [3, R, W] int64: the model's own positions of each sequence, put where its row has it."""
+        assert self.vision is not None
+        assert rows.attention_mask is not None
+        own = [self.vision.position_ids(self.base, sequence.token_ids, sequence.images) for sequence in sequences]
+        positions = np.zeros((*own[0].shape[:-1], *rows.token_ids.shape), np.int64)
+        for row, part in enumerate(own):
+            positions[..., row, rows.attention_mask[row]] = part
+        return positions
+
+    @contextmanager
+    def _reference_model(self) -> Iterator[Any]:
+        if self.has_lora:
+            with self.model.disable_adapter():
+                yield self.model
+        elif self._reference:
+            yield self._reference[0]
+        else:
+            raise UserError("There is no reference policy: train with policy.lora_rank > 0, or call keep_reference() before training.")
+
+    # ---- layout -----------------------------------------------------------------------------------------------------
+
+    def _choose_layout(self) -> Layout:
+        if self.config.layout != "auto":
+            if self.config.layout == "packed" and (self.vision is not None or not self.keeps_packed_apart()):
+                kind = self.hf_config.model_type
+                raise UserError(
+                    f"policy.layout=packed: a {kind} model with attention '{self.config.attention}' does not keep packed sequences apart. "
+                    "Use policy.layout=auto or right."
+                )
+            return self.config.layout
+        return "packed" if self.vision is None and self.keeps_packed_apart() else "right"
+
+    @torch.no_grad()
+    def keeps_packed_apart(self) -> bool:
+        """Whether a packed sequence is what it is alone: tried on six tokens, because models and attention kernels differ in it.
+
+        Recurrent layers, for one, carry their state over the border.
+        """
+        vocabulary = int(text_config(self.hf_config).vocab_size)
+        first = torch.arange(3) % vocabulary
+        second, other = (first + 3) % vocabulary, (first + 6) % vocabulary
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
+
+        def run(tokens: Tensor, position_ids: Tensor) -> Tensor:
+            return self.model(input_ids=tokens[None].to(self.device), position_ids=position_ids, use_cache=False).logits[0, -3:].float()
+
+        packed, changed = run(torch.cat([first, second]), positions), run(torch.cat([other, second]), positions)
+        alone = run(second, positions[:, :3])
+        # What stands before must not matter at all; against the sequence alone only rounding may differ.
+        return bool(torch.equal(packed, changed)) and bool((packed - alone).abs().max() <= 0.05 * alone.std() + 1e-5)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, tensor) of the whole model with LoRA merged in, one at a time; a tied head is left out. See `TokenBackend`."""
+        return language_weights.named_weights(self.model)
+
+    def generation_model(self) -> Any:
+        """A plain transformers model of its own memory with the present weights, LoRA merged in: what a torch backend samples from."""
+        return language_weights.plain_copy(self.model).to(self.device)
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """{name: tensor} of what is trained: LoRA or all weights, and the value head."""
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: tensor for name, tensor in self.state_dict().items() if name in trained}
+
+    def save_model(self, folder: str | Path) -> Path:
+        """An ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
+        return language_weights.save_model(self, Path(folder))
+
+    def save_adapter(self, folder: str | Path) -> Path:
+        """The LoRA adapter as peft writes it, and the value head. Raises UserError when there is no LoRA."""
+        return language_weights.save_adapter(self, Path(folder))
+
+
+def build_language_policy(config: LanguageConfig, device: str | torch.device = "cpu") -> LanguagePolicy:
+    """Load a model folder, put LoRA and a value head on it.
+
+    A value head stored in the adapter's folder, or in the model's, is taken up; a new one starts at 0 everywhere.
+
+    Raises:
+        UserError: something in the folder is missing or damaged, or the configuration does not fit the model.
+        MissingExtraError: transformers or peft is not installed.
+    """
+    model = load_model(config.model, dtype=config.dtype, attention=config.attention, device=device)
+    tokenizer = ChatTokenizer.read(config.model)
+    vision = VisionInputs.read(config.model, model.config) if is_vision_language(model.config) else None
+    model = language_weights.with_lora(model, config)
+    policy = LanguagePolicy(model, config, tokenizer, vision).to(device)
+    for folder in (config.adapter, config.model):
+        if policy.value_head is not None and folder is not None and language_weights.load_value_head(policy.value_head, Path(folder)):
+            break
+    return policy
+
+
+def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """log-probability of the targets and entropy, both [E] float32, of logits [E, V] and targets [E].
+
+    In float32, some tokens at a time: the softmax of a large vocabulary is what memory runs out on.
+    """
+    parts = [slice(start, start + _CHUNK) for start in range(0, len(target), _CHUNK)]
+    if len(parts) == 1 or not torch.is_grad_enabled():
+        results = [_statistics(logits[part], target[part]) for part in parts]
+    else:
+        results = [checkpoint(_statistics, logits[part], target[part], use_reentrant=False) for part in parts]
+    return torch.cat([result[0] for result in results]), torch.cat([result[1] for result in results])
+
+
+def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    # A logit of -inf (a token that the model excludes) has p log p = 0.
+    terms = torch.where(torch.isfinite(log_probs), log_probs.exp() * log_probs, torch.zeros_like(log_probs))
+    return log_probs.gather(-1, target[:, None]).squeeze(-1), -terms.sum(-1)
+
+
+@contextmanager
+def _inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects the first argument of each call: the hidden states that the model's own head turns into logits."""
+    seen: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _make_value_head(kind: str, hidden_size: int) -> nn.Module | None:
+    if kind == "none":
+        return None
+    last = nn.Linear(hidden_size, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    if kind == "linear":
+        return last
+    last = nn.Linear(hidden_size // 2, 1)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(hidden_size, hidden_size // 2), nn.GELU(), last)

@@ -1,0 +1,187 @@
+"""Weights of language policies: LoRA, names and merged tensors for generators, adapters and folders on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.files import write_atomic_with
+from embodied_rl.policies.model_folder import check_safetensors, first_line
+
+if TYPE_CHECKING:
+    from embodied_rl.policies.language import LanguagePolicy
+
+VALUE_HEAD = "value_head.safetensors"
+_ADAPTER = "default"
+"""peft's name of the one adapter that is used."""
+
+
+def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
+    """The model with a stored adapter, a new one, or as it is. All other weights are frozen where there is one.
+
+    Raises:
+        UserError: the adapter's folder lacks something or is another model's; no layer has one of the target names.
+        MissingExtraError: peft is not installed.
+    """
+    if config.adapter is None and config.lora_rank == 0:
+        return model
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("LoRA", "language", error) from error
+    if config.adapter is not None:
+        found = _read_adapter(peft, model, Path(config.adapter))
+    else:
+        targets: Any = list(config.lora_targets)
+        settings = peft.LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # peft divides by it; any number serves
+            lora_dropout=0.0,
+            target_modules=targets[0] if targets == ["all-linear"] else targets,
+            task_type="CAUSAL_LM",
+        )
+        try:
+            found = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            linear = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)})
+            raise UserError(
+                f"policy.lora_targets={targets} fits no layer of this model. Its linear layers: {', '.join(linear)}."
+            ) from error
+    for module in found.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return found
+
+
+def _read_adapter(peft: Any, model: nn.Module, folder: Path) -> nn.Module:
+    if not (folder / "adapter_config.json").is_file():
+        raise UserError(f"'{folder}' holds no adapter_config.json, so it is not a peft adapter.")
+    check_safetensors(folder, "adapter_model")
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder), adapter_name=_ADAPTER, is_trainable=True, local_files_only=True)
+    except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        raise UserError(f"The adapter in '{folder}' does not fit this model: {first_line(error)}") from error
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+@torch.no_grad()
+def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) as the plain model's state names them, LoRA merged in, one at a time; tied tensors once."""
+    base = _base(model)
+    merged: dict[str, Any] = {
+        f"{name}.weight": module for name, module in base.named_modules() if hasattr(module, "get_delta_weight") and module.lora_A
+    }
+    given: set[int] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if ".lora_" in name:
+            continue
+        # An embedding that is also the output layer is one tensor under two names; the embedding comes first.
+        if tensor.numel() and tensor.data_ptr() in given:
+            continue
+        given.add(tensor.data_ptr())
+        plain = name.replace(".base_layer.", ".")
+        value = tensor.detach()
+        if plain in merged:
+            value = value + merged[plain].get_delta_weight(_ADAPTER).to(value.dtype)
+        yield plain, value
+
+
+@torch.no_grad()
+def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Copy tensors into a plain model in place, by name; returns how many. A tied head follows its embedding.
+
+    Raises:
+        UserError: a name or shape is not the model's; what came before it is loaded already.
+    """
+    own = model.state_dict()
+    count = 0
+    for name, tensor in tensors:
+        if name not in own:
+            raise UserError(f"The model that generates has no weight '{name}': the trained model is another one.")
+        if own[name].shape != tensor.shape:
+            raise UserError(f"Weight '{name}' is {list(tensor.shape)}, but the model that generates has {list(own[name].shape)}.")
+        own[name].copy_(tensor)
+        count += 1
+    return count
+
+
+def plain_copy(model: Any) -> Any:
+    """A transformers model without peft, of its own memory, with merged weights, in evaluation mode."""
+    base = _base(model)
+    copied = type(base)._from_config(base.config, attn_implementation=base.config._attn_implementation, dtype=base.dtype)
+    load_named_weights(copied, named_weights(model))
+    return copied.eval().requires_grad_(False)
+
+
+def save_model(policy: LanguagePolicy, folder: Path) -> Path:
+    """See `LanguagePolicy.save_model`: written beside its place and renamed; what stood there is replaced."""
+    beside = _fresh(folder)
+    plain_copy(policy.model).save_pretrained(beside)
+    policy.tokenizer.save(beside)
+    source = Path(policy.config.model)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, beside / name)
+    _save_value_head(policy.value_head, beside)
+    return _replace(beside, folder)
+
+
+def save_adapter(policy: LanguagePolicy, folder: Path) -> Path:
+    """See `LanguagePolicy.save_adapter`."""
+    if not policy.has_lora:
+        raise UserError("There is no LoRA adapter to save (policy.lora_rank=0): use save_model.")
+    beside = _fresh(folder)
+    policy.model.save_pretrained(str(beside), safe_serialization=True)
+    _save_value_head(policy.value_head, beside)
+    return _replace(beside, folder)
+
+
+def load_value_head(head: nn.Module, folder: Path) -> bool:
+    """Fill a value head from a folder; False when the folder has none. Raises UserError when it is damaged or another model's."""
+    path = folder / VALUE_HEAD
+    if not path.is_file():
+        return False
+    try:
+        head.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(f"The value head in '{path}' does not fit this policy: {first_line(error)}") from error
+    return True
+
+
+def _save_value_head(head: nn.Module | None, folder: Path) -> None:
+    if head is not None:
+        state = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
+        write_atomic_with(folder / VALUE_HEAD, lambda temporary: save_file(state, temporary))
+
+
+def _fresh(folder: Path) -> Path:
+    beside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"Cannot write '{folder}': {error.strerror or error}. Choose another folder.") from error
+    return beside
+
+
+def _replace(beside: Path, folder: Path) -> Path:
+    """Swap the finished folder in. The old one goes first: a folder cannot be renamed over one that is not empty."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    beside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return folder

@@ -1,0 +1,200 @@
+"""Hugging Face model folders: what must be in them is looked at first, so that each lack is one line; only safetensors are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from embodied_rl.errors import MissingExtraError, UserError
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_MESSAGE = 300
+"""Characters of a library's message that are shown."""
+_INDEX = "model.safetensors.index.json"
+
+
+def check_model_folder(folder: Path) -> dict[str, Any]:
+    """The parsed config.json of a folder that holds a whole model.
+
+    Raises:
+        UserError: the folder, its config.json, or safetensors are missing, damaged, or pickles are all there is.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"Model folder '{folder}' does not exist. Download the model there, or give the path of one that is on this machine."
+        )
+    config = read_config(folder)
+    check_safetensors(folder, "model")
+    return config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json. Raises UserError when it is missing, damaged, or names no model."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"'{folder}' holds no config.json, so it is not a Hugging Face model folder.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read '{path}': {error}.") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UserError(f"'{path}' names no model_type, so transformers cannot tell which model it is.")
+    return config
+
+
+def check_safetensors(folder: Path, prefix: str) -> None:
+    """Raises UserError unless ``{prefix}*.safetensors`` are there, every shard of an index among them."""
+    index = folder / _INDEX
+    if prefix == "model" and index.is_file():
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"'{index}' is damaged: {type(error).__name__}: {error}.") from error
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if missing:
+            raise UserError(f"'{folder}' lacks {len(missing)} of {len(shards)} shards that its index names, '{missing[0]}' first.")
+        return
+    if any(folder.glob(f"{prefix}*.safetensors")):
+        return
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"'{folder}' holds its weights as '{pickles[0]}', a pickle, which can run any program when it is read; it is refused. "
+            "Convert it where you trust it: load it with transformers and call save_pretrained, which writes safetensors."
+        )
+    raise UserError(f"'{folder}' holds no {prefix}*.safetensors. Is the download complete?")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises UserError when no tokenizer's file is there."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(
+            f"Model folder '{folder}' holds no tokenizer (none of {', '.join(_TOKENIZERS)}). Copy the model's tokenizer files beside its "
+            "weights, or name a folder that has them: tokenizer=…"
+        )
+
+
+def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
+    """The causal language model, or vision-language model, of a folder, in evaluation mode with every dropout at 0.
+
+    Dropout would make what is trained another policy than the one that sampled.
+
+    Args:
+        dtype: "auto" (as stored) or a torch dtype's name.
+        attention: transformers' ``attn_implementation``.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        UserError: see `check_model_folder`; or the model's kind is not known, or weights are missing.
+    """
+    folder = Path(folder)
+    data = check_model_folder(folder)
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        auto = _auto_class(transformers, config)
+        _without_dropout(config)
+        model, report = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except UserError:
+        raise
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"Cannot load the {data['model_type']} model in '{folder}': {first_line(error)}") from error
+    _check_report(folder, report)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.to(device).eval()
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether a transformers configuration has a vision tower beside its language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def text_config(config: Any) -> Any:
+    """The language model's part of a transformers configuration."""
+    return config.get_text_config(decoder=True)
+
+
+def context_limit(config: Any) -> int | None:
+    """Tokens that a model's positions reach, prompt and answer together; None where its configuration names no limit."""
+    text = text_config(config)
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def max_context(config: Any) -> int:
+    """`context_limit`. Raises UserError when there is none."""
+    limit = context_limit(config)
+    if limit is None:
+        raise UserError(f"The configuration of model type '{config.model_type}' does not say how long its context is; give context=.")
+    return limit
+
+
+def import_transformers() -> Any:
+    """The library. Raises MissingExtraError when it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("A language policy", "language", error) from error
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        # Bars of one shard and notes on sharding do not belong between our own lines.
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says went wrong, for the end of a message of ours."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= _MESSAGE else text[:_MESSAGE] + "…"
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        is_vision_auto = auto is transformers.AutoModelForImageTextToText
+        if is_vision_auto == is_vision_language(config) and type(config) in auto._model_mapping:
+            return auto
+    raise UserError(
+        f"Model type '{config.model_type}' is neither a causal language model nor a vision-language model of this transformers "
+        f"{transformers.__version__}. Models that bring their own code are not run."
+    )
+
+
+def _without_dropout(config: Any) -> None:
+    for part in {id(part): part for part in (config, text_config(config))}.values():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+                setattr(part, name, 0.0)
+
+
+def _check_report(folder: Path, report: dict[str, Iterable[Any]]) -> None:
+    missing, wrong = sorted(map(str, report.get("missing_keys", ()))), sorted(map(str, report.get("mismatched_keys", ())))
+    if missing or wrong:
+        name = (missing or wrong)[0]
+        fault = "lacks" if missing else "holds in another shape"
+        raise UserError(
+            f"'{folder}' {fault} {len(missing or wrong)} tensors that its config.json asks for, '{name}' first. "
+            "transformers would make them up; is the download complete?"
+        )

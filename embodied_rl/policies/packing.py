@@ -1,0 +1,131 @@
+"""Token sequences to the rows of a forward: several behind one another in one row, or one a row with padding.
+
+Shape legend: B sequences of at most S tokens, R rows of W columns in one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+Layout = Literal["packed", "right", "left"]
+"""packed: sequences of one micro-batch stand behind one another in a single row and do not see each other. right, left: one a row, with
+padding on that side."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSequence:
+    """A prompt and what was sampled after it, as token ids: a whole conversation may be one sequence.
+
+    Raises ValueError when the shapes do not agree, or the first token is to be evaluated: nothing precedes it.
+    """
+
+    token_ids: np.ndarray
+    """[S] int64"""
+    mask: np.ndarray
+    """[S] bool: tokens whose log-probability, entropy and value are wanted (the sampled ones)."""
+    images: tuple[np.ndarray, ...] = field(default=(), repr=False)
+    """uint8 [H, W, 3] each, in the order of their placeholders; vision-language models only."""
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 1 or self.token_ids.dtype.kind not in "iu" or self.mask.shape != self.token_ids.shape:
+            raise ValueError(
+                f"token_ids must be integers [S] and mask [S], got {self.token_ids.dtype} {self.token_ids.shape}, {self.mask.shape}."
+            )
+        if len(self.mask) == 0 or self.mask[0]:
+            raise ValueError(
+                "A sequence needs a first token, and that one cannot be evaluated: nothing precedes it. Put it into the prompt."
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @staticmethod
+    def of(prompt_ids: np.ndarray, sampled_ids: np.ndarray, images: tuple[np.ndarray, ...] = ()) -> TokenSequence:
+        """A prompt [P] and the n tokens sampled after it, which are evaluated."""
+        mask = np.zeros(len(prompt_ids) + len(sampled_ids), bool)
+        mask[len(prompt_ids) :] = True
+        return TokenSequence(np.concatenate([prompt_ids, sampled_ids]).astype(np.int64), mask, images)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One forward's input, and where its answers belong."""
+
+    token_ids: np.ndarray
+    """[R, W] int64; 0 where there is padding."""
+    position_ids: np.ndarray
+    """[R, W] int64, from 0 in each sequence; 0 where there is padding."""
+    attention_mask: np.ndarray | None
+    """[R, W] bool: no padding; None for one packed row, whose sequences are told apart by the positions that start again."""
+    sequence: np.ndarray
+    """[E] int64: which sequence of the given ones, for each of E evaluated tokens."""
+    column: np.ndarray
+    """[E] int64: the token's place in its sequence."""
+    row: np.ndarray
+    """[E] int64: row of the token *before* it, whose output predicts it."""
+    place: np.ndarray
+    """[E] int64: column of the token before it."""
+    target: np.ndarray
+    """[E] int64: the token."""
+
+
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int, layout: Layout) -> list[list[int]]:
+    """Divide sequences into forwards of at most `max_tokens` columns x rows, padding included; a longer sequence has one of its own.
+
+    Packed rows are filled first-fit from the longest down; padded ones hold neighbours in length.
+
+    Returns:
+        Indices of each micro-batch; every sequence is in exactly one.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    batches: list[list[int]] = []
+    if layout == "packed":
+        room: list[int] = []
+        for index in order:
+            for number, free in enumerate(room):
+                if lengths[index] <= free:
+                    batches[number].append(index)
+                    room[number] -= lengths[index]
+                    break
+            else:
+                batches.append([index])
+                room.append(max_tokens - lengths[index])
+        return batches
+    for index in order:
+        # The first of a batch is its longest.
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def pack(sequences: Sequence[TokenSequence], layout: Layout) -> Rows:
+    """Lay sequences out for one forward."""
+    lengths = np.array([len(sequence) for sequence in sequences])
+    if layout == "packed":
+        shape, rows = (1, int(lengths.sum())), np.zeros(len(lengths), np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    else:
+        shape, rows = (len(lengths), int(lengths.max())), np.arange(len(lengths))
+        starts = shape[1] - lengths if layout == "left" else np.zeros(len(lengths), np.int64)
+    token_ids, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    attention = np.zeros(shape, bool)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("sequence", "column", "row", "place", "target")}
+    for number, (sequence, row, start) in enumerate(zip(sequences, rows, starts, strict=True)):
+        where = slice(start, start + len(sequence))
+        token_ids[row, where] = sequence.token_ids
+        position_ids[row, where] = np.arange(len(sequence))
+        attention[row, where] = True
+        columns = np.flatnonzero(sequence.mask)
+        parts["sequence"].append(np.full(len(columns), number))
+        parts["column"].append(columns)
+        parts["row"].append(np.full(len(columns), row))
+        parts["place"].append(start + columns - 1)
+        parts["target"].append(sequence.token_ids[columns])
+    found = {name: np.concatenate(arrays).astype(np.int64) for name, arrays in parts.items()}
+    return Rows(token_ids, position_ids, None if layout == "packed" else attention, **found)

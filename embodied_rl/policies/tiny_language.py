@@ -1,0 +1,117 @@
+"""A small random Llama with a tokenizer of its own, as an ordinary Hugging Face folder: for tests, benchmarks and small experiments.
+
+Nothing is downloaded: the tokenizer is learned from the texts that are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.policies.model_folder import import_transformers
+
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+"""Special tokens, ids 0, 1 and 2. END closes every turn and is the end of a sequence."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML: each turn between START and END, with its role in the first line."""
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    """Sizes of the model; by default about 0.2 million weights beside the embeddings."""
+
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 2
+    """Heads of 32 numbers: the least that vLLM knows on a CPU."""
+    num_key_value_heads: int = 1
+    intermediate_size: int = 256
+    max_context: int = 512
+    tied: bool = False
+    """Whether the output layer is the embedding."""
+    spread: float = 0.02
+    """Standard deviation of random weights; tests that need distributions far from uniform take more."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_heads) or self.num_heads % self.num_key_value_heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} must be a multiple of twice num_heads {self.num_heads}, "
+                f"and num_heads one of num_key_value_heads {self.num_key_value_heads}."
+            )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Any:
+    """A byte-level BPE tokenizer in transformers' clothes: every text can be encoded, and decodes to itself.
+
+    Args:
+        texts: what it is learned from; frequent words become tokens of their own.
+        vocab_size: at most; 256 bytes and three special tokens are always there.
+
+    Raises:
+        UserError: `vocab_size` is too small for these.
+        MissingExtraError: transformers is not installed.
+    """
+    transformers = import_transformers()
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise MissingExtraError("A tokenizer", "language", error) from error
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 3:
+        raise UserError(f"vocab_size must be >= {len(alphabet) + 3} (the bytes and three special tokens), got {vocab_size}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, START, END], initial_alphabet=sorted(alphabet), show_progress=False, min_frequency=2
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, additional_special_tokens=[START], clean_up_tokenization_spaces=False
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_tiny_model(
+    folder: str | Path, texts: Iterable[str], *, shape: TinyShape | None = None, vocab_size: int = 512, seed: int = 0
+) -> Path:
+    """Write config.json, model.safetensors, the tokenizer and its chat template; the same folder for the same seed and texts.
+
+    Raises:
+        UserError: see `train_tokenizer`.
+    """
+    shape = shape or TinyShape()
+    folder = Path(folder)
+    tokenizer = train_tokenizer(texts, vocab_size)
+    transformers = import_transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        intermediate_size=shape.intermediate_size,
+        max_position_embeddings=shape.max_context,
+        tie_word_embeddings=shape.tied,
+        initializer_range=shape.spread,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    return folder

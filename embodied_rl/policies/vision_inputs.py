@@ -1,0 +1,133 @@
+"""Images for vision-language models: pixels, how many tokens an image takes, and where its tokens stand.
+
+Two families: image grids with rotary positions in three dimensions (Qwen2-VL and its successors), and a fixed number of patches
+(LLaVA-1.5). Image processors run through PIL; torchvision is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.errors import UserError
+from embodied_rl.policies.model_folder import first_line, import_transformers
+
+_IMAGE = 1
+"""How transformers marks an image's tokens in ``mm_token_type_ids``; text is 0."""
+
+
+class VisionInputs:
+    """What a vision-language model needs beside token ids."""
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        self._processor = processor
+        self._config = config
+        self.image_token_id = int(_image_token_id(config))
+        self.has_grids = hasattr(config.vision_config, "spatial_merge_size")
+        """Whether the number of an image's tokens follows from its size."""
+
+    @staticmethod
+    def read(folder: str | Path, config: Any) -> VisionInputs:
+        """From a model folder and its transformers configuration.
+
+        Raises:
+            UserError: there is no image processor, or the model is of neither family.
+        """
+        folder = Path(folder)
+        if not (folder / "preprocessor_config.json").is_file() and not (folder / "processor_config.json").is_file():
+            raise UserError(f"'{folder}' is a vision-language model without preprocessor_config.json, so images cannot be prepared for it.")
+        vision = config.vision_config
+        if not hasattr(vision, "spatial_merge_size") and config.model_type != "llava":
+            raise UserError(
+                f"Images for model type '{config.model_type}' are not supported. Supported: Qwen2-VL and its successors, LLaVA-1.5."
+            )
+        try:
+            processor = import_transformers().AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (ValueError, OSError, KeyError, ImportError, TypeError) as error:
+            raise UserError(f"Cannot read the image processor in '{folder}': {first_line(error)}") from error
+        return VisionInputs(processor, config)
+
+    def tensors(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        """{"pixel_values": …, "image_grid_thw": [I, 3]} of I images uint8 [H, W, 3]; the grids only where the model has them.
+
+        Raises:
+            UserError: an image is not uint8 [H, W, 3], or too small or narrow for the model.
+        """
+        for image in images:
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+                raise UserError(f"Images must be uint8 [H, W, 3], got {image.dtype} {list(image.shape)}.")
+        try:
+            prepared = self._processor(images=list(images), return_tensors="pt")
+        except ValueError as error:
+            raise UserError(f"The model's image processor refuses an image: {error}") from error
+        return {name: prepared[name] for name in ("pixel_values", "image_grid_thw") if name in prepared}
+
+    def num_tokens(self, images: Sequence[np.ndarray]) -> list[int]:
+        """Tokens that each image takes in the prompt."""
+        if not images:
+            return []
+        if self.has_grids:
+            grids = self.tensors(images)["image_grid_thw"]
+            return [int(grid.prod()) // self._config.vision_config.spatial_merge_size**2 for grid in grids]
+        vision = self._config.vision_config
+        patches = (vision.image_size // vision.patch_size) ** 2
+        return [patches + (1 if self._config.vision_feature_select_strategy == "full" else 0)] * len(images)
+
+    def expand(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
+        """[P'] int64: each image's one placeholder token becomes as many as the image takes.
+
+        Raises:
+            UserError: there are not as many placeholders as images.
+        """
+        places = np.flatnonzero(prompt_ids == self.image_token_id)
+        if len(places) != len(images):
+            raise UserError(f"The prompt has {len(places)} image placeholders (token {self.image_token_id}) for {len(images)} images.")
+        repeats = np.ones(len(prompt_ids), np.int64)
+        repeats[places] = self.num_tokens(images)
+        return np.repeat(prompt_ids, repeats)
+
+    def check(self, token_ids: np.ndarray, images: Sequence[np.ndarray]) -> None:
+        """Raises UserError when the image tokens of an expanded prompt are not those of its images."""
+        wanted, is_image = self.num_tokens(images), token_ids == self.image_token_id
+        if sum(wanted) != int(is_image.sum()):
+            raise UserError(
+                f"The sequence has {int(is_image.sum())} image tokens, but its {len(images)} images take {sum(wanted)}. "
+                "Expand prompts with `expand`."
+            )
+        borders = np.flatnonzero(np.diff(is_image.astype(np.int8), prepend=0, append=0))
+        if self.has_grids and (borders[1::2] - borders[::2]).tolist() != wanted:
+            # Positions follow from runs of image tokens, so two images side by side would be taken for one.
+            raise UserError(
+                "Two images stand side by side in the prompt: put a token between them (this family has one that ends an image)."
+            )
+
+    def exclude(self, logits: Tensor) -> Tensor:
+        """[..., V] logits with -inf for the image token: a sampled one would stand for a picture that nobody gave."""
+        return logits.index_fill(-1, torch.tensor([self.image_token_id], device=logits.device), float("-inf"))
+
+    def position_ids(self, model: Any, token_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
+        """Positions of one sequence [S]: [S] int64, or [3, S] (time, height, width) for models that have rotary positions in three."""
+        plain = np.arange(len(token_ids))
+        if not hasattr(model.model, "get_rope_index"):
+            return plain
+        if not images:
+            return np.broadcast_to(plain, (3, len(token_ids))).copy()
+        ids = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
+        kinds = torch.where(ids == self.image_token_id, _IMAGE, 0).int()
+        positions, _ = model.model.get_rope_index(
+            ids, mm_token_type_ids=kinds, image_grid_thw=self.tensors(images)["image_grid_thw"], attention_mask=torch.ones_like(ids)
+        )
+        return positions[:, 0].numpy()
+
+
+def _image_token_id(config: Any) -> int:
+    for name in ("image_token_id", "image_token_index"):
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    raise UserError(f"The configuration of model type '{config.model_type}' names no image token.")

