@@ -55,7 +55,7 @@ def test_experts_succeed(name: str) -> None:
     config = with_kwargs(name, pixels=False) if name == "pixel_reach" else load_sim_config(name)
     if name.startswith("fetch"):
         pytest.importorskip("gymnasium_robotics")
-    # Of 50 seeds all succeed (docs/recording.md): of these the least that is believed is that all do.
+    # Of 100 seeds all succeed (docs/recording.md): of these the least that is believed is that all do.
     assert all(successes(config, range(1000, 1006)))
 
 
@@ -70,7 +70,7 @@ def test_experts_take_over_from_random_actions() -> None:
 @pytest.mark.parametrize("name", MANISKILL)
 def test_maniskill_experts_succeed_in_every_control_mode(name: str, mode: str) -> None:
     pytest.importorskip("mani_skill")
-    # 96% and more of 50 seeds (docs/recording.md): nine of ten leaves room for one.
+    # 97% and more of 100 seeds (docs/recording.md): nine of ten leaves room for one.
     assert sum(successes(with_kwargs(name, control_mode=mode), range(1000, 1010))) >= 9
 
 
