@@ -27,6 +27,7 @@ from embodied_rl.files import next_free, write_atomic_with
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = {
     "episode/success": "success rate of the last 100 training episodes",
+    "eval/success": "success rate of evaluations during training",
     "episode/return": "mean return of the last 100 training episodes",
 }
 """What is drawn: the first that the run has."""
@@ -119,7 +120,7 @@ def plot(experiment: str, run_dirs: dict[int, Path], path: Path) -> Path:
     axes.set_title(experiment, fontsize=11)
     axes.set_xlabel("environment steps")
     axes.set_ylabel(METRICS[metric], fontsize=8)
-    if metric == "episode/success":
+    if metric.endswith("success"):
         axes.set_ylim(-0.03, 1.03)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

@@ -133,7 +133,7 @@ class _Filling:
         self.terminated[step, rows] = batch.terminated
         self.truncated[step, rows] = batch.truncated
         self.success[step, rows] = batch.success
-        if not batch.episodes:
+        if not batch.episodes and batch.aborted is None:
             return
         self.episodes.extend(batch.episodes)
         cut = np.flatnonzero(batch.truncated & ~batch.terminated)

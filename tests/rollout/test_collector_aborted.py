@@ -1,0 +1,22 @@
+"""An episode that was given up ends in a rollout as any truncated one does, though it is in no list of episodes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embodied_rl.rollout.collector import _Filling
+from embodied_rl.types import ActionSpec, StepBatch, TensorSpec
+
+
+def test_the_final_observation_of_an_aborted_episode_is_kept() -> None:
+    filling = _Filling({"state": TensorSpec((2,))}, ActionSpec.discrete(2), 1, 3)
+    no, one = np.zeros(3, bool), np.array([False, True, False])
+    last = np.array([[0, 0], [5, 6], [0, 0]], np.float32)
+    batch = StepBatch(np.arange(3), {"state": last * 0}, np.zeros(3, np.float32), no, one, no, {"state": last}, (), aborted=one)
+    filling.outcome(0, range(3), batch)
+    for values in (filling.observation["state"], filling.action, filling.log_prob):
+        values[:] = 0
+    rollout = filling.rollout([batch.observation], 0)
+    assert np.argwhere(rollout.truncated & ~rollout.terminated).tolist() == [[0, 1]]
+    np.testing.assert_array_equal(rollout.final_observation["state"], [[5, 6]])
+    assert rollout.episodes == ()
