@@ -70,7 +70,8 @@ class FittedQConfig:
     """() is a linear Q: exact for one-hot features of choices."""
     num_members: int = 8
     """E; each is fitted to its own resample of the episodes."""
-    num_steps: int = 2000
+    num_steps: int = 6000
+    """The following copy needs hundreds of its time constants (1 / `target_rate`) where much is bootstrapped; `FittedQ.drift` tells."""
     batch_size: int = 128
     """Rows of each member in one step."""
     learning_rate: float = 3e-3
