@@ -5,6 +5,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 STAMP := .venv/.stamp
+TEST_STAMP := .venv/.stamp-tests
 ARGS ?=
 export PYTHON
 
@@ -19,19 +20,23 @@ $(STAMP): requirements.lock setup.cfg setup.py pyproject.toml scripts/setup.sh s
 	@scripts/setup.sh
 	@touch $@
 
+$(TEST_STAMP): $(STAMP) requirements.test.lock
+	@scripts/setup.sh tests
+	@touch $@
+
 train: $(STAMP) ## train the main job; ARGS="…" overrides anything
 	$(PY) -m embodied_rl.train $(ARGS)
 
-check: $(STAMP) ## format, lint and types
+check: $(TEST_STAMP) ## format, lint and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 test: check ## the tests that every change must pass
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 test-all: check ## every test, the slow ones too
-	$(PY) -m pytest -m "" $(ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist loadfile -m "" $(ARGS)
 
 format: $(STAMP) ## rewrite the files in the house's format
 	$(PY) -m ruff check --fix .
@@ -43,8 +48,9 @@ docs: $(STAMP) ## build the documentation into site/
 doctor: $(STAMP) ## what this machine can do, and what it lacks
 	$(PY) -m embodied_rl.doctor
 
-lock: $(STAMP) ## write requirements.lock from what .venv holds
+lock: $(TEST_STAMP) ## write requirements.lock and requirements.test.lock from what .venv holds
 	$(PY) scripts/lock.py > requirements.lock.new && mv requirements.lock.new requirements.lock
+	$(PY) scripts/lock.py --tests > requirements.test.lock.new && mv requirements.test.lock.new requirements.test.lock
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -3,10 +3,10 @@
     python benchmarks/env_throughput.py
 
 Eight environments of HalfCheetah-v5 (about 30 µs a step: transport decides) and of Ant-v5 (about 200 µs: waiting for the slowest
-decides) with the same random actions, drawn beforehand. Sides: our EnvManager in lockstep, with two alternating groups and
-asynchronously; gymnasium's AsyncVectorEnv; stable-baselines3's SubprocVecEnv; EnvPool, synchronous and asynchronous;
-`multiprocessing.Queue` workers (RLinf's and verl's way); a Ray actor per environment. They take turns within each round; the limit
-is measured in the same rounds.
+decides) with the same random actions, drawn beforehand. Sides: our EnvManager in lockstep, with two alternating groups (both also with
+each worker bound to a core) and asynchronously; gymnasium's AsyncVectorEnv; stable-baselines3's SubprocVecEnv; EnvPool, synchronous and
+asynchronous; `multiprocessing.Queue` workers (RLinf's and verl's way); a Ray actor per environment. They take turns within each round;
+the limit is measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ def entries(task: str, cores: int) -> list[Entry]:
         Entry(PER_CORE, Side("plain_per_core", env, NUM_ENVS, workers)),
         Entry("ours, lockstep", Side("ours", env, NUM_ENVS, workers, {"mode": "lockstep"})),
         Entry("ours, two alternating groups", Side("ours", env, NUM_ENVS, workers, {"mode": "halves"})),
+        Entry("ours, lockstep, workers pinned", Side("ours", env, NUM_ENVS, workers, {"mode": "lockstep", "placement": "spread"})),
+        Entry(
+            "ours, two alternating groups, workers pinned", Side("ours", env, NUM_ENVS, workers, {"mode": "halves", "placement": "spread"})
+        ),
         Entry(f"ours, asynchronous (min_ready={half})", Side("ours", env, NUM_ENVS, workers, {"mode": "asynchronous", "min_ready": half})),
         Entry("ours, asynchronous (min_ready=1)", Side("ours", env, NUM_ENVS, workers, {"mode": "asynchronous", "min_ready": 1})),
         Entry("EnvPool, synchronous", Side("envpool", env, NUM_ENVS, workers)),
@@ -79,6 +83,8 @@ def figure(task: str, measured: Mapping[str, Measured], cores: int) -> str:
     found = {name: statistics.median(share) for name, share in shares(measured, cores).items()}
     ours = max((name for name in found if name.startswith("ours")), key=lambda name: found[name])
     parts = [f"ours {found[ours]:.2f} ({ours.removeprefix('ours, ')})"]
+    if PER_CORE in found:
+        parts.append(f"plain loops on all cores at once {found[PER_CORE]:.2f}")
     pools = [name for name in found if name.startswith("EnvPool")]
     if pools:
         pool = max(pools, key=lambda name: found[name])

@@ -141,7 +141,7 @@ def _plain_worker(side: Side, first: int, count: int, pipe: Any) -> None:
 
 class OurStepper:
     """The manager. Options: ``mode`` is "lockstep", "halves" (two alternating groups, as the training loop steps them) or
-    "asynchronous" (whatever is ready, at least ``min_ready`` slots, is sent again at once)."""
+    "asynchronous" (whatever is ready, at least ``min_ready`` slots, is sent again at once); ``placement`` as of `EnvManager`."""
 
     def __init__(self, side: Side) -> None:
         from embodied_rl.sim.env import SimFactory
@@ -151,7 +151,8 @@ class OurStepper:
         self._num_envs = n = side.num_envs
         self._mode, self._min_ready = side.options.get("mode", "lockstep"), side.options.get("min_ready", 1)
         groups = 2 if self._mode == "halves" else 1
-        self._manager = EnvManager(factory, n, num_workers=side.num_workers, num_groups=groups)
+        placement = side.options.get("placement", "none")
+        self._manager = EnvManager(factory, n, num_workers=side.num_workers, num_groups=groups, placement=placement)
         first = self._manager.reset()
         self._key = next(iter(first.observation))
         self._owned = first.observation[self._key].copy()

@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT_VERSION = 1
+MODEL_FOLDER = "model"
+"""In a checkpoint: what the policy is built from, where the configuration alone does not say it."""
 POLICY_FILE, LEARNER_FILE, STATE_FILE, CONFIG_FILE, CARD_FILE = (
     "policy.safetensors",
     "learner.safetensors",
@@ -90,11 +92,13 @@ def save_checkpoint(
     metrics: Mapping[str, float],
     command: str,
     is_best: bool = False,
+    describe: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write a checkpoint, point `last` (and `best`) at it, and remove what `config.checkpoint` does not keep.
 
     The files are written in a temporary folder, flushed and renamed, so that a crash at any moment leaves the earlier
-    checkpoints and links as they were. `state` takes JSON values and numpy scalars; arrays belong into `learner`.
+    checkpoints and links as they were. `state` takes JSON values and numpy scalars; arrays belong into `learner`. `describe` writes what
+    the policy is built from into the folder ``model``, where the configuration alone does not say it.
 
     Returns:
         The checkpoint's folder.
@@ -124,7 +128,10 @@ def save_checkpoint(
         (temporary / STATE_FILE).write_text(text, encoding="utf-8")
         (temporary / CONFIG_FILE).write_text(_config_yaml(config), encoding="utf-8")
         (temporary / CARD_FILE).write_text(_model_card(final, document, config, spec), encoding="utf-8")
-        for file in temporary.iterdir():
+        if describe is not None:
+            (temporary / MODEL_FOLDER).mkdir()
+            describe(temporary / MODEL_FOLDER)
+        for file in temporary.rglob("*"):
             fsync(file)
         fsync(temporary)
         _move_into_place(temporary, final)
@@ -434,7 +441,7 @@ def _model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, s
 A policy of embodied_rl after {document["step"]:,} environment steps, saved {document["created"]}.
 
 - Simulator: `sim={config.sim.name}`, task {spec.task}{f", instruction “{spec.instruction}”" if spec.instruction else ""}
-- Observation: {observation}; the policy reads `{config.policy.observation_key}`
+- Observation: {observation}; the policy reads {", ".join(f"`{key}`" for key in config.policy.reads)}
 - Action: {action}
 - Seed: {config.seed}
 

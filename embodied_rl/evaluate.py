@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
     from embodied_rl.generation.base import ActedBatch, Generator
-    from embodied_rl.policies.actor_critic import ActorCritic
+    from embodied_rl.policies.base import Policy
     from embodied_rl.reporting import Figures
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, Observation, SimSpec
@@ -124,7 +124,8 @@ def evaluate_players(
     # More slots than episodes would start simulators for nothing.
     slots = min(wanted.num_slots, num_episodes)
     results: list[EvaluationResult] = []
-    with EnvManager.from_config(wanted, EpisodeSeeds.held_out(seed), num_slots=slots) as manager:
+    longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
+    with EnvManager.from_config(wanted, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=longest) as manager:
         spec = manager.spec
         # All are made first: a checkpoint that does not fit is told before anything is played.
         generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
@@ -165,6 +166,8 @@ def make_generator(
     Raises:
         IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
     """
+    if checkpoint.config.policy.name == "language":
+        return _language_generator(checkpoint, spec, policy, same_task, seed)
     if policy == "random":
         from embodied_rl.generation.random_backend import RandomGenerator
 
@@ -176,14 +179,30 @@ def make_generator(
     return generator
 
 
-def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> ActorCritic:
+def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same_task: bool, seed: int) -> Generator:
+    """An agent with the checkpoint's model, or one that answers with any of its actions."""
+    from embodied_rl.checkpoint import check_compatible, check_tensors
+    from embodied_rl.methods.language_player import make_agent_generator, make_random_agent, read_language_policy
+
+    check_compatible(checkpoint, spec, same_task=same_task)
+    module = read_language_policy(checkpoint.config, checkpoint.path)
+    if policy == "random":
+        return make_random_agent(checkpoint.config.agent, module, spec, seed)
+    check_tensors(checkpoint, module.state_dict())
+    module.load_state_dict(checkpoint.policy)
+    generator = make_agent_generator(checkpoint.config, module, spec, checkpoint.run_dir)
+    generator.publish(0)
+    return generator
+
+
+def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> Policy:
     """The checkpoint's policy with its weights loaded.
 
     Raises:
         IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
     """
     from embodied_rl.checkpoint import check_compatible, check_tensors
-    from embodied_rl.policies.actor_critic import build_policy
+    from embodied_rl.policies.build import build_policy
 
     check_compatible(checkpoint, spec, same_task=same_task)
     module = build_policy(checkpoint.config.policy, spec)
@@ -193,14 +212,16 @@ def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True
     return module
 
 
-def value_estimate(policy: ActorCritic) -> Callable[[Observation], np.ndarray]:
-    """What the policy expects: {key: [n, ...]} → [n] values."""
+def value_estimate(policy: Policy) -> Callable[[Observation], np.ndarray]:
+    """What the policy expects: {key: [n, ...]} → [n] values, of the first step where it has one for each of a chunk."""
     import torch
 
+    from embodied_rl.policies.base import prepare_observation
+
     def estimate(observation: Observation) -> np.ndarray:
-        tensors = {key: torch.from_numpy(observation[key]) for key in policy.observation_keys}
         with torch.inference_mode():
-            return policy.value(tensors).numpy()
+            value = policy.value(prepare_observation(policy, observation))
+        return (value if value.dim() == 1 else value[:, 0]).numpy()
 
     return estimate
 

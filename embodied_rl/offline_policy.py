@@ -179,19 +179,25 @@ def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: M
         IncompatibleCheckpointError: its spaces are not the recording's, or its tensors do not fit.
         UserError: actions are texts.
     """
+    from embodied_rl.config import PolicyConfig
     from embodied_rl.policies.actor_critic import build_policy
 
+    own = checkpoint.config.policy
+    if not isinstance(own, PolicyConfig):
+        raise UserError(
+            f"offline_eval scores the simulator's own actions step by step; policy.name='{own.name}' of '{label}' gives others."
+        )
     if info.spec.action.kind == "text":
         raise UserError("offline_eval is for recordings with vector or discrete actions; this one's actions are texts.")
     # What a recording holds beyond what the policy was trained with does no harm.
     shared = {key: part for key, part in info.spec.observation.items() if key in checkpoint.spec.observation}
     # A recording that was imported names its task as its own format does.
     check_compatible(checkpoint, replace(info.spec, observation=shared), same_task=bool(info.sim))
-    module = build_policy(checkpoint.config.policy, checkpoint.spec)
+    module = build_policy(own, checkpoint.spec)
     check_tensors(checkpoint, module.state_dict())
     module.load_state_dict(checkpoint.policy)
     module.train(False)
-    bounded = checkpoint.config.policy.distribution == "squashed" and checkpoint.spec.action.kind == "continuous"
+    bounded = own.distribution == "squashed" and checkpoint.spec.action.kind == "continuous"
     target = TargetPolicy(label, module, checkpoint.spec, mode=mode, keys=module.observation_keys, bounded=bounded)
     target.path, target.step = str(checkpoint.path), checkpoint.step
     return target

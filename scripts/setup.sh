@@ -1,9 +1,23 @@
 #!/usr/bin/env bash
 # Makes .venv with the locked packages and this project in it. Called by `make`, which remembers that it succeeded.
+# `setup.sh tests` adds what only the tests need to a .venv that was made.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+pip() { .venv/bin/python -m pip "$@" </dev/null; }
+
+if [ "${1:-}" = tests ]; then
+    # vLLM's build for processors fits torch's build for processors, on one kind of machine.
+    if [ "$(uname -sm)" != "Linux x86_64" ] || ! .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+        echo "make: the tests of vLLM and Ray will be skipped: their locked versions are for Linux on x86-64 and a CPU build of torch."
+        exit 0
+    fi
+    echo "make: installing the $(grep -c '==' requirements.test.lock) packages of requirements.test.lock"
+    pip install --quiet --no-deps --no-build-isolation --requirement requirements.test.lock
+    exit 0
+fi
+
 python="$(scripts/find_python.sh)"
 scripts/system_packages.sh "$python"
 
@@ -16,7 +30,6 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear .venv
 fi
 
-pip() { .venv/bin/python -m pip "$@" </dev/null; }
 pinned() { grep -E "^$1==" requirements.lock; }
 
 # torch comes first and brings what its build needs (a CUDA build: NVIDIA's libraries; a CPU build: nothing). The rest is

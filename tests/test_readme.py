@@ -42,7 +42,8 @@ def test_every_command_runs(tmp_path: Path) -> None:
     (module.parent / "__init__.py").touch()
     module.write_text(code, encoding="utf-8")
     shown = commands(README)
-    assert {name for name, _ in shown} == {"train", "evaluate", "render", "catalog", "doctor"}
+    everyday = {"train", "evaluate", "render", "record", "replay", "episodes", "offline_eval", "report", "catalog", "doctor"}
+    assert {name for name, _ in shown} == everyday
     for name, arguments in shown:
         shortened = SHORT.get(tuple(arguments[:1]), SHORT[()]) if name == "train" else []
         given = [argument.split("=")[0] for argument in arguments]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +28,21 @@ class Batch:
     """[B] value that the returns were computed with."""
     mask: Tensor | None = None
     """[B] bool: rows that count; None: all."""
+    unit_mask: Tensor | None = None
+    """[B, L] bool: action units whose step of the chunk was executed; None: all."""
+    value_mask: Tensor | None = None
+    """[B, K] bool, where advantage, returns and value are [B, K], a number for each step of a chunk: those that were executed."""
 
     @property
     def num_rows(self) -> int:
         return int(self.advantage.shape[0])
+
+    def replaced(self, **changes: Any) -> Batch:
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same with every tensor changed."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "observation"}
+        changed: dict[str, Any] = {name: None if tensor is None else change(tensor) for name, tensor in own.items()}
+        return Batch({key: change(part) for key, part in self.observation.items()}, **changed)

@@ -63,11 +63,18 @@ def _check_options(info: MethodInfo, given: dict[str, object], where: str, confi
 
 def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: LossInfo) -> None:
     """Fixed rollouts are PPO's: a critic, and a ratio for each step."""
-    if advantage.name != "gae":
+    if advantage.name not in ("gae", "gae_chunk", "gae_action"):
         raise UserError(
             f"algorithm.advantage='{advantage.name}' works on whole episodes, and algorithm.groups is null: "
             "choose a method with groups (algorithm=grpo, say), or advantage=gae."
         )
+    if advantage.name == "gae_action" and config.ratio == "chunk":
+        raise UserError(
+            "algorithm.advantage='gae_action' gives each step of a chunk an advantage of its own, and algorithm.ratio=chunk has one ratio "
+            "for all of them: set algorithm.ratio=action or token."
+        )
+    if advantage.name == "gae_action" and config.normalize_reward:
+        raise UserError("algorithm.normalize_reward is about decisions, and advantage=gae_action about their steps: set it false.")
     if loss.name != "ppo_clip":
         raise UserError(f"algorithm.loss='{loss.name}' is offered on whole episodes: set algorithm.groups, or loss=ppo_clip.")
     if config.kl.coef > 0:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,10 @@ class EpisodeBatch:
     greedy: Tensor
     """[B] bool: played by the mode of the policy, for a baseline alone."""
     groups: tuple[EpisodeGroup, ...] = field(repr=False)
+    unit_log_prob: Tensor | None = field(repr=False, default=None)
+    """[M, U] of each action unit under the policy that acted; None: not kept."""
+    unit_mask: Tensor | None = field(repr=False, default=None)
+    """[M, U] bool: units that count (of a chunk, those whose step was executed); None: all."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,8 +64,12 @@ class EpisodeBatch:
         return torch.zeros(self.shape, dtype=flat.dtype, device=flat.device).index_put((self.row, self.column), flat)
 
     @staticmethod
-    def of(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
-        """Rows in the order of groups and members."""
+    def of(groups: Sequence[EpisodeGroup], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None) -> EpisodeBatch:
+        """Rows in the order of groups and members.
+
+        Args:
+            prepare: {key: array [n, ...]}, texts among them, to what networks read. None: arrays as they are, without texts.
+        """
         episodes = tuple(episode for group in groups for episode in group.episodes)
         lengths = np.array([episode.num_messages for episode in episodes])
         row = np.repeat(np.arange(len(episodes)), lengths)
@@ -77,24 +86,52 @@ class EpisodeBatch:
 
         mask = np.zeros((batch, longest), bool)
         mask[row, column] = True
-        keys = [key for key, part in episodes[0].observation.items() if part.dtype != object]
+        masks = [episode.mask for episode in episodes]
+        units = np.concatenate([episode.log_prob for episode in episodes])
+        unit_mask = None if any(own is None for own in masks) else np.concatenate([own for own in masks if own is not None])
+        seen, final = _observations(episodes, prepare)
         return EpisodeBatch(
             episodes=episodes,
-            observation={key: torch.from_numpy(np.concatenate([e.observation[key] for e in episodes])) for key in keys},
-            final_observation={key: torch.from_numpy(np.stack([e.final_observation[key] for e in episodes])) for key in keys},
+            observation=seen,
+            final_observation=final,
             action=torch.from_numpy(np.concatenate([episode.action for episode in episodes])),
             row=torch.from_numpy(row),
             column=torch.from_numpy(column),
             mask=torch.from_numpy(mask),
             reward=padded([episode.reward for episode in episodes]),
-            behaviour_log_prob=padded([episode.log_prob.sum(axis=1) for episode in episodes]),
+            behaviour_log_prob=padded(
+                [np.where(True if e.mask is None else e.mask, e.log_prob, 0.0).sum(axis=1, dtype=e.log_prob.dtype) for e in episodes]
+            ),
             group=torch.tensor([group.number for group in groups for _ in group.episodes]),
             terminated=flags([episode.terminated for episode in episodes]),
             truncated=flags([episode.truncated and not episode.terminated for episode in episodes]),
             success=flags([episode.success for episode in episodes]),
             greedy=flags([bool(episode.metadata.get("greedy", False)) for episode in episodes]),
             groups=tuple(groups),
+            unit_log_prob=torch.from_numpy(units),
+            unit_mask=None if unit_mask is None else torch.from_numpy(unit_mask),
         )
+
+
+def _observations(
+    episodes: Sequence[Episode], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """{key: [M, ...]} of all steps, and {key: [B, ...]} after the last ones."""
+
+    def stacked(key: str) -> np.ndarray:
+        values = [episode.final_observation[key] for episode in episodes]
+        if isinstance(values[0], np.ndarray):
+            return np.stack(values)
+        whole = np.empty(len(values), object)
+        whole[:] = values
+        return whole
+
+    keys = [key for key, part in episodes[0].observation.items() if prepare is not None or part.dtype != object]
+    seen = {key: np.concatenate([episode.observation[key] for episode in episodes]) for key in keys}
+    final = {key: stacked(key) for key in keys}
+    if prepare is not None:
+        return prepare(seen), prepare(final)
+    return {key: torch.from_numpy(part) for key, part in seen.items()}, {key: torch.from_numpy(part) for key, part in final.items()}
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodied_rl.algorithms.advantages import gae, whiten
+from embodied_rl.algorithms.advantages import action_gae, gae, sum_chunks, whiten
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.rewards import ReturnNormalizer
+from embodied_rl.algorithms.units import unit_steps
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.types import Rollout
@@ -21,7 +22,7 @@ class RolloutValues:
     """The critic's view of a rollout, all float32."""
 
     value: np.ndarray
-    """[T, N]"""
+    """[T, N]; [T, N, K] of a critic with a value for each step of a chunk."""
     last_value: np.ndarray
     """[N]"""
     final_value: np.ndarray
@@ -35,13 +36,46 @@ class PPO:
         self.config = config
         self.reward_normalizer = ReturnNormalizer(config.gamma, config.reward_clip) if config.normalize_reward else None
 
-    def prepare(self, rollout: Rollout, values: RolloutValues) -> Batch:
-        """Normalise rewards, estimate advantages, whiten them, and flatten [T, N] to [B]. Shares memory with the rollout."""
-        config = self.config
-        reward = rollout.reward
+    def prepare(
+        self, rollout: Rollout, values: RolloutValues, observation: dict[str, torch.Tensor] | None = None, *, action_dim: int = 1
+    ) -> Batch:
+        """Normalise rewards, estimate advantages, whiten them, and flatten [T, N] to [B]. Shares memory with the rollout.
+
+        Args:
+            observation: {key: [B, ...]} as the policy prepared it; None: the rollout's own numbers.
+            action_dim: A, of rollouts with chunks.
+        """
+        estimate = self._estimate_actions if self.config.advantage == "gae_action" else self._estimate
+        advantage, returns = estimate(rollout, values)
+        executed = None if rollout.executed is None else _rows(rollout.executed)
+        of_actions = advantage.ndim == 3
+        if self.config.normalize_advantage == "batch":
+            advantage = whiten(advantage, rollout.executed if of_actions else None)
+        unit_mask = None
+        if executed is not None:
+            unit_mask = executed[:, unit_steps(rollout.log_prob.shape[-1], executed.shape[1], action_dim)]
+        if observation is None:
+            # Text and the like stay behind: an actor-critic reads numbers.
+            observation = {key: _rows(array) for key, array in rollout.observation.items() if array.dtype != object}
+        return Batch(
+            observation=observation,
+            action=_rows(rollout.action),
+            log_prob=_rows(rollout.log_prob),
+            advantage=_rows(advantage),
+            returns=_rows(returns),
+            value=_rows(values.value),
+            unit_mask=unit_mask,
+            value_mask=executed if of_actions else None,
+        )
+
+    def _estimate(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
+        """[T, N] of decisions. Chunks are single steps to ``gae``; ``gae_chunk`` discounts by the steps that each took (`chunk_gae`)."""
+        config, reward, discount = self.config, rollout.reward, None
+        if config.advantage == "gae_chunk" and rollout.executed is not None and rollout.chunk_reward is not None:
+            reward, discount = sum_chunks(reward=rollout.chunk_reward, executed=rollout.executed, gamma=config.gamma)
         if self.reward_normalizer is not None:
             reward = self.reward_normalizer(reward, rollout.terminated | rollout.truncated)
-        advantage, returns = gae(
+        return gae(
             reward=reward,
             value=values.value,
             last_value=values.last_value,
@@ -50,17 +84,23 @@ class PPO:
             final_value=values.final_value,
             gamma=config.gamma,
             gae_lambda=config.gae_lambda,
+            discount=discount,
         )
-        if config.normalize_advantage == "batch":
-            advantage = whiten(advantage)
-        return Batch(
-            # Text and the like stay behind: an actor-critic reads numbers.
-            observation={key: _rows(array) for key, array in rollout.observation.items() if array.dtype != object},
-            action=_rows(rollout.action),
-            log_prob=_rows(rollout.log_prob),
-            advantage=_rows(advantage),
-            returns=_rows(returns),
-            value=_rows(values.value),
+
+    def _estimate_actions(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
+        """[T, N, K] of the steps of chunks."""
+        assert rollout.executed is not None, "the configuration was checked"
+        assert rollout.chunk_reward is not None, "the configuration was checked"
+        return action_gae(
+            reward=rollout.chunk_reward,
+            executed=rollout.executed,
+            value=values.value,
+            last_value=values.last_value,
+            terminated=rollout.terminated,
+            truncated=rollout.truncated,
+            final_value=values.final_value,
+            gamma=self.config.gamma,
+            gae_lambda=self.config.gae_lambda,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,41 +6,54 @@ impossible combination is one `UserError` line with the choices. Derived quantit
 
 from __future__ import annotations
 
+from embodied_rl.config.agent import AgentConfig, WarmStartConfig
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, InitializedConfig, KlConfig, RewardConfig
 from embodied_rl.config.files import config_file, config_folders, group_names, load_sim_config
-from embodied_rl.config.policy import PolicyConfig
+from embodied_rl.config.hybrid import HybridConfig, ShardingConfig
+from embodied_rl.config.language import LanguageConfig, TinyModelConfig
+from embodied_rl.config.policy import AnyPolicyConfig, PolicyConfig
 from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
 from embodied_rl.config.run import (
     CheckpointConfig,
     EvaluationConfig,
     GenerationConfig,
-    HybridConfig,
     LoggerConfig,
     RecordConfig,
     TrainConfig,
     VideoConfig,
 )
 from embodied_rl.config.sim import SimConfig
+from embodied_rl.config.vla import FlowPolicyConfig, OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
 
 __all__ = [
+    "AgentConfig",
     "AlgorithmConfig",
+    "AnyPolicyConfig",
     "CheckpointConfig",
     "CloningConfig",
     "EvaluationConfig",
+    "FlowPolicyConfig",
     "GenerationConfig",
     "GroupsConfig",
     "HybridConfig",
     "InitializedConfig",
     "KlConfig",
+    "LanguageConfig",
     "LoggerConfig",
     "OffPolicyConfig",
+    "OpenVLAOFTPolicyConfig",
+    "OpenVLAPolicyConfig",
     "PolicyConfig",
     "RecordConfig",
     "RecordedConfig",
     "RewardConfig",
+    "ShardingConfig",
     "SimConfig",
+    "TinyVLAConfig",
+    "TinyModelConfig",
     "TrainConfig",
     "VideoConfig",
+    "WarmStartConfig",
     "config_file",
     "config_folders",
     "group_names",

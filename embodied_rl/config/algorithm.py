@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from embodied_rl.config.agent import WarmStartConfig
 from embodied_rl.config.building import require
 from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
 
@@ -131,6 +132,8 @@ class AlgorithmConfig:
     recorded: RecordedConfig = field(default_factory=RecordedConfig)
     cloning: CloningConfig | None = None
     """Learn recorded actions (see configs/algorithm/bc.yaml); null: not that."""
+    warm_start: WarmStartConfig | None = None
+    """Clone a scripted player (language agents) or the task's expert (robots) first; null: not that."""
     off_policy: OffPolicyConfig | None = None
     """Learn from stored steps with critics of actions (see configs/algorithm/iql.yaml); null: not that."""
     rollout_steps: int = 64
@@ -139,7 +142,18 @@ class AlgorithmConfig:
     gae_lambda: float = 0.95
     num_epochs: int = 10
     minibatch_size: int = 256
+    micro_batch_size: int | None = None
+    """Rows of one forward and backward pass; the gradients of a minibatch's parts are added up. null: the whole minibatch."""
+    ratio: Literal["chunk", "action", "token"] = "chunk"
+    """What has one probability ratio: a whole decision, each step of its chunk, or each action unit (token, action dimension) by itself.
+    Units of steps that were not executed are left out."""
     learning_rate: float = 3e-4
+    value_learning_rate: float | None = None
+    """Of the critic's own parameters; null: learning_rate."""
+    head_learning_rate: float | None = None
+    """Of the layer that gives actions, where the policy tells it apart (tiny_vla); null: learning_rate."""
+    critic_warmup: int = 0
+    """Iterations at the beginning in which the critic alone is trained: after a warm start, its first advantages would be noise."""
     lr_schedule: Literal["constant", "linear"] = "constant"
     adam_eps: float = 1e-5
     clip_low: float = 0.2
@@ -175,6 +189,11 @@ class AlgorithmConfig:
         require(0.0 <= self.gae_lambda <= 1.0, "algorithm.gae_lambda", "between 0 and 1", self.gae_lambda)
         require(self.num_epochs >= 1, "algorithm.num_epochs", ">= 1", self.num_epochs)
         require(self.minibatch_size >= 2, "algorithm.minibatch_size", ">= 2", self.minibatch_size)
+        require(self.critic_warmup >= 0, "algorithm.critic_warmup", ">= 0", self.critic_warmup)
+        size = self.micro_batch_size
+        require(size is None or size >= 1, "algorithm.micro_batch_size", ">= 1 or null", size)
+        for name in ("value_learning_rate", "head_learning_rate"):
+            require(getattr(self, name) is None or getattr(self, name) > 0, f"algorithm.{name}", "> 0 or null", getattr(self, name))
         for name in ("learning_rate", "adam_eps", "clip_high", "max_grad_norm", "reward_clip"):
             require(getattr(self, name) > 0, f"algorithm.{name}", "> 0", getattr(self, name))
         require(0.0 < self.clip_low <= 1.0, "algorithm.clip_low", "above 0, at most 1", self.clip_low)

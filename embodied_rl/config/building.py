@@ -39,8 +39,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return convert(inner, value, where)
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return convert(inner[0] if len(inner) == 1 else _kind(inner, value, where), value, where)
     if origin is Literal:
         if value in arguments:
             return value
@@ -62,3 +62,13 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
         return value
     raise UserError(f"{where} must be {hint.__name__}, got {value!r} ({type(value).__name__}).")
+
+
+def _kind(kinds: list[Any], value: Any, where: str) -> Any:
+    """Of several dataclasses, the one whose field `name` has the value's name; the first where it has none."""
+    by_name = {name: kind for kind in kinds for name in typing.get_args(typing.get_type_hints(kind)["name"])}
+    if not isinstance(value, Mapping) or "name" not in value:
+        return kinds[0]
+    if value["name"] not in by_name:
+        raise UserError(f"{where}.name={value['name']!r} is not a choice.{did_you_mean(str(value['name']), by_name)}")
+    return by_name[value["name"]]

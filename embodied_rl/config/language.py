@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from embodied_rl.config.building import require
 
 
 @dataclass(frozen=True)
+class TinyModelConfig:
+    """A small random Llama with a tokenizer of words and signs, made where no model is given."""
+
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_heads: int = 4
+    num_key_value_heads: int = 4
+    intermediate_size: int = 256
+    max_context: int = 1024
+    """Tokens of prompt and answer together."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size", "max_context"):
+            require(getattr(self, name) >= 1, f"policy.tiny.{name}", ">= 1", getattr(self, name))
+
+
+@dataclass(frozen=True)
 class LanguageConfig:
     """A Hugging Face causal language model from a folder, with or without LoRA and a value head."""
 
-    model: str
-    """Folder with config.json, safetensors and a tokenizer."""
+    model: str | None = None
+    """Folder with config.json, safetensors and a tokenizer; null: a small random one is made (`tiny`)."""
     adapter: str | None = None
     """Folder of a LoRA adapter to go on from; its rank and targets are then its own."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
@@ -31,6 +48,24 @@ class LanguageConfig:
     """How sequences are laid out for teacher forcing. auto: packed where the model keeps packed sequences apart, else right."""
     max_tokens_per_micro_batch: int = 4096
     gradient_checkpointing: bool = False
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
+    name: Literal["language"] = "language"
+
+    @property
+    def folder(self) -> str:
+        """`model`, where it is known by now."""
+        assert self.model is not None, "a tiny model is made first"
+        return self.model
+
+    @property
+    def chunk_size(self) -> int:
+        """K: a turn is an answer."""
+        return 1
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Parts of an observation that the policy reads."""
+        return ("text",)
 
     def __post_init__(self) -> None:
         require(self.lora_rank >= 0, "policy.lora_rank", ">= 0", self.lora_rank)

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embodied_rl.config.building import require
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.vla import FlowPolicyConfig, OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
 
 
 @dataclass(frozen=True)
 class PolicyConfig:
     """An actor-critic over a flat state or an image."""
 
-    name: str = "actor_critic"
+    name: Literal["actor_critic"] = "actor_critic"
     encoder: Literal["mlp", "cnn"] = "mlp"
     observation_key: str = "state"
     """Which part of the observation the policy reads: 'state', or 'rgb' for the CNN."""
@@ -36,3 +38,17 @@ class PolicyConfig:
             require(all(size >= 1 for size in sizes), f"policy.{name}", "positive", sizes)
             require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)
         require(self.observation_clip > 0, "policy.observation_clip", "> 0", self.observation_clip)
+
+    @property
+    def chunk_size(self) -> int:
+        """K: it acts step by step."""
+        return 1
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Parts of an observation that the policy reads."""
+        return (self.observation_key,)
+
+
+AnyPolicyConfig = PolicyConfig | TinyVLAConfig | OpenVLAPolicyConfig | OpenVLAOFTPolicyConfig | FlowPolicyConfig | LanguageConfig
+"""One of these; `name` says which."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from embodied_rl.config.agent import AgentConfig
 from embodied_rl.config.algorithm import AlgorithmConfig
 from embodied_rl.config.building import build, require
-from embodied_rl.config.policy import PolicyConfig
+from embodied_rl.config.hybrid import HybridConfig
+from embodied_rl.config.policy import AnyPolicyConfig
 from embodied_rl.config.sim import SimConfig
 
 
@@ -17,20 +19,15 @@ from embodied_rl.config.sim import SimConfig
 class GenerationConfig:
     """What turns observations into actions."""
 
-    backend: Literal["torch", "random"] = "torch"
-
-
-@dataclass(frozen=True)
-class HybridConfig:
-    """Where generation and training run."""
-
-    placement: Literal["collocated"] = "collocated"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int | None = None
-    """Threads of the learner on a CPU; null: as many as there are cores."""
+    backend: Literal["torch", "random", "tokens_torch", "vllm"] = "torch"
+    """torch: the policy acts in batches. random: chance. tokens_torch, vllm: language agents' tokens, request by request."""
+    max_batch: int = 64
+    """Requests that sample at a time (tokens_torch, vllm)."""
+    on_update: Literal["recompute", "keep"] = "recompute"
+    """What becomes of the caches of requests in flight when weights change (tokens_torch, vllm)."""
 
     def __post_init__(self) -> None:
-        require(self.num_threads is None or self.num_threads >= 1, "hybrid.num_threads", ">= 1 or null", self.num_threads)
+        require(self.max_batch >= 1, "generation.max_batch", ">= 1", self.max_batch)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class TrainConfig:
     """Everything of one run."""
 
     sim: SimConfig
-    policy: PolicyConfig
+    policy: AnyPolicyConfig
     algorithm: AlgorithmConfig
     generation: GenerationConfig
     hybrid: HybridConfig
@@ -118,6 +115,7 @@ class TrainConfig:
     video: VideoConfig
     run_dir: str
     record: RecordConfig = RecordConfig()
+    agent: AgentConfig = field(default_factory=AgentConfig)
     seed: int = 1
     total_steps: int = 200_000
     """Environment steps to train for, at most."""
@@ -130,6 +128,9 @@ class TrainConfig:
     """Stop training after this much wall-clock time; null: no limit."""
     recording: tuple[str, ...] = ()
     """Recorded episodes to learn from: a folder or file, or a list of them (see algorithm.recorded)."""
+    profile: bool = False
+    """Write what happened when into run_dir/timeline.json, for ui.perfetto.dev or chrome://tracing, and the shares of each role into the
+    metrics."""
     resume: str | None = None
     """'auto': continue from run_dir's last checkpoint where there is one; a path: continue from that checkpoint."""
 
@@ -151,16 +152,23 @@ class TrainConfig:
         )
         require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
         require(
-            self.algorithm.groups is not None or not self.algorithm.on_policy or self.algorithm.minibatch_size <= self.steps_per_iteration,
+            self.algorithm.groups is not None
+            or not self.algorithm.on_policy
+            or self.algorithm.minibatch_size <= self.decisions_per_iteration,
             "algorithm.minibatch_size",
-            f"<= sim.num_slots * algorithm.rollout_steps ({self.steps_per_iteration})",
+            f"<= sim.num_slots * algorithm.rollout_steps ({self.decisions_per_iteration})",
             self.algorithm.minibatch_size,
         )
 
     @property
-    def steps_per_iteration(self) -> int:
-        """Environment steps of one rollout: num_slots × rollout_steps. (Whole episodes have no fixed number.)"""
+    def decisions_per_iteration(self) -> int:
+        """Of one rollout: num_slots × rollout_steps. (Whole episodes have no fixed number.)"""
         return self.sim.num_slots * self.algorithm.rollout_steps
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps of one rollout, where no episode ends within a chunk: decisions × the policy's chunk."""
+        return self.decisions_per_iteration * self.policy.chunk_size
 
     @property
     def num_iterations(self) -> int:

@@ -16,6 +16,8 @@ from embodied_rl.types import ActionSpec, Observation, SimSpec, TensorSpec
 
 EpisodeRef = tuple[Recording, int]
 """A recording, and the number of one of its episodes."""
+_TEXT_BYTES = 128
+"""Guess of what a text takes in memory."""
 _SAMPLE, _ORDER, _EPOCH = 11, 12, 13
 """Streams of randomness: never one for two purposes."""
 
@@ -43,6 +45,8 @@ class DatasetOptions:
     reward: RewardKind = "recorded"
     unit: Literal["step", "message"] = "step"
     """message: a transition for each action chunk that the recorded policy sent; its actions are [K, A]."""
+    window: int | None = None
+    """K: the actions of a step are the K from it on [K, A], as far as its episode has them; what a policy that acts in chunks clones."""
     action_margin: float = 0.0
     """See `normalise_actions`."""
 
@@ -85,6 +89,7 @@ class TransitionTable:
             self.reward[units],
             self.discount[units],
             {key: part[next_row] for key, part in self.observation.items()},
+            self.executed[units] if self.action.ndim == 3 else None,
         )
 
 
@@ -116,7 +121,9 @@ class _Units:
         units = _sum_units(starts, rewards, terminated, episode.truncated, options.gamma)
         windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, options.n_step)
         stops = np.append(starts[1:], episode.num_steps)
-        if options.unit == "step":
+        if options.window is not None:
+            chunks, executed = _windows(acted, options.window)
+        elif options.unit == "step":
             chunks, executed = acted, np.ones((len(acted), 1), bool)
         else:
             chunks, executed = _chunks(acted, starts, stops)
@@ -162,6 +169,14 @@ def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[
         chunks[unit, : stop - start] = action[start:stop]
         executed[unit, : stop - start] = True
     return chunks, executed
+
+
+def _windows(action: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """[T, K, A] the actions from each step on, 0 beyond the last, and [T, K, 1] bool where there is one."""
+    steps = np.arange(len(action))[:, None] + np.arange(size)
+    there = steps < len(action)
+    chunks = np.where(there[..., None], action[np.minimum(steps, len(action) - 1)], 0).astype(action.dtype)
+    return chunks, there[..., None]
 
 
 def _stack_actions(parts: list[np.ndarray]) -> np.ndarray:
@@ -348,9 +363,10 @@ def _check_finite(recording: Recording, number: int, fields: dict[str, np.ndarra
 
 def _bytes_per_step(spec: SimSpec, options: DatasetOptions) -> int:
     """Of a table, its bookkeeping included."""
-    parts = [spec.tensors[key] for key in options.observation_keys]
+    parts = [spec.tensors[key] for key in options.observation_keys if key in spec.tensors]
     seen = sum(int(np.prod(part.shape, dtype=np.int64)) * np.dtype(part.dtype).itemsize for part in parts)
-    return seen + 8 * max(spec.action.dim, 1) + 4 * np.dtype(np.float64).itemsize
+    seen += _TEXT_BYTES * (len(options.observation_keys) - len(parts))
+    return seen + 8 * max(spec.action.dim, 1) * (options.window or 1) + 4 * np.dtype(np.float64).itemsize
 
 
 def _show(spec: SimSpec, key: str) -> str:

@@ -124,8 +124,12 @@ class SlotSinks:
 
     def finish(self, slot: int, metadata: Mapping[str, Any] | None = None) -> int:
         """Write the slot's episode. Returns and raises as `EpisodeSink.finish` does."""
+        return self.take(slot).finish(metadata)
+
+    def take(self, slot: int) -> EpisodeSink:
+        """The slot's episode, to be finished or discarded later; the slot is free for the next one."""
         self._hand_over(slot)
-        return self._release(slot).finish(metadata)
+        return self._release(slot)
 
     def discard(self, slot: int) -> None:
         """Give the slot's episode up."""

@@ -31,6 +31,8 @@ class Transitions:
     """[B] float32: γ to the power of the steps between, 0 after a terminated step."""
     next_observation: Observation
     """{key: [B, ...]}; of a truncated episode its final one. Not to be looked at where discount is 0."""
+    executed: np.ndarray | None = None
+    """[B, K] bool: of actions [B, K, A], those that exist; None: actions are single steps."""
 
     @property
     def num_rows(self) -> int:
@@ -48,6 +50,7 @@ class Transitions:
             reward=np.concatenate([part.reward for part in parts]),
             discount=np.concatenate([part.discount for part in parts]),
             next_observation={key: np.concatenate([part.next_observation[key] for part in parts]) for key in parts[0].next_observation},
+            executed=None if parts[0].executed is None else np.concatenate([p.executed for p in parts if p.executed is not None]),
         )
 
 

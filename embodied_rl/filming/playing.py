@@ -10,7 +10,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.filming.episodes import FilmedEpisode, Moment, beside_each_other, thinned
 from embodied_rl.filming.selection import Selection
-from embodied_rl.generation.base import Generator
+from embodied_rl.generation.base import EpisodicGenerator, Generator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, StepBatch
@@ -39,15 +39,56 @@ class PolicyActor:
     ) -> None:
         self._generator, self._action, self._estimate = generator, action, estimate
         self._slots = np.arange(num_slots)
+        self._chunks: np.ndarray | None = None
+        """[slots, K, A] of a policy that acts in chunks: what each slot is playing."""
+        self._played = np.zeros(num_slots, int)
 
     def act(self, observation: Observation, playing: Playing) -> np.ndarray:
         """See `Actor.act`. Slots that stand still are rows of the batch all the same, as they are in evaluation."""
+        fresh = np.array([episode is None or episode[1] == 0 for episode in playing])
+        if self._chunks is not None:
+            # A chunk is played to its end without another look, as it is in training; every step leaves its picture all the same.
+            due = fresh | (self._played >= self._chunks.shape[1])
+            if not due.any():
+                return self._next_steps()
         self._generator.send(self._slots, observation, None)
-        return self._action.denormalise(self._generator.recv().action)
+        given = self._generator.recv().for_simulator(self._action)
+        if given.ndim == 2 or given.dtype == object:
+            return given
+        if self._chunks is None:
+            self._chunks, due = given.copy(), np.ones(len(given), bool)
+        self._chunks[due], self._played[due] = given[due], 0
+        return self._next_steps()
+
+    def _next_steps(self) -> np.ndarray:
+        assert self._chunks is not None
+        steps = self._chunks[self._slots, self._played]
+        self._played += 1
+        return steps
 
     def values(self, observation: Observation) -> np.ndarray | None:
         """See `Actor.values`."""
         return None if self._estimate is None else self._estimate(observation)
+
+
+class EpisodicActor:
+    """A generator that remembers its episodes, a language agent say. Implements `Actor`."""
+
+    def __init__(self, generator: EpisodicGenerator, num_slots: int) -> None:
+        self._generator, self._num_slots = generator, num_slots
+
+    def act(self, observation: Observation, playing: Playing) -> np.ndarray:
+        """See `Actor.act`: [slots] texts, empty for those that stand still."""
+        slots = np.array([slot for slot, episode in enumerate(playing) if episode is not None])
+        self._generator.begin([slot for slot, episode in enumerate(playing) if episode is not None and episode[1] == 0])
+        self._generator.send(slots, {key: part[slots] for key, part in observation.items()}, None)
+        actions = np.full(self._num_slots, "", object)
+        actions[slots] = self._generator.recv().action
+        return actions
+
+    def values(self, observation: Observation) -> np.ndarray | None:
+        """See `Actor.values`: it has none."""
+        return None
 
 
 def film(

@@ -89,6 +89,11 @@ class SlabCache(Cache):
         self._slabs = [SlabLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slabs))
 
+    @property
+    def num_bytes(self) -> int:
+        """What keys and values take; 0 before the first prompt."""
+        return sum(tensor.nbytes for layer in self._slabs if layer.is_initialized for tensor in layer._held())
+
     def begin_step(self, lengths: list[int], device: torch.device) -> None:
         """Say how many tokens each active row holds; the next forward adds one to each."""
         self.width = max(lengths) + 1

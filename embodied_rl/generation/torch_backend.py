@@ -11,6 +11,7 @@ from torch import nn
 
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy, given_action, prepare_observation
 from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
 from embodied_rl.types import Observation
 
@@ -22,17 +23,20 @@ class TorchGenerator:
     at a time the cost of a call is all there is. Values are not computed here; the learner does it in one batch.
     """
 
-    def __init__(self, policy: ActorCritic) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.version = 0
         self._policy = policy
         self._actor: NumpyGaussianActor | ModuleActor
-        self._actor = NumpyGaussianActor(policy) if NumpyGaussianActor.supports(policy) else ModuleActor(policy)
+        is_small = isinstance(policy, ActorCritic) and NumpyGaussianActor.supports(policy)
+        self._actor = NumpyGaussianActor(policy) if is_small else ModuleActor(policy)  # type: ignore[arg-type]
+        self._translates = hasattr(policy, "simulator_action")
         self._acted: deque[ActedBatch] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """See `Generator.send`."""
         action, log_prob = self._actor.act(observation, noise)
-        self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version))
+        given = given_action(self._policy, action) if self._translates else None
+        self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version, given))
 
     def recv(self) -> ActedBatch:
         """The oldest batch. Raises RuntimeError when nothing was sent."""
@@ -44,28 +48,36 @@ class TorchGenerator:
     def value(self, observation: Observation) -> np.ndarray:
         """State values [n] float32 by the policy's present weights, for those who record them; training computes its own."""
         device = next(self._policy.parameters()).device
-        tensors = {key: torch.from_numpy(observation[key]).to(device) for key in self._policy.observation_keys}
+        tensors = {key: part.to(device) for key, part in prepare_observation(self._policy, observation).items()}
         return self._policy.value(tensors).cpu().numpy()
 
     def publish(self, version: int) -> None:
         """Copy the policy's present weights and statistics."""
-        self._actor.refresh(self._policy)
+        self._actor.refresh(self._policy)  # type: ignore[arg-type]
         self.version = version
 
 
 class ModuleActor:
-    """Any policy: a copy of the module, refreshed from the original."""
+    """Any policy: a copy of the module, refreshed from the original. One of more than `SHARED_FROM` parameters is the original itself:
+    it acts and is trained in turns, so that its weights are those of the last publication whenever it acts."""
 
-    def __init__(self, policy: ActorCritic) -> None:
-        self._module = copy.deepcopy(policy)
-        self._device = next(policy.parameters()).device
+    SHARED_FROM = 100_000_000
 
-    def refresh(self, policy: ActorCritic) -> None:
-        self._module.load_state_dict(policy.state_dict())
+    def __init__(self, policy: Policy) -> None:
+        is_large = sum(parameter.numel() for parameter in policy.parameters()) > self.SHARED_FROM
+        self._module = policy if is_large else copy.deepcopy(policy)
+
+    def refresh(self, policy: Policy) -> None:
+        if self._module is not policy:
+            self._module.load_state_dict(policy.state_dict())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._module.parameters()).device
 
     @torch.inference_mode()
     def act(self, observation: Observation, noise: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        tensors = {key: torch.from_numpy(observation[key]).to(self._device) for key in self._module.observation_keys}
+        tensors = {key: part.to(self._device) for key, part in prepare_observation(self._module, observation).items()}
         output = self._module.act(tensors, None if noise is None else torch.from_numpy(noise).to(self._device))
         return output.action.cpu().numpy(), output.log_prob.cpu().numpy()
 

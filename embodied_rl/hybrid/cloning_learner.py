@@ -16,15 +16,13 @@ from embodied_rl.hybrid.adam import NamedAdam
 from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.hybrid.updater import NonFiniteLossError
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy, prepare_observation
 
 
 class CloningLearner:
     """Fits a policy's actions to recorded ones with AdamW; the critic is left as it is."""
 
-    def __init__(
-        self, policy: ActorCritic, config: AlgorithmConfig, device: str | torch.device = "cpu", num_threads: int | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, config: AlgorithmConfig, device: str | torch.device = "cpu", num_threads: int | None = None) -> None:
         assert config.cloning is not None
         self.policy, self.config, self.options = policy, config, config.cloning
         self.device = resolve_device(device)
@@ -50,7 +48,7 @@ class CloningLearner:
         losses, norms = [], []
         with compute_threads(self.compute_threads):
             for batch in minibatches:
-                loss = self._loss(*self._tensors(batch))
+                loss = self._loss(batch)
                 norms.append(self._adam.step(loss, learning_rate))
                 losses.append(float(loss.detach()))
                 if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
@@ -61,17 +59,21 @@ class CloningLearner:
     @torch.no_grad()
     def validate(self, minibatches: Iterable[Transitions]) -> dict[str, float]:
         """``validation_loss``, and how far the policy's mode is from the recorded actions: ``validation_mae`` (normalised units), or
-        ``validation_accuracy`` of choices; means over all rows."""
+        ``validation_accuracy`` of choices; means over all rows. The loss alone of policies that have one of their own."""
         discrete = self.policy.spec.action.kind == "discrete"
         total, away, rows = 0.0, 0.0, 0
         with compute_threads(self.compute_threads):
             for batch in minibatches:
+                total += float(self._loss(batch)) * batch.num_rows
+                rows += batch.num_rows
+                if hasattr(self.policy, "cloning_loss"):
+                    continue
                 observation, action = self._tensors(batch)
-                total += float(self._loss(observation, action)) * batch.num_rows
                 mode = self.policy.act(observation, None).action
                 off = (mode == action).float() if discrete else (mode.clamp(-1.0, 1.0) - action).abs().mean(-1)
                 away += float(off.sum())
-                rows += batch.num_rows
+        if hasattr(self.policy, "cloning_loss"):
+            return {"validation_loss": total / rows}
         return {"validation_loss": total / rows, ("validation_accuracy" if discrete else "validation_mae"): away / rows}
 
     def keep_if_best(self, loss: float) -> bool:
@@ -87,13 +89,19 @@ class CloningLearner:
         if self._best:
             self.policy.load_state_dict(self._best)
 
-    def _loss(self, observation: dict[str, Tensor], action: Tensor) -> Tensor:
+    def _loss(self, batch: Transitions) -> Tensor:
+        observation, action = self._tensors(batch)
+        own = getattr(self.policy, "cloning_loss", None)
+        if own is not None:
+            chunk = action if action.dim() == 3 else action[:, None]
+            mask = None if batch.executed is None else torch.from_numpy(batch.executed).to(self.device)
+            return own(observation, chunk, mask=mask).mean()
         if self.options.loss == "mse":
             return nn.functional.mse_loss(self.policy.act(observation, None).action, action)
         return behaviour_cloning_loss(log_prob=self.policy.evaluate(observation, action).log_prob.sum(-1))[0]
 
     def _tensors(self, batch: Transitions) -> tuple[dict[str, Tensor], Tensor]:
-        observation = {key: torch.from_numpy(batch.observation[key]).to(self.device) for key in self.policy.observation_keys}
+        observation = {key: part.to(self.device) for key, part in prepare_observation(self.policy, batch.observation).items()}
         return observation, torch.from_numpy(batch.action).to(self.device)
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -109,9 +117,10 @@ class CloningLearner:
 
 
 @torch.no_grad()
-def limit_log_std(policy: ActorCritic, smallest: float) -> None:
+def limit_log_std(policy: Policy, smallest: float) -> None:
     """Keep the log standard deviations of a Gaussian head above a bound: data without noise would drive them to minus infinity."""
-    for name, parameter in policy.head.named_parameters():
+    head = getattr(policy, "head", None)
+    for name, parameter in () if head is None else head.named_parameters():
         if name.endswith("log_std"):
             parameter.clamp_(min=smallest)
 

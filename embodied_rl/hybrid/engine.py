@@ -4,22 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from embodied_rl.generation.base import Generator
+from embodied_rl.hybrid.residency import Residency
 from embodied_rl.hybrid.threads import compute_threads
-from embodied_rl.policies.actor_critic import ActorCritic
+
+
+class TrainedCopy(Protocol):
+    """Where training happens on a copy of the policy (`ShardedUpdater`)."""
+
+    def write_back(self, policy: Any) -> None:
+        """Bring the trained weights into the policy."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class HybridEngine:
     """Owns the device and says whose turn it is. Collocated: both sides share it, so the turns never overlap.
 
     What a turn means is a matter of placement, not of the training loop: small models stay where they are and only the
-    processor's threads change hands; a larger model would move its weights, optimizer state and caches here.
+    processor's threads change hands; what `residency` holds is moved in and out at the turns' borders.
     """
 
-    def __init__(self, policy: ActorCritic, generator: Generator) -> None:
+    def __init__(
+        self, policy: Any, generator: Generator, *, trained: TrainedCopy | None = None, residency: Residency | None = None
+    ) -> None:
+        """
+        Args:
+            policy: a module that acts; the one that is trained unless there is a `trained` copy.
+            trained: whose weights `publish` brings into the policy first.
+            residency: what moves between the turns; None: nothing does.
+        """
         self.policy = policy
         self.generator = generator
+        self.trained = trained
+        self.residency = residency or Residency()
         self.phase: str | None = None
         """``generation``, ``training``, or None outside both."""
 
@@ -39,7 +60,20 @@ class HybridEngine:
 
     def publish(self, version: int) -> None:
         """Hand the policy's present weights to the generator, as `version`."""
+        if self.trained is not None:
+            self.residency.onload("parameters")
+            self.trained.write_back(self.policy)
         self.generator.publish(version)
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes by kind and place, and the time of moving them since the last call; empty where nothing moves."""
+        return self.residency.metrics()
+
+    def close(self) -> None:
+        """Bring tensors back, and end what the engine started. Simulators that are out stay so: they are about to be ended."""
+        self.residency.onload_all(but=("simulators",))
+        if self.trained is not None:
+            self.trained.close()
 
     @contextmanager
     def _turn(self, phase: str) -> Iterator[None]:
@@ -47,6 +81,7 @@ class HybridEngine:
             raise RuntimeError(f"{phase} cannot begin inside {self.phase}: they share the device.")
         self.phase = phase
         try:
+            self.residency.begin(phase)
             yield
         finally:
             self.phase = None

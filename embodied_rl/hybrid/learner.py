@@ -13,9 +13,11 @@ from embodied_rl.algorithms.losses import explained_variance
 from embodied_rl.algorithms.ppo import RolloutValues
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.hybrid.policy_updater import PolicyUpdater, Precision, chosen_rows, is_needed
 from embodied_rl.hybrid.threads import compute_threads
-from embodied_rl.hybrid.updater import METRICS, AutogradUpdater, Minibatches, NonFiniteLossError, Updater, select_rows
+from embodied_rl.hybrid.updater import METRICS, AutogradUpdater, Minibatches, NonFiniteLossError, Updater
 from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy
 from embodied_rl.types import Rollout
 
 WIDE_LAYER = 128
@@ -33,17 +35,21 @@ class Learner:
 
     def __init__(
         self,
-        policy: ActorCritic,
+        policy: Policy,
         config: AlgorithmConfig,
         device: str | torch.device = "cpu",
         num_threads: int | None = None,
         *,
         allow_fused: bool = True,
+        updater: Updater | None = None,
+        precision: Precision = "float32",
     ) -> None:
         """
         Args:
             num_threads: threads of the CPU's linear algebra; None: as many as there are cores to run on.
             allow_fused: False takes autograd always (for comparison).
+            precision: of matrix products on the way to the gradient.
+            updater: the inner loop, where it is not one of this process alone (`ShardedUpdater`).
         """
         self.policy = policy
         self.config = config
@@ -51,12 +57,15 @@ class Learner:
         policy.to(self.device)
         self.num_threads = num_threads or _num_cores()
         self._widest = max(layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear))
+        self._precision = precision
         self.compute_threads = self.num_threads
         """Threads of one operation."""
-        self._updater = self._make_updater(allow_fused)
+        self._updater = updater if updater is not None else self._make_updater(allow_fused)
 
     def _make_updater(self, allow_fused: bool) -> Updater:
         """Choose the implementation and the threads: those that small operations do not repay only wait for one another."""
+        if not isinstance(self.policy, ActorCritic) or is_needed(self.config, self._precision):
+            return PolicyUpdater(self.policy, self.config, self.device, self._precision)
         if allow_fused:
             from embodied_rl.hybrid.fused_mlp import FusedMlpUpdater
 
@@ -79,6 +88,8 @@ class Learner:
         with compute_threads(self.compute_threads):
             values = self._updater.values(flat)
         value, last, final = np.split(values, [steps * slots, (steps + 1) * slots])
+        if values.ndim == 2:  # of each step of a chunk: what comes after begins with the first
+            return RolloutValues(value.reshape(steps, slots, -1), last[:, 0].copy(), final[:, 0].copy())
         return RolloutValues(value.reshape(steps, slots), last, final)
 
     def learning_rate(self, iteration: int, num_iterations: int) -> float:
@@ -99,14 +110,14 @@ class Learner:
         if batch.mask is not None:
             # Rows that do not count are left out here, once, rather than weighed in every sum.
             kept = batch.mask.nonzero().squeeze(-1)
-            batch = select_rows(batch, kept)
+            batch = chosen_rows(batch.replaced(mask=None), kept)
         rate = self.learning_rate(iteration, num_iterations)
         generator = np.random.default_rng(np.random.SeedSequence([seed, iteration]))
         try:
             with compute_threads(self.compute_threads):
                 epochs = self._epochs(batch, rate, generator)
         except NonFiniteLossError as error:
-            error.batch = _to_numpy(select_rows(batch, torch.from_numpy(error.rows)))
+            error.batch = _to_numpy(chosen_rows(batch, torch.from_numpy(error.rows)))
             raise
         means = np.concatenate(epochs).mean(axis=0)
         return {

@@ -7,22 +7,26 @@ and fresh steps together (`off_policy.MixedMethod`, `cloning.DaggerMethod`).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import build_filters
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import PolicyConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
+from embodied_rl.methods.agents import AgentMethod, check_agent
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import CloningMethod, DaggerMethod
-from embodied_rl.methods.demonstrations import training_sim
+from embodied_rl.methods.demonstrations import expert_of, training_sim
 from embodied_rl.methods.groups import GroupMethod, make_starts, queue_config
 from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
 from embodied_rl.methods.rollout import RolloutMethod
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.sim.manager import EnvManager
 
 __all__ = [
+    "AgentMethod",
     "CloningMethod",
     "DaggerMethod",
     "Experience",
@@ -50,7 +54,7 @@ def check_method(config: TrainConfig) -> None:
         raise UserError("algorithm.initialized is about groups of whole episodes: choose a method with groups (algorithm=grpo, say).")
     if algorithm.off_policy is not None:
         _check_off_policy(config)
-    if config.recording and not algorithm.learns_from_recordings:
+    if config.recording and not algorithm.learns_from_recordings and algorithm.warm_start is None:
         raise UserError(
             f"recording={config.recording[0]} is given, and algorithm={algorithm.name} learns from its own episodes alone. "
             "Choose one that learns from recorded ones: bc, dagger, iql, awac, rlpd."
@@ -60,13 +64,71 @@ def check_method(config: TrainConfig) -> None:
 
         for path in config.recording:
             open_recording(path).close()
+    _check_kinds(config)
     training_sim(config)
+
+
+def _check_kinds(config: TrainConfig) -> None:
+    """Texts and actions are generated, and learned from, each in their own way."""
+    if config.policy.name == "language":
+        check_agent(config)
+        return
+    if config.generation.backend in ("tokens_torch", "vllm"):
+        raise UserError(
+            f"generation.backend='{config.generation.backend}' samples tokens, and policy.name='{config.policy.name}' acts in batches: "
+            "choose generation=torch, or policy=language."
+        )
+    _check_warm_start(config)
+    _check_chunks(config)
+
+
+def _check_warm_start(config: TrainConfig) -> None:
+    options = config.algorithm.warm_start
+    if options is None:
+        return
+    if options.player is not None:
+        raise UserError(
+            f"algorithm.warm_start.player={options.player} answers in words, for policy=language; a robot's policy clones the task's "
+            "expert (algorithm.recorded.expert) or recording=…: set player=null."
+        )
+    if not config.algorithm.on_policy:
+        raise UserError(f"algorithm.warm_start comes before learning by playing; algorithm={config.algorithm.name} learns from recordings.")
+    if not config.recording:
+        expert_of(config)
+
+
+def _check_chunks(config: TrainConfig) -> None:
+    """What a policy with actions of its own is not offered."""
+    algorithm, policy = config.algorithm, config.policy
+    if isinstance(policy, PolicyConfig):
+        if algorithm.ratio == "action" or algorithm.advantage in ("gae_action", "gae_chunk"):
+            raise UserError("algorithm.ratio=action and advantages of chunks need a policy that acts in chunks (policy=tiny_vla, say).")
+        return
+    who = f"policy.name='{policy.name}'"
+    if algorithm.off_policy is not None or (algorithm.cloning is not None and algorithm.cloning.dagger):
+        raise UserError(
+            f"algorithm={algorithm.name} needs the simulator's own actions step by step; {who} gives others: take ppo, grpo or bc."
+        )
+    if algorithm.initialized.share > 0:
+        raise UserError(f"algorithm.initialized replays actions step by step; {who} gives others: set algorithm.initialized.share=0.")
+    if config.record.share > 0:
+        raise UserError(f"record.share={config.record.share:g} writes actions step by step; {who} gives others: set record.share=0.")
+    if config.hybrid.sharding is not None:
+        raise UserError(f"hybrid.sharding trains actor-critics and language models; {who} is trained in this process: set it null.")
+    of_actions = getattr(policy, "value", "chunk") == "action"
+    if of_actions != (algorithm.advantage == "gae_action") and algorithm.cloning is None:
+        raise UserError(
+            "A value for each step of a chunk (policy.value=action) goes with algorithm.advantage=gae_action, neither without the other: "
+            f"got policy.value={'action' if of_actions else 'chunk'} and algorithm.advantage={algorithm.advantage}."
+        )
+    if algorithm.advantage in ("gae_action", "gae_chunk") and policy.chunk_size == 1:
+        raise UserError(f"algorithm.advantage={algorithm.advantage} is about chunks, and {who} acts step by step: take gae.")
 
 
 def _check_off_policy(config: TrainConfig) -> None:
     options = config.algorithm.off_policy
     assert options is not None
-    if options.update == "sac" and config.policy.distribution != "squashed":
+    if options.update == "sac" and isinstance(config.policy, PolicyConfig) and config.policy.distribution != "squashed":
         raise UserError(
             f"algorithm.off_policy.update='sac' needs a policy whose actions are bounded, got policy.distribution="
             f"'{config.policy.distribution}': set policy.distribution=squashed (continuous actions)."
@@ -80,9 +142,12 @@ def _check_off_policy(config: TrainConfig) -> None:
         raise UserError("algorithm.off_policy.recorded_share is about minibatches with fresh steps: leave it at 0 with fresh=false.")
 
 
-def make_method(config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> Method:
+def make_method(config: TrainConfig, manager: EnvManager, policy: Any, generator: Generator, run_dir: Path) -> Method:
     """What the configuration asks for. Raises UserError for a combination that makes no sense."""
     algorithm = config.algorithm
+    if isinstance(policy, LanguagePolicy):
+        assert isinstance(generator, AgentGenerator), "the trainer makes one for a language policy"
+        return AgentMethod(config, manager, policy, generator, run_dir)
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod
         return clone(config, manager, policy, generator, run_dir)

@@ -20,7 +20,7 @@ from embodied_rl.hybrid.cloning_learner import CloningLearner
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy
 from embodied_rl.policies.heads import SquashedGaussian
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
 from embodied_rl.sim.instrumented import EXPERT
@@ -37,7 +37,7 @@ class CloningMethod:
     One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations.
     """
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator, run_dir: Path) -> None:
         cloning = config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
@@ -100,7 +100,7 @@ class CloningMethod:
         if self.train is not None:
             return
         recorded, config = self.config.algorithm.recorded, self.config
-        squashed = isinstance(self.policy.head, SquashedGaussian)
+        squashed = isinstance(getattr(self.policy, "head", None), SquashedGaussian)
         options = self.demonstrations.options(action_margin=self.options.action_margin if squashed else 0.0)
         episodes, held = split_episodes(self.demonstrations.load(), self.options.validation_share, seed=config.seed)
 
@@ -112,7 +112,7 @@ class CloningMethod:
             raise UserError("One recorded episode cannot be split: set algorithm.cloning.validation_share=0, or record more.")
         if not self._has_statistics:
             for seen in self.train.observations():
-                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items()})
+                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items() if part.dtype != object})
             self._has_statistics = True
 
     def metrics(self) -> dict[str, float]:
@@ -147,7 +147,7 @@ class DaggerMethod(CloningMethod):
     mode, adds what the expert would have done in each state, and learns from all of it. Steps are environment steps.
     """
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
         self.collector = RolloutCollector(
             manager,

@@ -19,8 +19,7 @@ from embodied_rl.episodes.recording import Recording
 from embodied_rl.episodes.transitions import RewardKind
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
-from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import TensorObservation
+from embodied_rl.policies.base import Policy, TensorObservation
 from embodied_rl.rollout.schedule import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
@@ -40,7 +39,7 @@ def training_sim(config: TrainConfig) -> SimConfig:
     Raises UserError where the task has none.
     """
     needed = _needs_expert(config)
-    return instrumented(config.sim, expert=_expert(config), reconfigure=False) if needed else config.sim
+    return instrumented(config.sim, expert=expert_of(config), reconfigure=False) if needed else config.sim
 
 
 def _needs_expert(config: TrainConfig) -> bool:
@@ -48,14 +47,15 @@ def _needs_expert(config: TrainConfig) -> bool:
     return config.algorithm.learns_from_recordings and (not config.recording or (cloning is not None and cloning.dagger))
 
 
-def _expert(config: TrainConfig) -> str:
+def expert_of(config: TrainConfig) -> str:
+    """Target of the expert that a run learns from. Raises UserError where its task has none."""
     return config.algorithm.recorded.expert or expert_target(config.sim)
 
 
 class Demonstrations:
     """The recorded episodes of a run; `load` before the first update, and again after a resume."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, run_dir: Path) -> None:
         """Given recordings are opened and checked here. Raises UserError."""
         self.config, self.manager, self.policy = config, manager, policy
         self.spec = plain_spec(manager.spec)
@@ -83,7 +83,12 @@ class Demonstrations:
     def options(self, *, reward: RewardKind = "recorded", n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
         """What is made of the episodes for this policy."""
         return DatasetOptions(
-            self.policy.observation_keys, self.config.algorithm.gamma, n_step=n_step, reward=reward, action_margin=action_margin
+            self.policy.observation_keys,
+            self.config.algorithm.gamma,
+            n_step=n_step,
+            reward=reward,
+            action_margin=action_margin,
+            window=getattr(self.policy, "chunk_size", None),
         )
 
     def _record_expert(self) -> None:
@@ -91,7 +96,7 @@ class Demonstrations:
         info = RecordingInfo(
             spec=spec,
             sim=dataclasses.asdict(self.config.sim),
-            policy={"kind": "expert", "target": _expert(self.config), "randomness": list(recorded.expert_randomness)},
+            policy={"kind": "expert", "target": expert_of(self.config), "randomness": list(recorded.expert_randomness)},
             command="recorded at the beginning of a training run",
             versions=versions(),
         )
@@ -158,7 +163,8 @@ def play_expert(manager: EnvManager, seeds: Sequence[int], randomness: Sequence[
     idle = np.zeros(max(manager.spec.action.dim, 1), manager.spec.action.dtype)
     while going:
         slots = everyone if manager.spec.steps_together else sorted(going)
-        manager.send(slots, np.stack([players[slot].act() if slot in going else idle for slot in slots]))
+        actions = np.stack([players[slot].act() if slot in going else idle for slot in slots])
+        manager.send(slots, actions[:, None] if manager.chunk_size > 1 else actions)
         batch = manager.recv(slots)
         for row, slot in enumerate(batch.slots.tolist()):
             if slot in going and players[slot].took(batch, row):
@@ -219,6 +225,6 @@ def random_action(spec: ActionSpec, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(spec.denormalise(rng.uniform(-1.0, 1.0, spec.dim).astype(np.float32)))
 
 
-def nothing_seen(policy: ActorCritic) -> TensorObservation:
+def nothing_seen(policy: Policy) -> TensorObservation:
     """No rows: what updates no statistics."""
-    return {key: torch.zeros((0, *policy.spec.tensors[key].shape)) for key in policy.observation_keys}
+    return {key: torch.zeros((0, *policy.spec.tensors[key].shape)) for key in policy.observation_keys if key in policy.spec.tensors}

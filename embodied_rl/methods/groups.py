@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,12 @@ from embodied_rl.config import GroupsConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.episode_learner import EpisodeLearner
+from embodied_rl.hybrid.policy_episode_learner import PolicyEpisodeLearner
+from embodied_rl.hybrid.policy_updater import is_needed
+from embodied_rl.hybrid.sharded_episodes import ShardedEpisodeLearner
 from embodied_rl.methods.base import Experience
 from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy, layout_of, prepare_observation
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domains import DomainMixture
@@ -46,13 +51,24 @@ class _Prepared:
 class GroupMethod:
     """Any advantage and loss of the tables, on whole episodes in groups. Implements `Method`."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator) -> None:
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator) -> None:
         groups = config.algorithm.groups
         assert groups is not None, "RolloutMethod is for runs without groups"
         self.config = config
         self.algorithm = EpisodeMethod(config.algorithm)
         composition = self.algorithm.composition
-        self.learner = EpisodeLearner(policy, config.algorithm, composition, config.hybrid.device, config.hybrid.num_threads)
+        self.learner: EpisodeLearner
+        hybrid = config.hybrid
+        self._prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None
+        self.sharded = None
+        if hybrid.sharding is not None:
+            self.learner = ShardedEpisodeLearner(policy, config.algorithm, composition, hybrid)  # type: ignore[arg-type]  # it checks
+            self.sharded = self.learner.sharded
+        elif isinstance(policy, ActorCritic) and not is_needed(config.algorithm, hybrid.precision):
+            self.learner = EpisodeLearner(policy, config.algorithm, composition, hybrid.device, hybrid.num_threads)
+        else:
+            self.learner = PolicyEpisodeLearner(policy, config.algorithm, composition, hybrid.device, hybrid.num_threads, hybrid.precision)
+            self._prepare = functools.partial(prepare_observation, policy)
         self._queue_config = queue_config(groups)
         self._filters = build_filters(groups.filters)
         self._domains = DomainMixture.single(manager.spec.task)
@@ -66,6 +82,7 @@ class GroupMethod:
             min_ready=1 if groups.max_staleness else None,
             greedy_member="greedy_baseline" in composition.advantage.needs,
             starts=self.starts,
+            layout=layout_of(policy),
         )
 
     @property
@@ -79,11 +96,11 @@ class GroupMethod:
     def collect(self, iteration: int) -> Experience:
         groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
         episodes = [episode for group in groups for episode in group.episodes]
-        batch = EpisodeBatch.of(groups)
+        batch = EpisodeBatch.of(groups, self._prepare)
         # Success rates, and what is chosen by them, are of ordinary starts.
         ordinary = [episode for episode in episodes if episode.metadata.get("start", {}).get("source") is None]
-        finished = [(episode.success, episode.episode_return, episode.num_messages) for episode in ordinary]
-        return Experience(len(batch.row), finished, batch.observation, batch)
+        finished = [(episode.success, episode.episode_return, episode.num_steps) for episode in ordinary]
+        return Experience(sum(episode.num_steps for episode in episodes), finished, batch.observation, batch)
 
     def prepare(self, experience: Experience) -> _Prepared:
         batch: EpisodeBatch = experience.data

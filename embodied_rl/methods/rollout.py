@@ -13,8 +13,10 @@ from embodied_rl.algorithms.ppo import PPO
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.learner import Learner
+from embodied_rl.hybrid.sharded_updater import make_sharded_updater
 from embodied_rl.methods.base import Experience
 from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy, layout_of, prepare_observation
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import Rollout
@@ -23,13 +25,27 @@ from embodied_rl.types import Rollout
 class RolloutMethod:
     """PPO on `rollout_steps` of every slot. Implements `Method`."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator) -> None:
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator) -> None:
         compose(config.algorithm)
         self.config = config
-        self.learner = Learner(policy, config.algorithm, device=config.hybrid.device, num_threads=config.hybrid.num_threads)
-        self._algorithm = PPO(config.algorithm)
+        hybrid = config.hybrid
+        self.sharded = None if hybrid.sharding is None else make_sharded_updater(policy, config.algorithm, hybrid)
+        self.learner = Learner(
+            policy,
+            config.algorithm,
+            device=hybrid.device,
+            num_threads=hybrid.rank_threads,
+            updater=self.sharded,
+            precision=hybrid.precision,
+        )
+        self._policy, self._algorithm = policy, PPO(config.algorithm)
         self.collector = RolloutCollector(
-            manager, generator, rollout_steps=config.algorithm.rollout_steps, num_groups=config.sim.pipeline_groups, seed=config.seed
+            manager,
+            generator,
+            rollout_steps=config.algorithm.rollout_steps,
+            num_groups=config.sim.pipeline_groups,
+            seed=config.seed,
+            layout=layout_of(policy),
         )
 
     @property
@@ -48,9 +64,17 @@ class RolloutMethod:
 
     def prepare(self, experience: Experience) -> Batch:
         rollout: Rollout = experience.data
-        return self._algorithm.prepare(rollout, self.learner.values(rollout))
+        values = self.learner.values(rollout)
+        if isinstance(self._policy, ActorCritic):
+            return self._algorithm.prepare(rollout, values)
+        seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in self._policy.observation_keys}
+        ready = prepare_observation(self._policy, seen)
+        return self._algorithm.prepare(rollout, values, ready, action_dim=max(self._policy.spec.action.dim, 1))
 
     def update(self, prepared: Batch, *, iteration: int, steps: int) -> dict[str, float]:
+        if iteration < self.config.algorithm.critic_warmup:
+            # Without advantages the policy's loss has no gradient.
+            prepared = prepared.replaced(advantage=torch.zeros_like(prepared.advantage))
         return self.learner.update(prepared, iteration=iteration, num_iterations=self.config.num_iterations, seed=self.config.seed)
 
     def published(self, version: int) -> None:

@@ -6,7 +6,7 @@ Shape legend: B sequences of at most S tokens; E evaluated tokens of one forward
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies import language_weights
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.policies.model_folder import context_limit, is_vision_language, load_model, text_config
+from embodied_rl.policies.model_folder import context_limit, empty_model, is_vision_language, load_model, text_config
 from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
 from embodied_rl.policies.vision_inputs import VisionInputs
 
@@ -111,10 +111,22 @@ class LanguagePolicy(nn.Module):
             # In a tuple, so that it is neither a submodule, nor saved, nor moved to be trained.
             self._reference = (copy.deepcopy(self.model).eval().requires_grad_(False),)
 
+    def reference_state(self) -> dict[str, Tensor]:
+        """Copies of the tensors of the kept reference; none where it is the model without its LoRA."""
+        return {name: tensor.detach().clone() for reference in self._reference for name, tensor in reference.state_dict().items()}
+
+    def load_reference_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `reference_state` gave, after `keep_reference`."""
+        for reference in self._reference:
+            reference.load_state_dict(state)
+
+    def update_statistics(self, observation: Mapping[str, Tensor]) -> None:
+        """See `Policy`: texts have none."""
+
     def expand_images(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
         """[P'] int64: a prompt with as many placeholders as its images take tokens. Raises UserError as `VisionInputs.expand` does."""
         if self.vision is None:
-            raise UserError(f"Model '{self.config.model}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
+            raise UserError(f"Model '{self.config.folder}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
         return self.vision.expand(prompt_ids, images)
 
     def _evaluate(self, model: Any, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
@@ -175,7 +187,7 @@ class LanguagePolicy(nn.Module):
     def _inputs(self, rows: Rows, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
         images = [image for sequence in sequences for image in sequence.images]
         if images and self.vision is None:
-            raise UserError(f"Model '{self.config.model}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
+            raise UserError(f"Model '{self.config.folder}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
         position_ids = rows.position_ids
         inputs: dict[str, Tensor] = {}
         if self.vision is not None:
@@ -262,23 +274,34 @@ class LanguagePolicy(nn.Module):
         """An ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
         return language_weights.save_model(self, Path(folder))
 
+    def save_description(self, folder: str | Path) -> None:
+        """The model's configuration and its tokenizer, without weights: what `build_language_policy(…, weights=False)` reads."""
+        self.hf_config.save_pretrained(str(folder))
+        self.tokenizer.save(folder)
+
     def save_adapter(self, folder: str | Path) -> Path:
         """The LoRA adapter as peft writes it, and the value head. Raises UserError when there is no LoRA."""
         return language_weights.save_adapter(self, Path(folder))
 
 
-def build_language_policy(config: LanguageConfig, device: str | torch.device = "cpu") -> LanguagePolicy:
+def build_language_policy(config: LanguageConfig, device: str | torch.device = "cpu", *, weights: bool = True) -> LanguagePolicy:
     """Load a model folder, put LoRA and a value head on it.
 
     A value head stored in the adapter's folder, or in the model's, is taken up; a new one starts at 0 everywhere.
+
+    Args:
+        weights: False leaves the weights random, for a state that is loaded next; the folder needs none then.
 
     Raises:
         UserError: something in the folder is missing or damaged, or the configuration does not fit the model.
         MissingExtraError: transformers or peft is not installed.
     """
-    model = load_model(config.model, dtype=config.dtype, attention=config.attention, device=device)
-    tokenizer = ChatTokenizer.read(config.model)
-    vision = VisionInputs.read(config.model, model.config) if is_vision_language(model.config) else None
+    if weights:
+        model = load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
+    else:
+        model = empty_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
+    tokenizer = ChatTokenizer.read(config.folder)
+    vision = VisionInputs.read(config.folder, model.config) if is_vision_language(model.config) else None
     model = language_weights.with_lora(model, config)
     policy = LanguagePolicy(model, config, tokenizer, vision).to(device)
     for folder in (config.adapter, config.model):

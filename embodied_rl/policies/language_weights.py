@@ -130,7 +130,7 @@ def save_model(policy: LanguagePolicy, folder: Path) -> Path:
     beside = _fresh(folder)
     plain_copy(policy.model).save_pretrained(beside)
     policy.tokenizer.save(beside)
-    source = Path(policy.config.model)
+    source = Path(policy.config.folder)
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, beside / name)

@@ -123,6 +123,34 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
     return model.to(device).eval()
 
 
+def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
+    """The model that a folder's config.json describes, with random weights; otherwise as `load_model`.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        UserError: config.json is missing or damaged, or the model's kind is not known.
+    """
+    folder = Path(folder)
+    data = read_config(folder)
+    transformers = import_transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        auto = _auto_class(transformers, config)
+        _without_dropout(config)
+        stored = getattr(config, "dtype", None) or torch.float32
+        chosen = stored if dtype == "auto" else getattr(torch, dtype)
+        with torch.random.fork_rng(devices=[]):
+            model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
+    except UserError:
+        raise
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(f"Cannot build the {data['model_type']} model of '{folder}': {first_line(error)}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.to(device).eval()
+
+
 def is_vision_language(config: Any) -> bool:
     """Whether a transformers configuration has a vision tower beside its language model."""
     return getattr(config, "vision_config", None) is not None

@@ -83,16 +83,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Any:
 
 
 def make_tiny_model(
-    folder: str | Path, texts: Iterable[str], *, shape: TinyShape | None = None, vocab_size: int = 512, seed: int = 0
+    folder: str | Path,
+    texts: Iterable[str],
+    *,
+    shape: TinyShape | None = None,
+    vocab_size: int = 512,
+    seed: int = 0,
+    tokenizer: Any | None = None,
 ) -> Path:
     """Write config.json, model.safetensors, the tokenizer and its chat template; the same folder for the same seed and texts.
+
+    Args:
+        texts: what the tokenizer is learned from, with at most `vocab_size` tokens.
+        tokenizer: take this one instead (`word_tokenizer`, say).
 
     Raises:
         UserError: see `train_tokenizer`.
     """
     shape = shape or TinyShape()
     folder = Path(folder)
-    tokenizer = train_tokenizer(texts, vocab_size)
+    tokenizer = train_tokenizer(texts, vocab_size) if tokenizer is None else tokenizer
     transformers = import_transformers()
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),

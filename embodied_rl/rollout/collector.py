@@ -13,7 +13,8 @@ import numpy as np
 from embodied_rl.generation.base import Generator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
+from embodied_rl.timeline import span
+from embodied_rl.types import ActionLayout, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
     from embodied_rl.rollout.training_recording import TrainingRecorder
@@ -27,12 +28,10 @@ def split_groups(num_slots: int, num_groups: int) -> list[range]:
     return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def action_noise(spec: ActionSpec, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
-    """The randomness of one rollout's actions [*shape, A], a function of (seed, iteration): nothing to save for a resume."""
+def action_noise(layout: ActionLayout, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
+    """The randomness of one rollout's actions [*shape, noise_width], a function of (seed, iteration): nothing to save for a resume."""
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, iteration, _NOISE_STREAM])))
-    if spec.kind == "continuous":
-        return generator.standard_normal((*shape, spec.dim), dtype=np.float32)
-    return generator.random((*shape, spec.dim), dtype=np.float32)
+    return layout.noise(generator, shape)
 
 
 @dataclass
@@ -48,8 +47,19 @@ class CollectorTimes:
 class RolloutCollector:
     """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap."""
 
-    def __init__(self, manager: EnvManager, generator: Generator, *, rollout_steps: int, num_groups: int, seed: int) -> None:
+    def __init__(
+        self,
+        manager: EnvManager,
+        generator: Generator,
+        *,
+        rollout_steps: int,
+        num_groups: int,
+        seed: int,
+        layout: ActionLayout | None = None,
+    ) -> None:
+        """`rollout_steps` counts decisions: chunks, where the `layout` of the policy's actions has some (None: the simulator's own)."""
         self.manager = manager
+        self.layout = layout or ActionLayout.of(manager.spec.action)
         self.generator = generator
         self.rollout_steps = rollout_steps
         self.seed = seed
@@ -70,25 +80,28 @@ class RolloutCollector:
         """Collect `rollout_steps` × `num_slots` transitions. Raises SimFault (see EnvManager)."""
         assert self._batches, "restart() comes first"
         steps, slots = self.rollout_steps, self.manager.num_slots
-        filling = _Filling(self.manager.spec.observation, self.manager.spec.action, steps, slots)
-        noise = action_noise(self.manager.spec.action, (steps, slots), self.seed, iteration)
+        filling = _Filling(self.manager.spec.observation, self.layout, steps, slots)
+        noise = action_noise(self.layout, (steps, slots), self.seed, iteration)
         version, clock = self.generator.version, time.perf_counter
         waited, started = 0.0, clock()
         for step in range(steps):
             for index, group in enumerate(self._groups):
                 if step > 0:
-                    before = clock()
-                    self._batches[index] = self.manager.recv(group)
-                    waited += clock() - before
+                    waited += self._receive(index, group)
                     self._outcome(step - 1, group, index, filling)
                 self._act(step, index, group, noise, filling)
         for index, group in enumerate(self._groups):
-            before = clock()
-            self._batches[index] = self.manager.recv(group)
-            waited += clock() - before
+            waited += self._receive(index, group)
             self._outcome(steps - 1, group, index, filling)
         self.times = CollectorTimes(waited, clock() - started - waited)
         return filling.rollout([batch.observation for batch in self._batches], version)
+
+    def _receive(self, index: int, group: range) -> float:
+        """Wait for a group's simulators; for how many seconds."""
+        before = time.perf_counter()
+        with span("env", "wait", group=index):
+            self._batches[index] = self.manager.recv(group)
+        return time.perf_counter() - before
 
     def _act(self, step: int, index: int, group: range, noise: np.ndarray, filling: _Filling) -> None:
         batch, rows = self._batches[index], slice(group.start, group.stop)
@@ -98,7 +111,7 @@ class RolloutCollector:
         acted = self.generator.recv()
         filling.action[step, rows] = acted.action
         filling.log_prob[step, rows] = acted.log_prob
-        given = self.manager.spec.action.denormalise(acted.action)
+        given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
         if self.recorder is not None:
             self.recorder.acted(batch.slots, batch.observation, acted, given)
         self.manager.send(group, given)
@@ -112,18 +125,21 @@ class RolloutCollector:
 class _Filling:
     """The arrays of a rollout while it is being collected."""
 
-    def __init__(self, observation: Mapping[str, TensorSpec | VariableSpec], action: ActionSpec, steps: int, slots: int) -> None:
+    def __init__(self, observation: Mapping[str, TensorSpec | VariableSpec], layout: ActionLayout, steps: int, slots: int) -> None:
         self.observation: Observation = {
             # Text and the like are Python values, as the manager hands them out.
             key: np.empty((steps, slots, *part.shape), part.dtype) if isinstance(part, TensorSpec) else np.empty((steps, slots), object)
             for key, part in observation.items()
         }
-        self.action = np.empty((steps, slots, action.dim), action.dtype)
-        self.log_prob = np.empty((steps, slots, action.dim), np.float32)
+        self.action = np.empty((steps, slots, layout.width), layout.dtype)
+        self.log_prob = np.empty((steps, slots, layout.num_units), np.float32)
         self.reward = np.empty((steps, slots), np.float32)
         self.terminated = np.empty((steps, slots), bool)
         self.truncated = np.empty((steps, slots), bool)
         self.success = np.empty((steps, slots), bool)
+        chunks, size = layout.chunk_size > 1, (steps, slots, layout.chunk_size)
+        self.chunk_reward = np.empty(size, np.float32) if chunks else None
+        self.executed = np.empty(size, bool) if chunks else None
         self.final: dict[str, list[np.ndarray]] = {key: [] for key in self.observation}
         self.episodes: list[EpisodeSummary] = []
 
@@ -133,6 +149,14 @@ class _Filling:
         self.terminated[step, rows] = batch.terminated
         self.truncated[step, rows] = batch.truncated
         self.success[step, rows] = batch.success
+        if self.chunk_reward is not None and self.executed is not None:
+            assert batch.chunk_reward is not None, "the manager plays chunks"
+            assert batch.executed is not None, "the manager plays chunks"
+            self.chunk_reward[step, rows], self.executed[step, rows] = batch.chunk_reward, batch.executed
+            if batch.aborted is not None:
+                # What became of an aborted slot's chunk is not known: it counts as one step without reward, as it does without chunks.
+                self.chunk_reward[step, rows][batch.aborted] = 0.0
+                self.executed[step, rows][batch.aborted] = np.arange(self.executed.shape[2]) == 0
         if not batch.episodes and batch.aborted is None:
             return
         self.episodes.extend(batch.episodes)
@@ -155,6 +179,8 @@ class _Filling:
             policy_version=version,
             episodes=tuple(self.episodes),
             success=self.success,
+            chunk_reward=self.chunk_reward,
+            executed=self.executed,
         )
 
 

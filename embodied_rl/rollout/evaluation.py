@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from embodied_rl.generation.base import Generator
+from embodied_rl.generation.base import EpisodicGenerator, Generator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.types import EpisodeSummary
@@ -46,11 +46,15 @@ def evaluate(
     finished: list[EpisodeSummary] = []
     observation = {key: part.copy() for key, part in batch.observation.items()}
     slots = np.arange(manager.num_slots)
+    remembering = generator if isinstance(generator, EpisodicGenerator) else None
+    if remembering is not None:
+        remembering.begin(slots)
     while left.any():
-        generator.send(slots, observation, None)
-        actions = manager.spec.action.denormalise(generator.recv().action)
         active = slots if manager.spec.steps_together else np.flatnonzero(left)
-        manager.send(active, actions[active])
+        acting = slots if remembering is None else active
+        generator.send(acting, observation if remembering is None else {key: part[acting] for key, part in observation.items()}, None)
+        actions = generator.recv().for_simulator(manager.spec.action, manager.chunk_size)
+        manager.send(active, actions[active] if remembering is None else actions)
         outcome = manager.recv(active)
         for key, part in outcome.observation.items():
             observation[key][active] = part
@@ -63,16 +67,22 @@ def evaluate(
         if outcome.aborted is not None:
             over += outcome.slots[outcome.aborted].tolist()
         left[over] = np.maximum(left[over] - 1, 0)
+        if remembering is not None:
+            remembering.begin(over)
         if not manager.autoreset and (again := [slot for slot in sorted(over) if left[slot]]):
             played = {slot: len(range(slot, num_episodes, manager.num_slots)) - int(left[slot]) for slot in again}
             manager.begin(again, [first + slot + played[slot] * manager.num_slots for slot in again])
             for key, part in manager.recv(again).observation.items():
                 observation[key][again] = part
-    finished.sort(key=lambda episode: episode.seed)
+    return _whole(finished, first, num_episodes)
+
+
+def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> list[EpisodeSummary]:
+    """Ascending by seed; warns of seeds that are missing."""
     missing = sorted(set(range(first, first + num_episodes)) - {episode.seed for episode in finished})
     assert len(finished) + len(missing) == num_episodes, "a seed was played twice"
     if missing:
         warnings.warn(
-            f"{len(missing)} of {num_episodes} episodes were given up because their simulator failed: seeds {missing}.", stacklevel=2
+            f"{len(missing)} of {num_episodes} episodes were given up because their simulator failed: seeds {missing}.", stacklevel=3
         )
-    return finished
+    return sorted(finished, key=lambda episode: episode.seed)

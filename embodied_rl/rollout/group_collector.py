@@ -17,7 +17,8 @@ from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.restoring import StartShelf
 from embodied_rl.rollout.start_sources import SourceEpisode
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import ActionSpec, Episode, EpisodeGroup, EpisodeSummary, Observation, StepBatch
+from embodied_rl.timeline import span
+from embodied_rl.types import ActionLayout, ActionSpec, Episode, EpisodeGroup, EpisodeSummary, Observation, StepBatch
 
 if TYPE_CHECKING:
     from embodied_rl.rollout.training_recording import TrainingRecorder
@@ -30,24 +31,22 @@ _TICK_EVERY_S = 1.0
 class EpisodeNoise:
     """The randomness of one episode's actions, a function of `key` alone: the order of arrival changes nothing."""
 
-    def __init__(self, action: ActionSpec, key: Sequence[int]) -> None:
+    def __init__(self, action: ActionSpec | ActionLayout, key: Sequence[int]) -> None:
+        """`action` is the policy's, or the simulator's where the policy gives that one."""
         self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
-        self._action = action
+        self._layout = action if isinstance(action, ActionLayout) else ActionLayout.of(action)
         self._block = self._draw()
         self._used = 0
 
     def next(self) -> np.ndarray:
-        """[A] float32: standard normal numbers for continuous actions, uniform ones in [0, 1) for discrete ones."""
+        """[noise_width] float32: standard normal numbers for continuous actions, uniform ones in [0, 1) for choices."""
         if self._used == _NOISE_BLOCK:
             self._block, self._used = self._draw(), 0
         self._used += 1
         return self._block[self._used - 1]
 
     def _draw(self) -> np.ndarray:
-        shape = (_NOISE_BLOCK, self._action.dim)
-        if self._action.kind == "continuous":
-            return self._generator.standard_normal(shape, dtype=np.float32)
-        return self._generator.random(shape, dtype=np.float32)
+        return self._layout.noise(self._generator, (_NOISE_BLOCK,))
 
 
 @dataclass
@@ -64,12 +63,20 @@ class EpisodeRecorder:
     version: list[int] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
     success: list[bool] = field(default_factory=list)
+    chunk_reward: list[np.ndarray] = field(default_factory=list)
+    """[K] of each message; empty where messages are single steps."""
+    executed: list[np.ndarray] = field(default_factory=list)
     success_at: int | None = None
     """Messages up to the first success; None: there was none."""
 
-    def stepped(self, reward: float, success: bool) -> None:
-        self.reward.append(reward)
+    def stepped(self, batch: StepBatch, row: int) -> None:
+        """What came of the last action is a row of `batch`."""
+        success = bool(batch.success[row])
+        self.reward.append(float(batch.reward[row]))
         self.success.append(success)
+        if batch.chunk_reward is not None and batch.executed is not None:
+            self.chunk_reward.append(batch.chunk_reward[row].copy())
+            self.executed.append(batch.executed[row].copy())
         if success and self.success_at is None:
             self.success_at = len(self.reward)
 
@@ -79,8 +86,9 @@ class EpisodeRecorder:
         self.log_prob.append(log_prob)
         self.version.append(version)
 
-    def finish(self, batch: StepBatch, row: int, success: bool, metadata: dict[str, Any]) -> Episode:
-        """The episode, whose last step is a row of `batch`."""
+    def finish(self, batch: StepBatch, row: int, success: bool, metadata: dict[str, Any], unit_steps: np.ndarray | None = None) -> Episode:
+        """The episode, whose last step is a row of `batch`; `unit_steps` [L] says which step of a chunk each action unit belongs to."""
+        executed = np.stack(self.executed) if self.executed else None
         observation = {key: _stack([seen[key] for seen in self.observation]) for key in self.observation[0]}
         return Episode(
             observation=observation,
@@ -94,6 +102,9 @@ class EpisodeRecorder:
             domain=self.assignment.domain,
             policy_version=np.asarray(self.version, np.int64),
             final_observation={key: _copied(part[row]) for key, part in batch.final_observation.items()},
+            mask=None if executed is None or unit_steps is None else executed[:, unit_steps],
+            executed=executed,
+            chunk_reward=np.stack(self.chunk_reward) if self.chunk_reward else None,
             metadata=metadata,
         )
 
@@ -115,13 +126,16 @@ class GroupCollector:
         min_ready: int | None = None,
         greedy_member: bool = False,
         starts: StartLibrary | None = None,
+        layout: ActionLayout | None = None,
     ) -> None:
         """
         Args:
+            layout: of the policy's actions; None: they are the simulator's own.
             greedy_member: member 0 of each group is played by the policy's mode, and its episode says ``metadata["greedy"]``.
             starts: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``.
         """
         self._greedy_member = greedy_member
+        self.layout = layout or ActionLayout.of(manager.spec.action)
         self.manager, self.generator, self.queue = manager, generator, queue
         self.seed, self.min_ready = seed, min_ready
         self.times = CollectorTimes()
@@ -148,7 +162,8 @@ class GroupCollector:
                 raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
             if self._in_flight:
                 before = time.perf_counter()
-                batch = self.manager.recv(min_ready=self.min_ready, timeout_s=_TICK_EVERY_S)
+                with span("env", "wait"):
+                    batch = self.manager.recv(min_ready=self.min_ready, timeout_s=_TICK_EVERY_S)
                 waited += time.perf_counter() - before
                 self._take_in(batch)
             self._act()
@@ -175,7 +190,7 @@ class GroupCollector:
         while self._idle and (assignment := self.queue.next_assignment()) is not None:
             slot = self._idle.pop(0)
             key = (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM)
-            noise = EpisodeNoise(self.manager.spec.action, key)
+            noise = EpisodeNoise(self.layout, key)
             start = None if self._starts is None else self._starts.start_of(assignment.group)
             self._playing[slot] = EpisodeRecorder(assignment, noise, start)
             if start is None:
@@ -202,7 +217,7 @@ class GroupCollector:
                 self.queue.failed(recorder.assignment, "its simulator failed")
                 continue
             if recorder.action:  # not the observation that it began with
-                recorder.stepped(float(batch.reward[row]), bool(batch.success[row]))
+                recorder.stepped(batch, row)
                 self.queue.progressed(recorder.assignment)
             if slot in summaries:
                 self._stop(slot)
@@ -226,7 +241,7 @@ class GroupCollector:
         if self._starts is not None:
             start = recorder.start
             metadata["start"] = {"source": None if start is None else start.source, "step": 0 if start is None else start.step}
-        return recorder.finish(batch, row, summary.success_once, metadata)
+        return recorder.finish(batch, row, summary.success_once, metadata, self.layout.unit_steps(self.manager.spec.action.dim))
 
     def _record(self, to: TrainingRecorder, recorder: EpisodeRecorder, episode: Episode) -> None:
         given, whose = self.manager.spec.action.denormalise(episode.action), recorder.assignment
@@ -271,7 +286,7 @@ class GroupCollector:
         acted = self.generator.recv()
         for row, slot in enumerate(slots):
             self._playing[slot].acted(rows[row], acted.action[row], acted.log_prob[row], acted.version)
-        self.manager.send(slots, self.manager.spec.action.denormalise(acted.action))
+        self.manager.send(slots, acted.for_simulator(self.manager.spec.action, self.manager.chunk_size))
         self._in_flight += len(slots)
 
     def _tick(self) -> None:

@@ -9,9 +9,9 @@ that was killed and resumed holds what an uninterrupted one would.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
@@ -123,11 +124,11 @@ class _Playing:
     seed: int
     attempt: int
     noise: EpisodeNoise
-    sink: EpisodeSink | None = None
-    """None: its first observation has not come yet."""
-    step: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What was done in the step that is being simulated."""
+    started: bool = False
+    """Whether its first observation has come."""
     num_steps: int = 0
+    snapshot: bytes | None = None
+    """Of the moment before the step that is being simulated, where one is due."""
 
 
 class Recorder:
@@ -167,6 +168,9 @@ class Recorder:
         self._playing: dict[int, _Playing] = {}
         self._moving: list[list[int]] = [[] for _ in self._groups]
         """Slots of each group that were begun or sent an action."""
+        self._sinks = SlotSinks(writer, manager.num_slots)
+        self._acted: list[dict[str, Any]] = [{} for _ in self._groups]
+        """{column: [rows of the group, ...]} what was done in each group's step that is being simulated."""
         self._finished: dict[int, tuple[EpisodeSink, dict[str, Any]]] = {}
         self._attempts = Path(writer.folder) / ATTEMPTS_FILE
         self._queue = SeedQueue(plan, manager.num_slots, self._known())
@@ -193,9 +197,11 @@ class Recorder:
                     self._take_in(index, self._manager.recv(_as_range(moving)))
                 self._begin(index)
                 self._act(index)
-        for sink in [playing.sink for playing in self._playing.values()] + [sink for sink, _ in self._finished.values()]:
-            if sink is not None:
-                sink.discard()
+        for slot, playing in self._playing.items():
+            if playing.started:
+                self._sinks.discard(slot)
+        for sink, _ in self._finished.values():
+            sink.discard()
         self._manager.discard()
         first = self._plan.first_seed
         return RecordingResult(
@@ -225,7 +231,7 @@ class Recorder:
             if slot not in self._playing and (number := self._queue.take(slot)) is not None:
                 self._playing[slot] = self._new(number, 0)
                 begun.append(slot)
-            elif slot in self._playing and self._playing[slot].sink is None:
+            elif slot in self._playing and not self._playing[slot].started:
                 begun.append(slot)
         if not begun:
             return
@@ -249,50 +255,64 @@ class Recorder:
             seen[key][places] = part
         summaries = {episode.slot: episode for episode in batch.episodes}
         now = split(batch.observation)
-        last = split(batch.final_observation) if summaries else now
+        stepped: list[int] = []
         for row, slot in enumerate(batch.slots.tolist()):
             playing = self._playing[slot]
             if batch.aborted is not None and batch.aborted[row]:
                 self._gave_up(slot, playing)
-            elif playing.sink is None:
-                self._start(playing, now, row)
+            elif not playing.started:
+                self._start(slot, playing, now, row)
             else:
-                over = slot in summaries
-                self._stepped(playing, batch, row, last if over else now)
-                if over:
-                    del self._playing[slot]
-                    self._ended(playing, summaries[slot])
+                stepped.append(row)
+        if stepped:
+            ended = [row for row in stepped if int(batch.slots[row]) in summaries]
+            self._stepped(index, batch, stepped, split(_with_final(batch, ended)) if ended else now)
+            for row in ended:
+                slot = int(batch.slots[row])
+                self._ended(slot, self._playing.pop(slot), summaries[slot])
 
-    def _start(self, playing: _Playing, seen: Split, row: int) -> None:
+    def _start(self, slot: int, playing: _Playing, seen: Split, row: int) -> None:
         instruction = seen.observation["instruction"][row] if "instruction" in seen.observation else None
-        playing.sink = self._writer.open_episode(
+        self._sinks.start(
+            slot,
             playing.seed,
+            seen.observation,
+            row,
             task=None if seen.task is None else str(seen.task[row]),
             instruction=instruction if isinstance(instruction, str) else None,
+            state=seen.state,
+            images=seen.images,
         )
-        playing.sink.start(_at(seen.observation, row), _at(seen.state, row), _at(seen.images, row))
+        playing.started = True
 
-    def _stepped(self, playing: _Playing, batch: StepBatch, row: int, after: Split) -> None:
-        assert playing.sink is not None
-        playing.sink.step(
-            **playing.step,
-            reward=float(batch.reward[row]),
-            terminated=bool(batch.terminated[row]),
-            truncated=bool(batch.truncated[row]),
-            success=bool(batch.success[row]),
-            observation=_at(after.observation, row),
-            state=_at(after.state, row) or None,
-            images=_at(after.images, row) or None,
+    def _stepped(self, index: int, batch: StepBatch, rows: list[int], after: Split) -> None:
+        """Write down a step of the slots in these rows of a batch."""
+        chosen: Any = slice(None) if len(rows) == len(batch.slots) else rows
+        slots = batch.slots[chosen]
+        places = (slots - self._groups[index].start).tolist()
+        playing = [self._playing[slot] for slot in slots.tolist()]
+        snapshots = [one.snapshot for one in playing] if self._plan.snapshot_every is not None else None
+        self._sinks.step(
+            slots,
+            **{name: _rows(column, places) for name, column in self._acted[index].items()},
+            reward=batch.reward[chosen],
+            terminated=batch.terminated[chosen],
+            truncated=batch.truncated[chosen],
+            success=batch.success[chosen],
+            observation={key: part[chosen] for key, part in after.observation.items()},
+            state={key: part[chosen] for key, part in after.state.items()},
+            images={key: part[chosen] for key, part in after.images.items()},
+            snapshots=snapshots,
         )
-        playing.num_steps += 1
+        for one in playing:
+            one.num_steps += 1
 
-    def _ended(self, playing: _Playing, summary: EpisodeSummary) -> None:
-        assert playing.sink is not None
+    def _ended(self, slot: int, playing: _Playing, summary: EpisodeSummary) -> None:
         assert summary.seed == playing.seed, "another episode ended"
         self._num_played += 1
         self._num_successful += summary.success_once
         self._num_steps += summary.length
-        self._finished[playing.number] = playing.sink, {"final_info": summary.final_info, "attempt": playing.attempt}
+        self._finished[playing.number] = self._sinks.take(slot), {"final_info": summary.final_info, "attempt": playing.attempt}
         keep = summary.success_once or not self._plan.only_success
         self._decide(playing.number, "recorded" if keep else "unsuccessful")
         if self._on_episode is not None:
@@ -300,8 +320,8 @@ class Recorder:
 
     def _gave_up(self, slot: int, playing: _Playing) -> None:
         """The simulator failed: the same seed once more, or never again."""
-        if playing.sink is not None:
-            playing.sink.discard()
+        if playing.started:
+            self._sinks.discard(slot)
         if playing.attempt < self._plan.max_retries:
             self._playing[slot] = self._new(playing.number, playing.attempt + 1)
             return
@@ -310,8 +330,9 @@ class Recorder:
 
     def _decide(self, number: int, outcome: Outcome) -> None:
         if outcome != "recorded":
-            sink, metadata = self._finished.pop(number, (None, {}))
-            if sink is not None:
+            metadata: dict[str, Any] = {}
+            if number in self._finished:
+                sink, metadata = self._finished.pop(number)
                 sink.discard()
             line = {"seed": self._plan.first_seed + number, "outcome": outcome, **metadata}
             with self._attempts.open("a", encoding="utf-8") as file:
@@ -323,7 +344,7 @@ class Recorder:
     def _act(self, index: int) -> None:
         """Let the player act for the whole group; those that play get their action."""
         group, seen = self._groups[index], split(self._seen[index])
-        slots = [slot for slot in group if slot in self._playing and self._playing[slot].sink is not None]
+        slots = [slot for slot in group if slot in self._playing and self._playing[slot].started]
         if not slots:
             return
         noise = None
@@ -334,7 +355,8 @@ class Recorder:
         played = self._player.act(seen, noise)
         marks = self._snapshots(slots)
         for slot in slots:
-            self._playing[slot].step = {**_row(played, slot - group.start, self._manager.spec.action), "snapshot": marks.get(slot)}
+            self._playing[slot].snapshot = marks.get(slot)
+        self._acted[index] = _columns(played, len(group), self._manager.spec.action)
         self._manager.send(_as_range(slots), _rows(played.action, [slot - group.start for slot in slots]))
         self._moving[index] = sorted([*self._moving[index], *slots])
 
@@ -369,25 +391,30 @@ def _room(spec: SimSpec, num_slots: int) -> dict[str, np.ndarray]:
     return tensors | {key: np.full(num_slots, None, dtype=object) for key in spec.variables}
 
 
-def _row(played: Played, row: int, action: ActionSpec) -> dict[str, Any]:
-    """One slot's share, as `EpisodeSink.step` takes it."""
-    chosen = played.action[row]
+def _columns(played: Played, num_rows: int, action: ActionSpec) -> dict[str, Any]:
+    """{column: [n, ...]} what was done, as `SlotSinks.step` takes it; None: not known. Copies: the player's memory is its own."""
     return {
         # As the simulator gets it: the slab's own type.
-        "action": str(chosen) if action.kind == "text" else np.asarray(chosen, action.dtype),
-        "sampled_action": None if played.sampled_action is None else played.sampled_action[row].copy(),
-        "log_prob": None if played.log_prob is None else played.log_prob[row].copy(),
-        "value": None if played.value is None else float(played.value[row]),
-        "policy_version": played.version,
+        "action": [str(one) for one in played.action] if action.kind == "text" else np.array(played.action, action.dtype),
+        "sampled_action": copy(played.sampled_action),
+        "log_prob": copy(played.log_prob),
+        "value": None if played.value is None else np.array(played.value, np.float64),
+        "policy_version": None if played.version is None else np.full(num_rows, played.version),
     }
 
 
-def _at(parts: Mapping[str, np.ndarray], row: int) -> dict[str, Any]:
-    return {key: part[row] for key, part in parts.items()}
+def _with_final(batch: StepBatch, rows: list[int]) -> dict[str, Any]:
+    """What is seen after a step: in these rows the episode's last observation, not the next one's first."""
+    after = {key: part.copy() for key, part in batch.observation.items()}
+    for key, part in batch.final_observation.items():
+        after[key][rows] = part[rows]
+    return after
 
 
-def _rows(actions: Any, rows: Sequence[int]) -> Any:
-    return actions[list(rows)] if isinstance(actions, np.ndarray) and actions.dtype != object else [actions[row] for row in rows]
+def _rows(column: Any, rows: Sequence[int]) -> Any:
+    if column is None:
+        return None
+    return column[list(rows)] if isinstance(column, np.ndarray) and column.dtype != object else [column[row] for row in rows]
 
 
 def _as_range(slots: Sequence[int]) -> range | Sequence[int]:

@@ -133,7 +133,13 @@ class EnvManager:
 
     @staticmethod
     def from_config(
-        config: SimConfig, seeds: EpisodeSeeds, *, num_slots: int | None = None, render: bool = False, autoreset: bool = True
+        config: SimConfig,
+        seeds: EpisodeSeeds,
+        *,
+        num_slots: int | None = None,
+        render: bool = False,
+        autoreset: bool = True,
+        chunk_size: int = 1,
     ) -> EnvManager:
         """The manager a configuration describes. `render` asks simulators that must know beforehand to be able to draw."""
         kwargs = {**config.kwargs, **({"render": True} if render else {})}
@@ -146,6 +152,7 @@ class EnvManager:
             seeds=seeds,
             success_ends_episode=config.success_ends_episode,
             max_episode_steps=config.max_episode_steps,
+            chunk_size=chunk_size,
             autoreset=autoreset,
             faults=FaultPolicy.from_config(config),
             placement=config.placement,

@@ -29,7 +29,8 @@ class WorkerProcess:
     process group so that Ctrl-C reaches the manager alone. It dies with the manager, also when that is SIGKILLed.
     """
 
-    def __init__(self, index: int, setup: dict[str, Any], threads: int = 1) -> None:
+    def __init__(self, index: int, setup: dict[str, Any], threads: int = 1, module: str = "embodied_rl.sim.worker") -> None:
+        """`module` is run with the numbers of its end of the socket and of the pipe that closes with us, and "main" or "other"."""
         self.index = index
         self.num_envs: list[int] = setup["num_envs"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
@@ -41,7 +42,7 @@ class WorkerProcess:
         thread = "main" if threading.current_thread() is threading.main_thread() else "other"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "embodied_rl.sim.worker", str(theirs.fileno()), str(life_read), thread],
+                [sys.executable, "-m", module, str(theirs.fileno()), str(life_read), thread],
                 pass_fds=(theirs.fileno(), life_read),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from embodied_rl.rollout.collector import _Filling
-from embodied_rl.types import ActionSpec, StepBatch, TensorSpec
+from embodied_rl.types import ActionLayout, ActionSpec, StepBatch, TensorSpec
 
 
 def test_the_final_observation_of_an_aborted_episode_is_kept() -> None:
-    filling = _Filling({"state": TensorSpec((2,))}, ActionSpec.discrete(2), 1, 3)
+    filling = _Filling({"state": TensorSpec((2,))}, ActionLayout.of(ActionSpec.discrete(2)), 1, 3)
     no, one = np.zeros(3, bool), np.array([False, True, False])
     last = np.array([[0, 0], [5, 6], [0, 0]], np.float32)
     batch = StepBatch(np.arange(3), {"state": last * 0}, np.zeros(3, np.float32), no, one, no, {"state": last}, (), aborted=one)

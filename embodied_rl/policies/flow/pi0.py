@@ -152,6 +152,8 @@ class PI0Inputs:
 class PI0Policy(FlowPolicy):
     """pi0 on the interface of every policy. Actions reach the simulator in the units that the checkpoint was trained with."""
 
+    action_units = "simulator"
+
     def __init__(
         self, pi0: Any, tokenizer: Any, spec: SimSpec, options: PI0Options, flow: FlowOptions, *, state: Moments, action: Moments
     ) -> None:

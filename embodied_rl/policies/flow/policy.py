@@ -86,6 +86,8 @@ class FlowPolicy(nn.Module):
     """Implements `embodied_rl.policies.base.Policy`. An action is a row [B, W] of `RecordLayout`; the simulator gets its head."""
 
     noise_kind: Literal["normal"] = "normal"
+    action_units: Literal["normalised", "simulator"] = "normalised"
+    """Of what `simulator_action` gives."""
     initial_noise: Tensor
     """[1, H, D] what deterministic actions start from."""
 
@@ -188,17 +190,26 @@ class FlowPolicy(nn.Module):
 
     # ---- other uses -----------------------------------------------------------------------------------------------------
 
-    def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, noise: Tensor, t: Tensor, mask: Tensor | None = None) -> Tensor:
+    def cloning_loss(
+        self,
+        observation: Mapping[str, Any],
+        action: Tensor,
+        noise: Tensor | None = None,
+        t: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Flow-matching loss [B] of recorded chunks; see `matching.flow_matching_loss`.
 
         Args:
             action: [B, H, D'] normalised; dimensions that are missing are filled up with zeros, as pi0 has it.
-            noise: [B, H, D] standard normal.
-            t: [B] times, of `matching.sample_times`.
+            noise: [B, H, D] standard normal; None: from torch's global generator.
+            t: [B] times, of `matching.sample_times`; None: uniform ones, from the same.
             mask: [B, H] steps that exist.
         """
         context = self.model.context(observation)
         padded = nn.functional.pad(action, (0, self.layout.latent[1] - action.shape[-1]))
+        noise = torch.randn_like(padded) if noise is None else noise
+        t = torch.rand(len(padded), device=padded.device) if t is None else t
         return flow_matching_loss(lambda x, at: self.model.velocity(context, x, at), padded, noise, t, mask)
 
     def log_density(self, observation: Mapping[str, Any], action: Tensor, *, num_steps: int = 32) -> Tensor:

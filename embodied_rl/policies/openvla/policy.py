@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.action_tokens import TokenDistribution
-from embodied_rl.policies.base import ActionOutput, Evaluation, TensorObservation
+from embodied_rl.policies.base import ActionOutput, Evaluation, Role, TensorObservation
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.generation import Accelerated, GenerationMode, generate
 from embodied_rl.policies.openvla.images import PixelNormaliser, libero_gripper, libero_images
@@ -209,6 +209,28 @@ class VLAPolicy(nn.Module):
 
     def update_statistics(self, observation: TensorObservation) -> None:
         """Nothing: pixels and states are scaled by the checkpoint's constants."""
+
+    @staticmethod
+    def role_of(name: str) -> Role:
+        """What a parameter belongs to, for learning rates of its own."""
+        return "value" if name.startswith("value_head") else "head" if "lm_head" in name else "backbone"
+
+    def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B] mean cross-entropy of recorded actions' tokens among the action tokens.
+
+        Args:
+            action: [B, K, A] normalised by the simulator's bounds.
+            mask: [B, K] bool, steps that exist; None: all.
+        """
+        units = self.spec.action.denormalise(_numpy(action)).astype(np.float64)
+        if self.options.gripper == "libero":
+            units[..., -1] = 0.5 * (1.0 - units[..., -1])  # 1 and -1 back to the data set's 0 and 1
+        tokens = torch.from_numpy(self.model.tokens.encode(self.action_range.normalise(units))).flatten(1)
+        loss = -self.evaluate(observation, tokens).log_prob
+        if mask is None:
+            return loss.mean(-1)
+        counted = mask.to(loss.device).repeat_interleave(self.action_range.dim, dim=1)
+        return torch.where(counted, loss, torch.zeros_like(loss)).sum(-1) / counted.sum(-1).clamp_min(1)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's own units, as the data set recorded them."""

@@ -33,6 +33,7 @@ EXPERTS: dict[str, dict[str, str]] = {
         "FetchPushDense": f"{_HERE}.experts_fetch:FetchPushExpert",
     },
     f"{_HERE}.pixel_reach:PixelReach": {"PixelReach": f"{_HERE}.experts:PixelReachExpert"},
+    f"{_HERE}.pixel_tasks:PixelTasks": {ANY_TASK: f"{_HERE}.pixel_tasks:PixelTasksExpert"},
     f"{_HERE}.key_door:KeyDoor": {"KeyDoor": f"{_HERE}.key_door:KeyDoorExpert"},
 }
 """{target of the simulator: {task without its version: target of the expert}}; `ANY_TASK` stands for all of a simulator's."""
@@ -44,7 +45,11 @@ def expert_target(config: SimConfig) -> str:
     task = re.sub(r"-v\d+$", "", config.task or "")
     found = of_target.get(task, of_target.get(ANY_TASK))
     if found is None:
-        known = sorted(name or "all of Meta-World" for tasks in EXPERTS.values() for name in tasks)
+        known = sorted(
+            name or {"metaworld": "all of Meta-World", "pixel_tasks": "all of PixelTasks"}[target.split(":")[0].rsplit(".", 1)[1]]
+            for target, tasks in EXPERTS.items()
+            for name in tasks
+        )
         raise UserError(
             f"Task '{config.task}' of sim={config.name} has no expert. Tasks with one: {', '.join(known)}. "
             "Give one of your own: expert=package.module:Class."

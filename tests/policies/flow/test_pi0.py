@@ -176,7 +176,8 @@ def test_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(one.log_prob, two.log_prob)
     assert one.value is not None
     assert two.value is not None
-    assert torch.equal(one.value, two.value)
+    # The order of its sums depends on where the weights lie in memory.
+    torch.testing.assert_close(one.value, two.value, atol=1e-6, rtol=1e-6)
     # 2·x + 0.5 in the first dimension; the head of the row is normalised.
     head = one.action[:, :6].view(2, 2, 3).numpy()
     np.testing.assert_allclose(again.simulator_action(one.action)[..., 0], 2.0 * head[..., 0] + 0.5, rtol=1e-5)

@@ -247,7 +247,8 @@ def test_a_saved_policy_comes_back(kind: str, tmp_path: Path, observation: dict[
     assert torch.equal(expected.log_prob, found.log_prob)
     assert expected.value is not None
     assert found.value is not None
-    assert torch.equal(expected.value, found.value)
+    # The order of its sums depends on where the weights lie in memory.
+    torch.testing.assert_close(expected.value, found.value, atol=1e-6, rtol=1e-6)
 
 
 # ---- standing in the framework ------------------------------------------------------------------------------------------------

@@ -1,0 +1,177 @@
+"""How fast weights reach another process, in multiples of a memory copy that is measured in the same run.
+
+``python benchmarks/weight_sync.py``: tensors in the shapes of a transformer's layers, published through shared memory to a process that
+reads all of them. Sides take turns in each round; medians over rounds.
+
+- memory copy: one large block to another, `torch.Tensor.copy_`, in this process: the limit of any publication that copies once;
+- publish: `SharedWeightsPublisher.publish`, until the version is there for readers;
+- publish + read: until the other process has copied it into a model of its own and said so;
+- only changed: nine tenths of the tensors are as before; GB/s of the model, not of what was written;
+- shared storage: a generating module that reads the trained parameters where they lie; the time of saying so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from tables import provenance, text_table
+from torch import Tensor, nn
+
+from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.hybrid.weight_sync import SharedStorage
+
+COPY = "memory copy"
+
+
+def make_weights(megabytes: int, hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Layers of a transformer of this width until `megabytes` (10^6 bytes) are reached."""
+    shapes = {
+        "q_proj": (hidden, hidden),
+        "k_proj": (hidden // 4, hidden),
+        "v_proj": (hidden // 4, hidden),
+        "o_proj": (hidden, hidden),
+        "gate_proj": (3 * hidden, hidden),
+        "up_proj": (3 * hidden, hidden),
+        "down_proj": (hidden, 3 * hidden),
+        "norm": (hidden,),
+    }
+    weights: dict[str, Tensor] = {}
+    layer = 0
+    while sum(tensor.nbytes for tensor in weights.values()) < megabytes * 10**6:
+        weights |= {f"layers.{layer}.{name}": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+        layer += 1
+    return weights
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Wall-clock of one call."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+class Module(nn.Module):
+    """Parameters with these values."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in weights.items():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(tensor.clone(), requires_grad=False))
+
+
+class Reader:
+    """A process that copies every version into a model of its own."""
+
+    def __init__(self, path: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--read", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.wait()
+
+    def wait(self) -> int:
+        """The version that it has read."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the reading process ended with status {self._process.wait()}")
+        return int(json.loads(line))
+
+    def read(self) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write("read\n")
+        self._process.stdin.flush()
+        return self.wait()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def read_forever(path: str) -> None:
+    """The other process."""
+    torch.set_num_threads(1)
+    reader = SharedWeightsReader(path)
+    with reader.hold() as held:
+        own = {name: tensor.clone() for name, tensor in held.tensors.items()}
+    print(-1, flush=True)
+    for _ in sys.stdin:
+        with reader.hold() as held:
+            for name, tensor in held.tensors.items():
+                own[name].copy_(tensor)
+            print(held.version, flush=True)
+
+
+def measure(weights: dict[str, Tensor], rounds: int) -> Iterator[dict[str, float]]:
+    """Seconds by side, once for each round."""
+    size = sum(tensor.nbytes for tensor in weights.values())
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    publisher = SharedWeightsPublisher(weights)
+    for version in (0, 1):  # both buffers' pages are there from now on
+        publisher.publish(version, weights.items())
+    reader = Reader(publisher.path)
+    changed = dict(list(weights.items())[::10])
+    trained = Module(weights)
+    shared = SharedStorage(trained, Module(weights))
+    version = 1
+    try:
+        for _ in range(rounds):
+            seconds = {COPY: seconds_of(lambda: target.copy_(source))}
+            version += 1
+            seconds["publish"] = seconds_of(lambda number=version: publisher.publish(number, weights.items()))
+            seconds["publish + read"] = seconds["publish"] + seconds_of(reader.read)
+            for tensor in changed.values():
+                tensor.add_(1)
+            version += 1
+            seconds["only changed"] = seconds_of(lambda number=version: publisher.publish(number, weights.items(), only_changed=True))
+            if reader.read() != version:
+                raise RuntimeError("the reader has another version than the one that was published")
+            seconds["shared storage"] = seconds_of(lambda number=version: shared.publish(number))
+            yield seconds
+    finally:
+        reader.close()
+        publisher.close()
+
+
+def report(measured: list[dict[str, float]], size: int) -> str:
+    """The table and the figure, medians over rounds; `size` in bytes."""
+    rows, ratios = [], {}
+    for side in measured[0]:
+        seconds = statistics.median(one[side] for one in measured)
+        ratios[side] = statistics.median(one[COPY] / one[side] for one in measured)
+        rows.append([side, f"{1e3 * seconds:.2f}", f"{size / seconds / 1e9:.2f}", f"{ratios[side]:.2f}x"])
+    table = text_table([f"{size / 1e6:.0f} MB", "ms", "GB/s", "of a memory copy"], rows)
+    gb_per_s = size / statistics.median(one["publish"] for one in measured) / 1e9
+    return (
+        f"{table}\n\nfigure: weights published at {gb_per_s:.1f} GB/s, {ratios['publish']:.2f} of a memory copy; published and read by "
+        f"another process {ratios['publish + read']:.2f}; shared storage: no copy"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--read", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.read:
+        read_forever(arguments.read)
+        return
+    torch.set_num_threads(1)  # the memory copy too: what one core can move
+    print(provenance())
+    weights = make_weights(arguments.megabytes, arguments.hidden_size, getattr(torch, arguments.dtype))
+    measured = list(measure(weights, arguments.rounds))
+    print(f"\n{report(measured, sum(tensor.nbytes for tensor in weights.values()))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tools that language agents may use: a calculator, Python, a search over texts, and servers of the Model Context Protocol."""

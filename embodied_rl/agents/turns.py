@@ -1,0 +1,132 @@
+"""What an agent's episode is made of: turns of token ids, and the rows of tokens that they are trained in.
+
+Shapes: T turns; P tokens of a prompt, n sampled ones; S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodied_rl.agents.parsing import ParsedAction
+from embodied_rl.types import Episode
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What a prompt left out of the past because it would have been too long."""
+
+    num_turns: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One prompt, what was sampled after it, and what came of it."""
+
+    observation: str
+    prompt_ids: np.ndarray
+    """[P] int64"""
+    token_ids: np.ndarray
+    """[n] int64 as sampled, a stop token included."""
+    log_prob: np.ndarray
+    """[n] float32 of each token under the policy that sampled it."""
+    version: np.ndarray
+    """[n] int64 version of the weights that sampled it."""
+    answer: str
+    """The sampled tokens as text, for people and parsers."""
+    parsed: ParsedAction
+    reward: float
+    """The simulator's, less the penalty of an invalid answer."""
+    game_reward: float
+    """The simulator's."""
+    dropped: Dropped | None = None
+    """None: the prompt is whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class AgentEpisode(Episode):
+    """An episode whose messages are turns; `action` is what the simulator got, [T] str."""
+
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def game_return(self) -> float:
+        """Sum of the simulator's rewards: `episode_return` without penalties."""
+        return float(sum(turn.game_reward for turn in self.turns))
+
+
+def episode_of(
+    turns: Sequence[Turn], *, terminated: bool, truncated: bool, success: bool, seed: int, domain: str, final_text: str, greedy: bool
+) -> AgentEpisode:
+    """Put turns of different lengths into the arrays of an episode, [T, L] with L the most tokens of a turn."""
+    longest = max(len(turn.token_ids) for turn in turns)
+    shape = (len(turns), longest)
+    log_prob, mask, version = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, np.int64)
+    for row, turn in enumerate(turns):
+        count = len(turn.token_ids)
+        log_prob[row, :count], mask[row, :count], version[row, :count] = turn.log_prob, True, turn.version
+    return AgentEpisode(
+        observation={"text": texts([turn.observation for turn in turns])},
+        action=texts([turn.parsed.text for turn in turns]),
+        log_prob=log_prob,
+        reward=np.array([turn.reward for turn in turns], np.float32),
+        terminated=terminated,
+        truncated=truncated,
+        success=success,
+        seed=seed,
+        domain=domain,
+        policy_version=version,
+        final_observation={"text": texts([final_text]).reshape(())},
+        mask=mask,
+        metadata={"greedy": greedy},
+        turns=tuple(turns),
+    )
+
+
+def texts(values: Sequence[str]) -> np.ndarray:
+    """[n] object array of `str`."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRow:
+    """Tokens that are trained in one forward: a turn, or several that continue one another token by token."""
+
+    token_ids: np.ndarray
+    """[S] int64"""
+    mask: np.ndarray
+    """[S] bool: sampled by the policy."""
+    log_prob: np.ndarray
+    """[S] float32 under the policy that sampled; 0 where `mask` is False."""
+    turn: np.ndarray
+    """[S] int64 number of the turn in its episode; 0 where `mask` is False."""
+
+
+def rows_of(turns: Sequence[Turn]) -> list[TokenRow]:
+    """Rows of an episode. A turn whose prompt begins with the whole turn before it is appended to that one's row: each token is then
+    evaluated once, after exactly the tokens that it was sampled after."""
+    rows: list[list[tuple[int, Turn]]] = []
+    known = np.zeros(0, np.int64)
+    for number, turn in enumerate(turns):
+        continues = bool(rows) and len(turn.prompt_ids) >= len(known) and np.array_equal(turn.prompt_ids[: len(known)], known)
+        if continues:
+            rows[-1].append((number, turn))
+        else:
+            rows.append([(number, turn)])
+        known = np.concatenate([turn.prompt_ids, turn.token_ids])
+    return [_row(parts) for parts in rows]
+
+
+def _row(parts: Sequence[tuple[int, Turn]]) -> TokenRow:
+    last = parts[-1][1]
+    token_ids = np.concatenate([last.prompt_ids, last.token_ids]).astype(np.int64)
+    mask, log_prob, turn = np.zeros(len(token_ids), bool), np.zeros(len(token_ids), np.float32), np.zeros(len(token_ids), np.int64)
+    for number, part in parts:
+        where = slice(len(part.prompt_ids), len(part.prompt_ids) + len(part.token_ids))
+        mask[where], log_prob[where], turn[where] = True, part.log_prob, number
+    return TokenRow(token_ids, mask, log_prob, turn)

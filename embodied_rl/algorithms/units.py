@@ -1,0 +1,57 @@
+"""Action units of chunks: which of them were executed, and what a probability ratio belongs to. Pure functions.
+
+Shape legend: B rows, K steps of a chunk, A action dimensions, S denoising steps (1 for tokens), L = S·K·A action units, step of the
+chunk k and dimension a at unit (s·K + k)·A + a.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Level = Literal["chunk", "action", "token"]
+"""What has one probability ratio: the whole decision, each step of its chunk, or each action unit by itself."""
+
+
+def unit_steps(num_units: int, chunk_size: int, action_dim: int) -> Tensor:
+    """[L] int64: the step of the chunk that each unit belongs to. Raises ValueError where L is no multiple of K·A."""
+    if num_units % (chunk_size * action_dim):
+        raise ValueError(f"{num_units} action units cannot be those of {chunk_size} steps of {action_dim} dimensions.")
+    return (torch.arange(num_units) // action_dim) % chunk_size
+
+
+def at_level(x: Tensor, level: Level, mask: Tensor | None, steps: Tensor) -> Tensor:
+    """Sum log-probabilities (or entropies) [B, L] over what belongs together: [B], [B, K], or [B, L] as they are.
+
+    Args:
+        mask: [B, L] bool, units that count; the others are left out of the sums. None: all.
+        steps: [L] of `unit_steps`.
+    """
+    if level == "token":
+        return x
+    visible = x if mask is None else torch.where(mask, x, torch.zeros_like(x))
+    if level == "chunk":
+        return visible.sum(-1)
+    return visible.new_zeros(len(x), int(steps.max()) + 1).index_add(1, steps, visible)
+
+
+def mask_at_level(mask: Tensor | None, level: Level, steps: Tensor) -> Tensor | None:
+    """[B, L] bool → [B], [B, K] or [B, L]: which sums of `at_level` hold anything."""
+    if mask is None or level == "token":
+        return mask
+    return at_level(mask.float(), level, None, steps) > 0
+
+
+def spread(x: Tensor, level: Level, steps: Tensor) -> Tensor:
+    """Advantages [B] or [B, K] to the shape of `level`, each number for all that belongs to it.
+
+    Raises:
+        ValueError: numbers of single steps, and a level that has one number for all of them.
+    """
+    if x.dim() == 1:
+        return x  # losses give the number of a row to all its entries
+    if level == "chunk":
+        raise ValueError("Advantages of single actions need ratios of actions or tokens, not of whole chunks.")
+    return x if level == "action" else x[:, steps]

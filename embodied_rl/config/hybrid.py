@@ -1,0 +1,79 @@
+"""Where generation and training run, and how training is spread over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from embodied_rl.config.building import require
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """Training on a mesh of ranks with FSDP2; the ranks are num_replicas x num_shards x num_tensor_shards processes."""
+
+    num_shards: int = 1
+    """Ranks over which each parameter is cut (FSDP)."""
+    num_replicas: int = 1
+    """Copies of the sharded model, each of which trains other rows (HSDP); 1: none."""
+    num_tensor_shards: int = 1
+    """Ranks that compute each matrix product together (tensor parallelism); needs a model with a plan."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters in forward and backward; the optimizer's parameters and the sums over ranks are float32 always."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters after each block's forward and gather them again for its backward: less memory, more traffic."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (GPUs alone)."""
+    checkpoint_activations: bool = False
+    """Compute each block's activations again in the backward instead of keeping them."""
+    micro_batch_size: int | None = None
+    """Rows (or episodes) of one forward of one rank; gradients of a minibatch's parts are added up. null: the whole part of the rank."""
+    start_timeout_s: float = 180.0
+    """A rank that is not there after so long is an error."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_shards * self.num_replicas * self.num_tensor_shards
+
+    def __post_init__(self) -> None:
+        for name in ("num_shards", "num_replicas", "num_tensor_shards"):
+            require(getattr(self, name) >= 1, f"hybrid.sharding.{name}", ">= 1", getattr(self, name))
+        size = self.micro_batch_size
+        require(size is None or size >= 1, "hybrid.sharding.micro_batch_size", ">= 1 or null", size)
+        require(self.start_timeout_s > 0, "hybrid.sharding.start_timeout_s", "> 0", self.start_timeout_s)
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """Where generation and training run."""
+
+    placement: Literal["collocated"] = "collocated"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_threads: int | None = None
+    """Threads of the learner on a CPU, of each rank with sharding; null: as many as there are cores, one with sharding."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of matrix products in training without sharding; weights, sums, probabilities and the optimizer's state are float32 always."""
+    offload: tuple[Literal["parameters", "gradients", "optimizer", "kv_cache", "simulators"], ...] = ()
+    """What leaves the device while the other side has its turn: the first three while actions are generated, the others while training.
+    Only what is trained apart from the policy that generates has parameters to move (sharding)."""
+    sharding: ShardingConfig | None = None
+    """Train on a mesh of ranks; null: in this process."""
+
+    @property
+    def rank_threads(self) -> int | None:
+        """Threads of one rank's learner; None: as many as there are cores."""
+        return self.num_threads if self.sharding is None else self.num_threads or 1
+
+    def __post_init__(self) -> None:
+        require(self.num_threads is None or self.num_threads >= 1, "hybrid.num_threads", ">= 1 or null", self.num_threads)
+        require(len(set(self.offload)) == len(self.offload), "hybrid.offload", "without repetition", self.offload)
+        require(
+            "parameters" not in self.offload or self.sharding is not None,
+            "hybrid.sharding",
+            "set where hybrid.offload names parameters: without it, the policy that generates is the one that is trained",
+            self.sharding,
+        )
+        alone = self.sharding is None or self.precision == "float32"
+        require(alone, "hybrid.precision", "float32 with hybrid.sharding, which has a precision of its own", self.precision)
+        on_cpu = self.sharding is not None and self.sharding.cpu_offload and self.device == "cpu"
+        require(not on_cpu, "hybrid.sharding.cpu_offload", "false with hybrid.device=cpu: everything lies there already", True)

@@ -1,0 +1,84 @@
+"""The engine that a configuration describes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from embodied_rl.config import HybridConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.base import Generator
+from embodied_rl.hybrid.engine import HybridEngine
+from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors, optimizer_tensors
+
+
+class Simulators(Protocol):
+    """What `EnvManager` offers."""
+
+    def offload(self) -> int: ...
+
+    def onload(self) -> None: ...
+
+
+def make_engine(config: HybridConfig, policy: Any, generator: Generator, method: Any, simulators: Simulators) -> HybridEngine:
+    """Engine with residency for a method's learner.
+
+    Args:
+        method: its ``sharded`` (a `ShardedUpdater`), where it has one, trains; else its ``learner``.
+
+    Raises:
+        UserError: the method has nothing of what `config` wants to move, or cannot train on several ranks.
+    """
+    sharded = getattr(method, "sharded", None)
+    if config.sharding is not None and sharded is None:
+        raise UserError(
+            f"hybrid.sharding: {type(method).__name__} trains in one process alone. "
+            "Set hybrid=local, or choose PPO on rollouts or a method on groups (algorithm=ppo, algorithm=grpo, …)."
+        )
+    residency = Residency()
+    if "simulators" in config.offload:
+        residency.register("simulators", Hooks(simulators.offload, simulators.onload))
+    if "kv_cache" in config.offload:
+        residency.register("kv_cache", _cache_of(generator))
+    if sharded is not None:
+        parameters, optimizer = list(sharded.rank.policy.parameters()), sharded.rank.optimizer
+    else:
+        updater = trained_by(method)
+        parameters, optimizer = list(policy.parameters()), getattr(updater, "optimizer", None)
+    if "parameters" in config.offload:
+        residency.register("parameters", Tensors(lambda: parameters))
+    if "gradients" in config.offload:
+        residency.register("gradients", Gradients(lambda: parameters))
+    if "optimizer" in config.offload:
+        if optimizer is None:
+            raise UserError(
+                "hybrid.offload=[optimizer]: this learner keeps its optimizer's state in arrays of its own on the CPU (small networks). "
+                "Leave it out; there is nothing to gain."
+            )
+        residency.register("optimizer", Tensors(lambda: optimizer_tensors(optimizer)))
+    return HybridEngine(policy, generator, trained=sharded, residency=residency)
+
+
+def _cache_of(generator: Any) -> Hooks:
+    """A token backend's key-value cache; nothing of it is kept on the host."""
+    backend = getattr(generator, "backend", generator)
+    if not hasattr(backend, "release_memory"):
+        raise UserError(
+            f"hybrid.offload=[kv_cache]: {type(backend).__name__} keeps no cache that could be let go. Leave it out, or use "
+            "generation=tokens_torch."
+        )
+
+    def release() -> int:
+        backend.release_memory()
+        return 0
+
+    return Hooks(release, backend.restore_memory, lambda: {str(backend.device): backend.cache_bytes})
+
+
+def trained_by(method: Any) -> Any:
+    """The object with the optimizer, wherever a learner keeps it; None where there is no single one."""
+    learner = getattr(method, "learner", None)
+    for name in ("_updater", "_adam"):
+        found = getattr(learner, name, None)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,134 @@
+"""One rank's part of a step on whole episodes: the objective with the whole minibatch's denominators, and what a rank is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied_rl.algorithms.aggregation import Aggregation
+from embodied_rl.algorithms.composition import compose, method_options
+from embodied_rl.algorithms.episodes import EpisodeBatch
+from embodied_rl.algorithms.kl import kl_estimate, kl_loss
+from embodied_rl.algorithms.losses import entropy_bonus, value_loss
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.hybrid import fsdp
+from embodied_rl.hybrid.rank import EpisodeStep, Rank
+
+INPUT, OBSERVATION = "input.", "observation."
+
+
+class EpisodeObjective:
+    """Any loss of the table on some episodes of a minibatch, divided by the whole minibatch's counts: parts add up, metrics too."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config, self.info = config, compose(config).loss
+        self.aggregation = Aggregation(config.aggregation or self.info.default_aggregation, config.horizon)  # type: ignore[arg-type]
+        self.options: dict[str, Any] = method_options(self.info, config.loss_options, config)
+
+    def __call__(self, policy: nn.Module, tensors: Mapping[str, Tensor], step: EpisodeStep) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and metrics of the episodes of `pack_episodes`, of which `tensors` holds some rows."""
+        config, count, num_steps = self.config, step.num_units, step.num_steps
+        part = below(tensors, INPUT)
+        mask, at = part["mask"], (tensors["row"], tensors["column"])
+        evaluation = policy.evaluate(below(tensors, OBSERVATION), tensors["action"])  # type: ignore[operator]
+
+        def scatter(flat: Tensor) -> Tensor:
+            return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).index_put(at, flat)
+
+        log_prob, entropy = scatter(evaluation.log_prob.sum(-1)), scatter(evaluation.entropy.sum(-1))
+        given = {name: part[name] for name in (*self.info.inputs, *self.info.optional_inputs) if name in part}
+        shared: dict[str, Any] = {"mask": mask, "aggregation": self.aggregation, "denominator": count}
+        loss, metrics = self.info.load()(**{**given, "log_prob": log_prob}, **self.options, **shared)
+        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, mask=mask, denominator=num_steps)
+        total, metrics = loss + config.entropy_coef * entropy_part, {**metrics, **entropy_metrics}
+        if "returns" in part:
+            value_part, value_metrics = value_loss(
+                value=scatter(evaluation.value),
+                returns=part["returns"],
+                old_value=part["value"],
+                clip=config.value_clip,
+                mask=mask,
+                denominator=num_steps,
+            )
+            total, metrics = total + config.value_coef * value_part, {**metrics, **value_metrics}
+        if "reference_log_prob" in part and config.kl.place == "loss":
+            kl_part, kl_metrics = kl_loss(log_prob=log_prob, reference_log_prob=part["reference_log_prob"], kind=config.kl.kind, **shared)
+            total, metrics = total + step.kl_coef * kl_part, {**metrics, **kl_metrics}
+        with torch.no_grad():
+            before = part.get("old_log_prob", part["behaviour_log_prob"])
+            moved = kl_estimate(log_prob=before, reference_log_prob=log_prob.detach(), kind="k3")
+            metrics["approx_kl"] = torch.where(mask, moved, torch.zeros_like(moved)).sum() / num_steps
+        return total, metrics
+
+
+class EpisodeRank:
+    """One rank's steps on episodes; every method is collective."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.objective = rank, EpisodeObjective(rank.config)
+
+    def step(self, tensors: Mapping[str, Tensor], step: EpisodeStep) -> tuple[dict[str, float], bool]:
+        """Take one step on this rank's episodes (`pack_episodes`); metrics of the whole minibatch, with ``grad_norm`` and ``loss``.
+
+        Returns:
+            The metrics, and whether the step was finite and therefore taken.
+        """
+        rank = self.rank
+        moved = {name: tensor.to(rank.device) for name, tensor in tensors.items()}
+        sums: dict[str, Tensor] = {}
+
+        def loss_of(start: int, stop: int) -> Tensor:
+            loss, metrics = self.objective(rank.policy, episodes_between(moved, start, stop), step)
+            for name, value in {**metrics, "loss": loss.detach()}.items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
+            return loss
+
+        for group in rank.optimizer.param_groups:
+            group["lr"] = step.learning_rate
+        rank.optimizer.zero_grad(set_to_none=True)
+        fsdp.accumulate(rank.policy, [lambda start=start, stop=stop: loss_of(start, stop) for start, stop in step.parts])  # type: ignore[misc]
+        names = sorted(sums)
+        totals = rank.summed(torch.stack([sums[name] for name in names]))
+        figures = dict(zip(names, totals.tolist(), strict=True))
+        figures["grad_norm"] = fsdp.clip_gradients(rank.parameters.values(), rank.config.max_grad_norm)
+        finite = bool(np.isfinite([figures["loss"], figures["grad_norm"]]).all())
+        if finite:
+            rank.optimizer.step()
+        return figures, finite
+
+
+def pack_episodes(
+    batch: EpisodeBatch, inputs: Mapping[str, Tensor], chosen: np.ndarray, counts: np.ndarray, keys: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Some episodes as named tensors: ``input.<name>`` [n, L] or [n], and flat over their m steps ``observation.<key>``, ``action``,
+    ``row`` (0 … n − 1) and ``column``. An episode may come twice; what does not count has an empty mask."""
+    own = {name: value[torch.from_numpy(chosen)] for name, value in inputs.items()}
+    own["mask"] = own["mask"] & torch.from_numpy(counts)[:, None]
+    steps = [(batch.row == int(episode)).nonzero().squeeze(-1) for episode in chosen]
+    flat = torch.cat(steps)
+    row = torch.repeat_interleave(torch.arange(len(chosen)), torch.tensor([len(part) for part in steps]))
+    tensors = {f"{INPUT}{name}": value for name, value in own.items()}
+    tensors |= {f"{OBSERVATION}{key}": batch.observation[key][flat] for key in keys}
+    return {**tensors, "action": batch.action[flat], "row": row, "column": batch.column[flat]}
+
+
+def episodes_between(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Episodes `start` to `stop` of what `pack_episodes` made, cut to the longest of them."""
+    inside = ((tensors["row"] >= start) & (tensors["row"] < stop)).nonzero().squeeze(-1)
+    longest = int(tensors["column"][inside].max()) + 1 if len(inside) else 1
+    found = {}
+    for name, tensor in tensors.items():
+        if name.startswith(INPUT):
+            found[name] = tensor[start:stop, :longest] if tensor.dim() == 2 else tensor[start:stop]
+        else:
+            found[name] = tensor[inside] - start if name == "row" else tensor[inside]
+    return found
+
+
+def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """What is named ``<prefix>…``, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

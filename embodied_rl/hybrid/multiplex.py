@@ -1,0 +1,252 @@
+"""Generation and training on the same devices at the same time: some hosts leave for training, and their episodes move to the others.
+
+```
+ generating:   hosts 0 1 2 3      all play
+ shrink():     hosts 0 1 │ 2 3    what waits on 2 and 3 moves to 0 and 1; a step in flight ends first; what finds no room is parked
+ vacated:      hosts 0 1 │ train  2 and 3 are empty: training begins there, while 0 and 1 play on
+ expand():     hosts 0 1 2 3      parked episodes go on first, then new ones begin
+```
+(Train-rollout multiplexing as in ROME, Wang et al. 2025, arXiv:2512.24873.) No episode is begun again or lost: at every moment
+
+    started = finished + running + parked
+
+which is asserted after each transition. A *host* is whatever plays episodes: simulators' slots (`rollout.handover.SimHost`), or a token
+backend (`rollout.handover.TokenHost`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from embodied_rl.errors import UserError
+
+Key = Hashable
+Batch = TypeVar("Batch")
+Phase = Literal["generating", "vacating", "training"]
+
+
+class Host(Protocol):
+    """Plays up to `capacity` episodes."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def running(self) -> Collection[Key]:
+        """Episodes that are being played here."""
+        ...
+
+    def movable(self) -> Collection[Key]:
+        """Those of `running` that can be taken at this moment, without waiting."""
+        ...
+
+    def take(self, keys: Sequence[Key]) -> Mapping[Key, Any]:
+        """End these here and return what is needed to go on elsewhere; one that just finished is left out (and comes out as finished)."""
+        ...
+
+    def give(self, states: Mapping[Key, Any]) -> None:
+        """Go on with episodes of another host."""
+        ...
+
+
+@dataclass(frozen=True)
+class MultiplexCounts:
+    """What became of the episodes."""
+
+    started: int = 0
+    finished: int = 0
+    running: int = 0
+    parked: int = 0
+    """Taken from a host that had to leave, and waiting for room on another."""
+    moves: int = 0
+    """From host to host, parked in between or not."""
+
+    @property
+    def add_up(self) -> bool:
+        return self.started == self.finished + self.running + self.parked
+
+
+class Multiplexer:
+    """Says which hosts generate, and moves episodes when that changes. Called by the thread that plays (the collector's)."""
+
+    def __init__(self, hosts: Sequence[Host], train_on: Sequence[int]) -> None:
+        """
+        Args:
+            hosts: all of them generate at first.
+            train_on: numbers of those that leave while training.
+
+        Raises:
+            UserError: a host that does not exist, none at all, or none that would be left.
+        """
+        leaving = set(train_on)
+        if not leaving or not leaving < set(range(len(hosts))):
+            raise UserError(
+                f"train_on={sorted(leaving)} must name at least one and not all of the {len(hosts)} hosts (0-{len(hosts) - 1}): with all "
+                "of them, generation and training take turns (hybrid.placement=collocated)."
+            )
+        self.hosts, self.train_on = list(hosts), frozenset(leaving)
+        self.shrunk = False
+        self._where: dict[Key, int] = {}
+        self._parked: dict[Key, Any] = {}
+        self._started = self._finished = self._moves = 0
+
+    # ---- the collector's side ---------------------------------------------------------------------------------------
+
+    def room(self) -> int | None:
+        """Number of the host that a new episode should begin on: the emptiest that generates; None: there is none with room.
+
+        Parked episodes come first; while there are some, nothing new begins.
+        """
+        self.settle()
+        return None if self._parked else self._roomiest()
+
+    def started(self, key: Key, host: int) -> None:
+        """An episode was begun on a host. Raises ValueError for a key in use, and for a host that is to leave."""
+        if key in self._where or key in self._parked:
+            raise ValueError(f"Episode {key!r} is being played already.")
+        if host not in self.active:
+            raise ValueError(f"Episode {key!r} was begun on host {host}, which is leaving for training.")
+        self._where[key] = host
+        self._started += 1
+        self._check()
+
+    def finished(self, key: Key) -> None:
+        """An episode has ended, wherever it was. Raises ValueError for one that is not being played."""
+        if key not in self._where:
+            raise ValueError(f"Episode {key!r} is {'parked' if key in self._parked else 'not known'} and cannot have finished.")
+        del self._where[key]
+        self._finished += 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Move what can be moved by now: call it whenever steps have come back. Costs nothing while all generate and none is parked."""
+        if self.shrunk:
+            for number in sorted(self.train_on):
+                self._vacate(number)
+        self._unpark()
+        self._check()
+
+    def host_of(self, key: Key) -> int | None:
+        """Where an episode is being played; None: it is parked. Raises ValueError for one that is not known."""
+        if key in self._parked:
+            return None
+        if key not in self._where:
+            raise ValueError(f"Episode {key!r} is not being played.")
+        return self._where[key]
+
+    # ---- the trainer's side -----------------------------------------------------------------------------------------
+
+    def shrink(self) -> None:
+        """Have the hosts of `train_on` vacated; training may begin there when `vacated`. Does nothing when it was asked for before."""
+        self.shrunk = True
+        self.settle()
+
+    def expand(self) -> None:
+        """All hosts generate again."""
+        self.shrunk = False
+        self.settle()
+
+    @property
+    def vacated(self) -> bool:
+        """Whether the hosts that are to leave play nothing any more."""
+        return self.shrunk and all(not self.hosts[number].running for number in self.train_on)
+
+    @property
+    def active(self) -> list[int]:
+        """Hosts that may play."""
+        return [number for number in range(len(self.hosts)) if not (self.shrunk and number in self.train_on)]
+
+    def counts(self) -> MultiplexCounts:
+        """Over the whole run."""
+        return MultiplexCounts(self._started, self._finished, len(self._where), len(self._parked), self._moves)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _vacate(self, number: int) -> None:
+        host = self.hosts[number]
+        keys = [key for key in host.movable() if self._where.get(key) == number]
+        if not keys:
+            return
+        for key, state in host.take(keys).items():
+            # Parked first, so that nothing is lost should the next host fail.
+            del self._where[key]
+            self._parked[key] = state
+
+    def _unpark(self) -> None:
+        while self._parked and (number := self._roomiest()) is not None:
+            host = self.hosts[number]
+            keys = list(self._parked)[: self._fair_share(number)]
+            host.give({key: self._parked[key] for key in keys})
+            for key in keys:
+                del self._parked[key]
+                self._where[key] = number
+            self._moves += len(keys)
+
+    def _fair_share(self, number: int) -> int:
+        """So that a handful of parked episodes is spread over all hosts with room, and many go in a few messages."""
+        free = [self._free(other) for other in self.active if self._free(other) > 0]
+        return max(1, min(self._free(number), -(-len(self._parked) // len(free))))
+
+    def _free(self, number: int) -> int:
+        host = self.hosts[number]
+        return host.capacity - len(host.running)
+
+    def _roomiest(self) -> int | None:
+        free = [(self._free(number), -number) for number in self.active]
+        most, negative = max(free)
+        return -negative if most > 0 else None
+
+    def _check(self) -> None:
+        assert self.counts().add_up, self.counts()
+        assert not self._parked.keys() & self._where.keys(), "an episode is played and parked at the same time"
+
+
+class MultiplexController(Generic[Batch]):
+    """When hosts leave and come back: with a full batch, when they are empty, and when the update is done.
+
+    ``generating ──take() gives a batch──▶ vacating ──hosts are empty──▶ training ──finished()──▶ publish(), generating``
+
+    The update itself runs elsewhere (another thread, other ranks): `begin` starts it, `finished` asks whether it is over.
+    """
+
+    def __init__(
+        self,
+        multiplexer: Multiplexer,
+        *,
+        take: Callable[[], Batch | None],
+        begin: Callable[[Batch], None],
+        finished: Callable[[], bool],
+        publish: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            take: the next batch when enough was collected, else None (`GroupQueue.take`).
+            begin: start to train on it; the vacated hosts' memory is free.
+            finished: whether that is done. Raises what the update raised.
+            publish: hand the new weights to all hosts, those that come back included.
+        """
+        self.multiplexer = multiplexer
+        self.phase: Phase = "generating"
+        self._take, self._begin, self._finished, self._publish = take, begin, finished, publish
+        self._batch: Batch | None = None
+
+    def tick(self) -> Phase:
+        """Go on as far as possible without waiting: call it after whatever came back to the collector."""
+        self.multiplexer.settle()
+        if self.phase == "training" and self._finished():
+            # Weights first: a host that came back with old ones would sample from these.
+            self._publish()
+            self.multiplexer.expand()
+            self.phase = "generating"
+        if self.phase == "generating" and (batch := self._take()) is not None:
+            self._batch = batch
+            self.multiplexer.shrink()
+            self.phase = "vacating"
+        if self.phase == "vacating" and self.multiplexer.vacated:
+            batch, self._batch = self._batch, None
+            assert batch is not None
+            self.phase = "training"
+            self._begin(batch)
+        return self.phase

@@ -1,0 +1,256 @@
+"""What lies on the device and what does not: a ledger, and the moving between the turns of generation and training.
+
+```
+                 parameters*  gradients  optimizer  key-value cache  simulators
+ generation        out          out        out          in              in
+ training          in           in         in           out             out          * of a trained copy (sharding)
+```
+Only what is registered here moves. Tensors are moved by storage: every view, tied weight and sharded part of it goes along, and comes back
+in its place bit for bit. On a GPU the host side is pinned and copies run on a stream of their own. On a CPU, "out" is a store beside the
+tensors, whose own memory is given back: reading a tensor that is out is an error of the caller, as it is on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+Kind = Literal["parameters", "gradients", "optimizer", "kv_cache", "simulators", "buffers"]
+Ledger = dict[str, dict[str, int]]
+"""{kind: {place: bytes}}; places are devices, and ``host`` for what was moved out."""
+
+KINDS: tuple[str, ...] = get_args(Kind)
+WANTED: dict[str, frozenset[str]] = {
+    "generation": frozenset({"kv_cache", "simulators", "buffers"}),
+    "training": frozenset({"parameters", "gradients", "optimizer", "buffers"}),
+}
+"""What a turn needs; everything else that is registered is out during it."""
+HOST = "host"
+
+
+class Resident(Protocol):
+    """Something that takes memory and can be put aside."""
+
+    def num_bytes(self) -> dict[str, int]:
+        """{place: bytes} now."""
+        ...
+
+    def offload(self) -> int:
+        """Put it aside; bytes that the device got back. Nothing happens the second time."""
+        ...
+
+    def onload(self) -> int:
+        """Bring it back; bytes that the device gave."""
+        ...
+
+
+class Residency:
+    """Everything that moves between the turns."""
+
+    def __init__(self) -> None:
+        self._residents: dict[str, list[Resident]] = {}
+        self._out: set[str] = set()
+        self._moved_bytes, self._moved_s = 0, 0.0
+
+    def register(self, kind: Kind, resident: Resident) -> None:
+        """From now on `resident` is out while its turn is not on."""
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
+        self._residents.setdefault(kind, []).append(resident)
+
+    def begin(self, turn: str) -> None:
+        """Make room, then bring in what the turn needs. Raises what a resident raises."""
+        wanted = WANTED[turn]
+        for kind in self._residents:
+            if kind not in wanted and kind not in self._out:
+                self._out.add(kind)
+                self._move([resident.offload for resident in self._residents[kind]])
+        for kind in sorted(self._out & wanted):
+            self.onload(kind)
+
+    def onload(self, kind: str) -> None:
+        """Bring one kind back, if it is out."""
+        if kind in self._out:
+            self._move([resident.onload for resident in self._residents[kind]])
+            self._out.discard(kind)
+
+    def onload_all(self, *, but: tuple[str, ...] = ()) -> None:
+        """Bring everything back, `but` these kinds: before a checkpoint is written, or at the end."""
+        for kind in sorted(self._out.difference(but)):
+            self.onload(kind)
+
+    def ledger(self) -> Ledger:
+        """Exact bytes of every registered kind, by place."""
+        found: Ledger = {}
+        for kind, residents in self._residents.items():
+            places = found.setdefault(kind, {})
+            for resident in residents:
+                for place, size in resident.num_bytes().items():
+                    places[place] = places.get(place, 0) + size
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """The ledger, and what was moved since the last call with the time that this process waited for it."""
+        if not self._residents:
+            return {}
+        figures = {f"residency/{kind}_{place}_bytes": float(n) for kind, row in self.ledger().items() for place, n in row.items()}
+        figures |= {"residency/moved_bytes": float(self._moved_bytes), "residency/moved_s": self._moved_s}
+        self._moved_bytes, self._moved_s = 0, 0.0
+        return figures
+
+    def _move(self, moves: Iterable[Callable[[], int]]) -> None:
+        started = time.perf_counter()
+        self._moved_bytes += sum(move() for move in moves)
+        self._moved_s += time.perf_counter() - started
+
+
+class Tensors:
+    """Tensors that are moved to the host and back. Implements `Resident`."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """`tensors` lists them anew each time: optimizer state, for one, is made at the first step."""
+        self._tensors = tensors
+        self._aside: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._pinned: dict[int, Tensor] = {}
+        """{bytes: host buffers that are kept}: pinning memory costs more than copying it."""
+        self._stream: torch.cuda.Stream | None = None
+
+    def num_bytes(self) -> dict[str, int]:
+        """See `Resident.num_bytes`."""
+        places: dict[str, int] = {HOST: sum(host.numel() for _, host in self._aside)}
+        for storage in _storages(self._tensors()):
+            place = str(storage.device)
+            places[place] = places.get(place, 0) + storage.nbytes()
+        return places
+
+    @torch.no_grad()
+    def offload(self) -> int:
+        """See `Resident.offload`."""
+        if self._aside:
+            return 0
+        storages = [storage for storage in _storages(self._tensors()) if storage.nbytes()]
+        with self._copying(storages):
+            for number, storage in enumerate(storages):
+                host = self._host_buffer(number, storage)
+                host.copy_(_as_bytes(storage), non_blocking=True)
+                self._aside.append((storage, host))
+        if self._stream is not None:
+            self._stream.synchronize()  # a storage may be freed when its copy is there, not before
+        for storage, _ in self._aside:
+            storage.resize_(0)
+        return sum(host.numel() for _, host in self._aside)
+
+    @torch.no_grad()
+    def onload(self) -> int:
+        """See `Resident.onload`. On a GPU it returns while copies still run; kernels that are queued later wait for them."""
+        storages = [storage for storage, _ in self._aside]
+        for storage, host in self._aside:
+            storage.resize_(host.numel())
+        with self._copying(storages):
+            for storage, host in self._aside:
+                _as_bytes(storage).copy_(host, non_blocking=True)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        moved = sum(host.numel() for _, host in self._aside)
+        self._aside = []
+        return moved
+
+    def _copying(self, storages: list[torch.UntypedStorage]) -> Any:
+        """The side stream of the storages' GPU; nothing on a CPU."""
+        device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
+        if device is None:
+            return torch.no_grad()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._stream)
+
+    def _host_buffer(self, number: int, storage: torch.UntypedStorage) -> Tensor:
+        if storage.device.type != "cuda":
+            return torch.empty(storage.nbytes(), dtype=torch.uint8)
+        kept = self._pinned.get(number)
+        if kept is None or kept.numel() != storage.nbytes():
+            kept = self._pinned[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        return kept
+
+
+class Gradients:
+    """Gradients, which no turn takes over: they are freed. Implements `Resident`."""
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
+
+    def num_bytes(self) -> dict[str, int]:
+        """See `Resident.num_bytes`."""
+        places: dict[str, int] = {}
+        for storage in _storages(parameter.grad for parameter in self._parameters() if parameter.grad is not None):
+            places[str(storage.device)] = places.get(str(storage.device), 0) + storage.nbytes()
+        return places
+
+    def offload(self) -> int:
+        """See `Resident.offload`."""
+        freed = sum(self.num_bytes().values())
+        for parameter in self._parameters():
+            parameter.grad = None
+        return freed
+
+    def onload(self) -> int:
+        """They come with the next backward pass."""
+        return 0
+
+
+class Hooks:
+    """What makes room in a way of its own: simulators (`EnvManager.offload` and `onload`), a generator's cache. Implements `Resident`."""
+
+    def __init__(
+        self, offload: Callable[[], int], onload: Callable[[], Any], num_bytes: Callable[[], dict[str, int]] | None = None
+    ) -> None:
+        """
+        Args:
+            offload: returns the bytes that it keeps on the host instead.
+            num_bytes: {place: bytes} now; None: only what is kept on the host is known.
+        """
+        self._offload, self._onload, self._num_bytes = offload, onload, num_bytes
+        self._kept: int | None = None
+
+    def num_bytes(self) -> dict[str, int]:
+        """See `Resident.num_bytes`."""
+        return {HOST: self._kept or 0} | ({} if self._num_bytes is None else self._num_bytes())
+
+    def offload(self) -> int:
+        """See `Resident.offload`; here: the bytes that are kept."""
+        if self._kept is not None:
+            return 0
+        self._kept = int(self._offload())
+        return self._kept
+
+    def onload(self) -> int:
+        """See `Resident.onload`."""
+        if self._kept is None:
+            return 0
+        self._onload()
+        kept, self._kept = self._kept, None
+        return kept
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every tensor of an optimizer's state."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Each storage once: views and tied weights share theirs."""
+    from torch.distributed.tensor import DTensor
+
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).untyped_storage()
+        found.setdefault(storage._cdata, storage)
+    return list(found.values())
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

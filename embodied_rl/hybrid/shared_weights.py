@@ -1,0 +1,262 @@
+"""Weights in shared memory, for generators in other processes of this machine.
+
+```
+ header │ layout (JSON) │ buffer 0: version v │ buffer 1: version v − 1, or v + 1 being written
+```
+The publisher writes into the buffer that is not the newest and then says that it is. Who reads holds a lock on a buffer, so that it is
+never written under a reader; a lock goes when its process goes. A reader therefore sees one version as a whole, or the next one as a whole.
+The memory has no name (memfd): it goes with its last user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.weight_sync import NamedTensors, Published, TakesWeights
+
+_MAGIC = 0x454D4257
+_PAGE = 4096
+_MAGIC_WORD, _LAYOUT_BYTES, _ACTIVE, _VERSION, _BUFFER_BYTES, _CLOSED = 0, 1, 2, 3, 5, 6
+"""Words of the header; _VERSION and the word after it belong to the two buffers."""
+_ALIGNMENT = 64
+_NAP_S = 0.0005
+_LIBC = ctypes.CDLL(None)
+_LIBC.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+@dataclass(frozen=True)
+class _Place:
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SharedWeightsPublisher:
+    """The side that trains. Implements `WeightTransport`; one process, one thread."""
+
+    def __init__(self, specs: Mapping[str, Tensor], *, timeout_s: float = 60.0) -> None:
+        """Lay out shared memory for tensors of these names, shapes and types, twice.
+
+        Args:
+            timeout_s: how long `publish` waits for readers of an older version.
+
+        Raises:
+            UserError: there is not enough memory, or the system has no memfd (it is not Linux).
+        """
+        if not hasattr(os, "memfd_create"):
+            raise UserError("Publishing weights to other processes needs Linux (memfd).")
+        places, size = _lay_out(specs)
+        text = json.dumps(
+            {name: [place.offset, list(place.shape), str(place.dtype).removeprefix("torch.")] for name, place in places.items()}
+        ).encode()
+        self._timeout_s, self._places, self._size = timeout_s, places, size
+        self.version: int | None = None
+        self._fd = os.memfd_create("embodied_rl_weights", os.MFD_CLOEXEC)
+        total = _first_buffer(len(text)) + 2 * size
+        try:
+            os.ftruncate(self._fd, total)
+            self._map = mmap.mmap(self._fd, total)
+        except OSError as error:
+            os.close(self._fd)
+            raise UserError(f"{total / 2**20:.0f} MiB of shared memory for weights cannot be had: {error}.") from error
+        self._map[_PAGE : _PAGE + len(text)] = text
+        self._header = np.frombuffer(self._map, np.int64, 8)
+        self._header[_LAYOUT_BYTES], self._header[_ACTIVE], self._header[_BUFFER_BYTES] = len(text), -1, size
+        self._header[_VERSION : _VERSION + 2] = -1
+        self._header[_MAGIC_WORD] = _MAGIC
+        self._buffers = [_views(self._map, _first_buffer(len(text)) + number * size, places) for number in range(2)]
+
+    @property
+    def path(self) -> str:
+        """What readers open; for processes of the same user, while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @torch.no_grad()
+    def publish(self, version: int, tensors: NamedTensors, *, only_changed: bool = False) -> Published:
+        """Write every tensor of the layout, then let readers see them.
+
+        Args:
+            only_changed: compare first and write what differs from the version that this buffer held. Reading is cheaper than writing where
+                most is frozen; `num_bytes` tells what was written.
+
+        Raises:
+            ValueError: a tensor is missing, unknown or of another shape; readers keep the version before.
+            TimeoutError: a reader did not let go of the older version.
+        """
+        started = time.perf_counter()
+        target = 1 - int(self._header[_ACTIVE]) if self._header[_ACTIVE] >= 0 else 0
+        _lock(self._fd, target, fcntl.F_WRLCK, self._timeout_s, f"a reader still holds version {self._header[_VERSION + target]}")
+        try:
+            self._header[_VERSION + target] = -1
+            views, missing, written = self._buffers[target], set(self._places), 0
+            for name, tensor in tensors:
+                if name not in missing or tensor.shape != views[name].shape:
+                    raise ValueError(
+                        f"tensor '{name}' {list(tensor.shape)} is not one that this publication was laid out for, or comes twice."
+                    )
+                missing.discard(name)
+                if only_changed and _same_bytes(views[name], tensor.to("cpu", views[name].dtype).contiguous()):
+                    continue
+                views[name].copy_(tensor)
+                written += views[name].nbytes
+            if missing:
+                raise ValueError(f"tensors were not published: {', '.join(sorted(missing)[:4])} (of {len(missing)}).")
+            self._header[_VERSION + target] = version
+            self._header[_ACTIVE] = target
+        finally:
+            _unlock(self._fd, target)
+        self.version = version
+        return Published(version, len(self._places), written, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Tell readers that nothing follows; what they hold stays theirs. May be called twice."""
+        if self._fd >= 0:
+            self._header[_CLOSED] = 1
+            os.close(self._fd)
+            self._fd = -1
+
+
+@dataclass(frozen=True)
+class HeldWeights:
+    """One version, whole, for as long as it is held."""
+
+    version: int
+    tensors: dict[str, Tensor]
+    """Views of the shared memory: read them, do not write."""
+
+
+class SharedWeightsReader:
+    """The side that generates."""
+
+    def __init__(self, path: str) -> None:
+        """Open a publisher's `path`. Raises UserError where there is none."""
+        try:
+            # Opened anew, never inherited: locks belong to what `open` returns.
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        except (OSError, ValueError) as error:
+            raise UserError(f"No weights are published at '{path}' ({error}): the trainer has ended, or is another user's.") from error
+        self._header = np.frombuffer(self._map, np.int64, 8)
+        if self._header[_MAGIC_WORD] != _MAGIC:
+            raise UserError(f"'{path}' holds no published weights.")
+        size = int(self._header[_LAYOUT_BYTES])
+        layout: dict[str, Any] = json.loads(self._map[_PAGE : _PAGE + size])
+        places = {name: _Place(offset, tuple(shape), getattr(torch, dtype)) for name, (offset, shape, dtype) in layout.items()}
+        step = int(self._header[_BUFFER_BYTES])
+        self._buffers = [_views(self._map, _first_buffer(size) + number * step, places) for number in range(2)]
+
+    @property
+    def version(self) -> int | None:
+        """The newest version; None before the first."""
+        active = int(self._header[_ACTIVE])
+        return None if active < 0 else int(self._header[_VERSION + active])
+
+    @property
+    def closed(self) -> bool:
+        """Whether the publisher said that nothing follows."""
+        return bool(self._header[_CLOSED])
+
+    @contextmanager
+    def hold(self, timeout_s: float = 60.0) -> Iterator[HeldWeights]:
+        """The newest version. The publisher can publish one further version meanwhile, and waits with the one after it.
+
+        Raises:
+            TimeoutError: nothing has been published yet.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            active = int(self._header[_ACTIVE])
+            if active >= 0:
+                _lock(self._fd, active, fcntl.F_RDLCK, max(deadline - time.monotonic(), 0.0), "weights are being written")
+                # The lock may have come when this buffer was no longer the newest, or a writer gave up half way.
+                if active == int(self._header[_ACTIVE]) and self._header[_VERSION + active] >= 0:
+                    break
+                _unlock(self._fd, active)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no weights were published within {timeout_s:g} s.")
+            time.sleep(_NAP_S)
+        try:
+            yield HeldWeights(int(self._header[_VERSION + active]), self._buffers[active])
+        finally:
+            _unlock(self._fd, active)
+
+    def update(self, backend: TakesWeights, present_version: int | None) -> int | None:
+        """Load the newest version into `backend` where it is not the present one; returns the version that the backend has then."""
+        newest = self.version
+        if newest is None or newest == present_version:
+            return present_version
+        with self.hold() as held:
+            backend.load_weights(held.version, held.tensors.items())
+            return held.version
+
+    def close(self) -> None:
+        """Let go of the memory. May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _lay_out(specs: Mapping[str, Tensor]) -> tuple[dict[str, _Place], int]:
+    places, offset = {}, 0
+    for name, tensor in specs.items():
+        places[name] = _Place(offset, tuple(tensor.shape), tensor.dtype)
+        offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return places, -(-max(offset, 1) // _PAGE) * _PAGE
+
+
+def _first_buffer(layout_bytes: int) -> int:
+    return _PAGE + -(-layout_bytes // _PAGE) * _PAGE
+
+
+def _views(memory: mmap.mmap, start: int, places: Mapping[str, _Place]) -> dict[str, Tensor]:
+    views = {}
+    for name, place in places.items():
+        count = prod(place.shape)
+        if count == 0:
+            views[name] = torch.empty(place.shape, dtype=place.dtype)
+            continue
+        views[name] = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=start + place.offset).view(place.shape)
+    return views
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors of one size have the same bits; NaN equals itself. At the speed of memory, unlike `torch.equal`."""
+    return a.nbytes == 0 or _LIBC.memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
+
+
+def _lock(fd: int, number: int, kind: int, timeout_s: float, what: str) -> None:
+    """Lock buffer `number` for this opening of the file; the kernel takes it back when its process ends."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, number, 1, 0))
+            return
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Weights could not be locked within {timeout_s:g} s: {what}.")
+        time.sleep(_NAP_S)
+
+
+def _unlock(fd: int, number: int) -> None:
+    if fd >= 0:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, number, 1, 0))

@@ -1,0 +1,75 @@
+"""Tensor parallelism by the plan that a transformers model brings: columns and rows of its linear layers over a mesh dimension."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from embodied_rl.errors import UserError
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Cut the linear layers of the transformers models inside `module`, in place; returns their names.
+
+    Raises:
+        UserError: no model has a plan, the plan has a style that is not known here, a size is not a multiple of the ranks, or the layers
+            carry LoRA.
+    """
+    cut: list[str] = []
+    for path, model in _models(module):
+        plan = _plan(model)
+        if not plan or any(path.startswith(f"{done}.") for done in cut):
+            continue
+        _check_heads(model.config, mesh.size())
+        for name, part in model.named_modules():
+            style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
+            if style is None:
+                continue
+            where = f"{path}.{name}".strip(".")
+            parallelize_module(part, mesh, _style(part, style, where, mesh.size()))
+            cut.append(where)
+    if not cut:
+        raise UserError(
+            f"hybrid.sharding.num_tensor_shards={mesh.size()}: {type(module).__name__} has no tensor-parallel plan. "
+            "Set it to 1 and use num_shards (any module can be cut by parameters)."
+        )
+    return cut
+
+
+def _check_heads(config: Any, num_shards: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, num_shards)
+        if heads % num_shards:
+            raise UserError(f"hybrid.sharding.num_tensor_shards={num_shards} does not divide the model's {name} {heads}.")
+
+
+def _models(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, part) for name, part in module.named_modules() if hasattr(part, "base_model_prefix") and hasattr(part, "config")]
+
+
+def _plan(model: Any) -> dict[re.Pattern[str], str]:
+    """{pattern of a layer's name within `model`: style}. The plan of a base model's layers is its configuration's."""
+    if getattr(model, "base_model_prefix", "") in dict(model.named_children()):
+        return {}  # the base model below has the plan; the output layer stays whole
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    return {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
+
+
+def _style(part: nn.Module, style: str, where: str, num_shards: int) -> ParallelStyle:
+    if hasattr(part, "lora_A"):
+        raise UserError(f"hybrid.sharding.num_tensor_shards: layer '{where}' carries LoRA, which is cut by num_shards alone. Set it to 1.")
+    if style not in ("colwise", "rowwise", "colwise_rep", "colwise_gather_output") or not isinstance(part, nn.Linear):
+        raise UserError(
+            f"hybrid.sharding.num_tensor_shards: layer '{where}' is to be cut as '{style}', which is not known here. Set it to 1."
+        )
+    size = part.in_features if style == "rowwise" else part.out_features
+    if size % num_shards:
+        raise UserError(f"hybrid.sharding.num_tensor_shards={num_shards} does not divide the {size} features of layer '{where}'.")
+    if style == "rowwise":
+        return RowwiseParallel()
+    return ColwiseParallel() if style == "colwise" else ColwiseParallel(output_layouts=Replicate())

@@ -1,0 +1,102 @@
+"""A process that holds one rank of sharded training: ``python -m embodied_rl.hybrid.train_worker SOCKET``.
+
+It does what the process of rank 0 asks for, in order, until the connection ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from embodied_rl.algorithms.batch import Batch
+from embodied_rl.config import AlgorithmConfig, PolicyConfig, ShardingConfig
+from embodied_rl.config.building import build
+from embodied_rl.hybrid.episode_rank import EpisodeRank
+from embodied_rl.hybrid.link import Link, LinkClosed
+from embodied_rl.hybrid.rank import EpisodeStep, Rank, Step, join
+from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.types import SimSpec
+
+BATCH_FIELDS = ("action", "log_prob", "advantage", "returns", "value", "mask")
+OBSERVATION = "observation."
+
+
+def main(descriptor: int) -> None:
+    """Serve until rank 0 is gone."""
+    link = Link(socket.socket(fileno=descriptor))
+    try:
+        rank = start(link)
+        link.send({"ready": True})
+        while True:
+            message, tensors = link.recv()
+            answer = serve(rank, message, tensors)
+            if answer is not None:
+                link.send({}, answer)
+    except LinkClosed:
+        # Rank 0 ended. Leaving the process group in order would wait for it.
+        os._exit(0)
+
+
+def start(link: Link) -> Rank:
+    """Build this rank's part of the policy as rank 0 says, and join the ranks."""
+    setup, weights = link.recv()
+    torch.set_num_threads(setup["num_threads"])
+    index, sharding = int(setup["rank"]), build(ShardingConfig, setup["sharding"], "hybrid.sharding")
+    device = torch.device("cuda", index) if setup["device"] == "cuda" else torch.device("cpu")
+    policy = build_policy(build(PolicyConfig, setup["policy"], "policy"), SimSpec.from_dict(setup["spec"]))
+    policy.load_state_dict(dict(weights))
+    link.send({"here": True})  # what fails so far is known at once; the others wait for each other from here on
+    join(setup["store"], index, sharding.num_ranks, device, setup["timeout_s"])
+    return Rank(policy, build(AlgorithmConfig, setup["algorithm"], "algorithm"), sharding, device)
+
+
+def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Do one thing together with the other ranks; tensors to be sent back, or None."""
+    what = message["do"]
+    if what == "epoch":
+        steps = [Step([tuple(part) for part in parts], denominator) for parts, denominator in message["steps"]]
+        rank.epoch(unpack(tensors), steps, message["learning_rate"])
+    elif what == "episodes":
+        told = {**message["step"], "parts": [tuple(part) for part in message["step"]["parts"]]}
+        EpisodeRank(rank).step(tensors, EpisodeStep(**told))
+    elif what == "buffers":
+        rank.set_buffers(tensors)
+    elif what == "values":
+        return {"value": rank.values(tensors, message["chunk"])}
+    elif what == "weights":
+        for _ in rank.weights():  # rank 0 keeps them
+            pass
+    elif what == "load_weights":
+        rank.load_weights(tensors)
+    elif what == "optimizer_state":
+        rank.optimizer_state()
+    elif what == "load_optimizer_state":
+        rank.load_optimizer_state(tensors)
+    elif what == "leave":
+        dist.destroy_process_group()
+    else:
+        raise ValueError(f"unknown request {what!r}")
+    return None
+
+
+def pack(batch: Batch) -> dict[str, Tensor]:
+    """A batch as named tensors."""
+    fields = {name: getattr(batch, name) for name in BATCH_FIELDS if getattr(batch, name) is not None}
+    return fields | {f"{OBSERVATION}{key}": part for key, part in batch.observation.items()}
+
+
+def unpack(tensors: Mapping[str, Tensor]) -> Batch:
+    """The batch that `pack` took apart."""
+    observation = {name.removeprefix(OBSERVATION): part for name, part in tensors.items() if name.startswith(OBSERVATION)}
+    return Batch(observation, **{name: tensors[name] for name in BATCH_FIELDS if name in tensors})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,222 @@
+"""Publishing weights: a stream of (name, tensor) with a version, to whoever generates.
+
+Sources stream parameter by parameter (`fsdp.gather_named`, `LanguagePolicy.named_weights`), so that a sharded model is never whole in one
+place. Destinations differ in where they live: this process (`SharedStorage`, `InProcess`), another process of this machine
+(`shared_weights`), other machines (`weight_transports`). What is sent may be everything, the LoRA weights alone, or what changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+INDEX, VALUE, BASE = "::index", "::value", "::base_version"
+"""Endings of the names in a stream of differences."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What one publication cost."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    """Written or sent; less than the model where only a part was."""
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """10^9 bytes a second."""
+        return self.num_bytes / max(self.seconds, 1e-12) / 1e9
+
+
+class WeightTransport(Protocol):
+    """A way to those who generate."""
+
+    def publish(self, version: int, tensors: NamedTensors) -> Published:
+        """Hand over `tensors` as `version`; they may be overwritten afterwards."""
+        ...
+
+
+class TakesWeights(Protocol):
+    """Token backends, and whatever else loads weights in place."""
+
+    def load_weights(self, version: int, tensors: NamedTensors) -> None: ...
+
+
+class InProcess:
+    """Generators of this process that own a copy each. Implements `WeightTransport`."""
+
+    def __init__(self, consumers: Sequence[TakesWeights]) -> None:
+        self._consumers = list(consumers)
+
+    def publish(self, version: int, tensors: NamedTensors) -> Published:
+        """See `WeightTransport.publish`. The stream is run through once: it is collected where there are several consumers."""
+        started, counter = time.perf_counter(), _Counter()
+        stream: NamedTensors = counter.count(tensors)
+        if len(self._consumers) > 1:
+            stream = list(stream)
+        for consumer in self._consumers:
+            consumer.load_weights(version, stream)
+        return counter.published(version, started)
+
+
+class SharedStorage:
+    """A generating module that reads the trained parameters where they lie: nothing is copied, ever.
+
+    For one process, turns that do not overlap, and a module that is not sharded. An optimizer writes in place, so the generator sees new
+    weights at once; `publish` makes sure that both sides still share every parameter.
+    """
+
+    def __init__(self, trained: nn.Module, generating: nn.Module) -> None:
+        """Let go of the generating module's own parameters. Raises ValueError where names, shapes or types differ."""
+        self._trained, self._generating = trained, generating
+        source, target = dict(trained.named_parameters()), dict(generating.named_parameters())
+        for name, parameter in target.items():
+            own = source.get(name)
+            if own is None or own.shape != parameter.shape or own.dtype != parameter.dtype:
+                raise ValueError(f"parameter '{name}' of the generating module has no equal in the trained one.")
+            parameter.data = own.data
+        self.version = 0
+
+    def publish(self, version: int) -> Published:
+        """Copy buffers (statistics), which modules may replace, and note the version. Raises RuntimeError where storage is not shared."""
+        started, source = time.perf_counter(), dict(self._trained.named_parameters())
+        for name, parameter in self._generating.named_parameters():
+            if parameter.data_ptr() != source[name].data_ptr():
+                raise RuntimeError(f"parameter '{name}' was replaced since it was shared: optimizers must write in place.")
+        moved = 0
+        with torch.no_grad():
+            trained_buffers = dict(self._trained.named_buffers())
+            for name, buffer in self._generating.named_buffers():
+                buffer.copy_(trained_buffers[name])
+                moved += buffer.nbytes
+        self.version = version
+        return Published(version, 0, moved, time.perf_counter() - started)
+
+
+# ---- what is sent -------------------------------------------------------------------------------------------------------
+
+
+def only(tensors: NamedTensors, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names."""
+    return ((name, tensor) for name, tensor in tensors if wanted(name))
+
+
+def is_lora(name: str) -> bool:
+    """Whether a parameter belongs to a LoRA adapter, as peft names them."""
+    return ".lora_" in name
+
+
+def buckets(tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Neighbours of a stream together, `bucket_bytes` at most, or one larger tensor: fewer and larger messages, bounded memory."""
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}.")
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class DeltaSource:
+    """Streams what changed since the last publication, bit for bit.
+
+    With small learning rates most bfloat16 weights keep their bits in one update. Entries are compared as integers, so that NaN and -0
+    travel like any number. A copy of what was last sent is kept on the host.
+    """
+
+    def __init__(self, *, dense_share: float = 0.5) -> None:
+        """`dense_share`: a tensor goes whole when the changed entries with their indices would take more than this share of it."""
+        self._last: dict[str, Tensor] = {}
+        self._last_version = -1
+        self._dense_share = dense_share
+
+    @torch.no_grad()
+    def stream(self, version: int, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """The first stream is whole. Exhaust it: only then are the differences those to `version`."""
+        base, self._last_version = self._last_version, version
+        yield BASE, torch.tensor([base], dtype=torch.int64)
+        for name, tensor in tensors:
+            value = tensor.detach().cpu().contiguous()
+            last = self._last.get(name)
+            if last is None or last.shape != value.shape or last.dtype != value.dtype:
+                self._last[name] = value.clone()
+                yield name, value
+                continue
+            index = (_bits(value) != _bits(last)).nonzero().squeeze(-1)
+            if len(index) == 0:
+                continue
+            narrow = index.to(torch.int32) if value.numel() < 2**31 else index
+            cost = narrow.nbytes + len(index) * value.element_size()
+            if cost > self._dense_share * value.nbytes:
+                yield name, value
+            else:
+                yield name + INDEX, narrow
+                yield name + VALUE, value.flatten()[index]
+            last.copy_(value)
+
+
+@torch.no_grad()
+def apply_delta(target: Mapping[str, Tensor], present_version: int, stream: NamedTensors) -> int:
+    """Bring tensors from `present_version` to the stream's; returns how many entries were written.
+
+    Args:
+        target: {name: tensor} as at the version that the stream is a difference to; written in place. A first stream (base -1) fits any.
+
+    Raises:
+        ValueError: the stream is a difference to another version, or names a tensor that is not there.
+    """
+    written, index = 0, torch.empty(0)
+    for name, tensor in stream:
+        if name == BASE:
+            base = int(tensor)
+            if base not in (-1, present_version):
+                raise ValueError(f"these are differences to version {base}, but the weights are of version {present_version}.")
+            continue
+        plain = name.removesuffix(INDEX).removesuffix(VALUE)
+        if plain not in target:
+            raise ValueError(f"there is no tensor '{plain}' to change.")
+        if name.endswith(INDEX):
+            index = tensor.long()
+        elif name.endswith(VALUE):
+            target[plain].view(-1)[index.to(target[plain].device)] = tensor.to(target[plain].device)
+            written += tensor.numel()
+        else:
+            target[plain].copy_(tensor)
+            written += tensor.numel()
+    return written
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(_INTEGERS[tensor.element_size()])
+
+
+class _Counter:
+    """Counts what runs through a stream."""
+
+    def __init__(self) -> None:
+        self.num_tensors = self.num_bytes = 0
+
+    def count(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self.num_tensors += 1
+            self.num_bytes += tensor.nbytes
+            yield name, tensor
+
+    def published(self, version: int, started: float) -> Published:
+        return Published(version, self.num_tensors, self.num_bytes, time.perf_counter() - started)

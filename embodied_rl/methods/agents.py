@@ -1,0 +1,294 @@
+"""Any advantage and loss of the tables on groups of text episodes: a language agent learns from its own turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.agents.agent import Agent
+from embodied_rl.agents.dialogue import write_dialogues
+from embodied_rl.agents.turns import AgentEpisode, TokenRow, rows_of
+from embodied_rl.algorithms.episode_method import EpisodeMethod
+from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
+from embodied_rl.algorithms.filters import build_filters
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.hybrid.language_learner import LanguageLearner, ReferenceLogProbs, TokenBatch
+from embodied_rl.methods.base import Experience
+from embodied_rl.methods.groups import queue_config
+from embodied_rl.methods.warm_start import WarmStart
+from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.rollout.agent_collector import AgentCollector
+from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.domains import DomainMixture
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import EpisodeGroup
+
+DIALOGUES = "dialogues.html"
+"""In a run's folder."""
+_DIALOGUES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    turns: EpisodeBatch
+    tokens: TokenBatch
+    credit: Credit
+    log_probs: ReferenceLogProbs
+
+
+class AgentMethod:
+    """Groups of text episodes → credit of turns → tokens. Implements `Method`."""
+
+    def __init__(self, config: TrainConfig, manager: EnvManager, policy: LanguagePolicy, generator: AgentGenerator, run_dir: Path) -> None:
+        """`run_dir` gets the dialogues of the last episodes, `DIALOGUES`, when the run ends."""
+        groups = config.algorithm.groups
+        assert groups is not None, "the configuration was checked"
+        self.config = config
+        self.algorithm = EpisodeMethod(config.algorithm)
+        composition = self.algorithm.composition
+        self.learner = LanguageLearner(
+            policy,
+            config.algorithm,
+            composition,
+            config.hybrid.device,
+            config.hybrid.num_threads,
+            # In the same precision by the same code, of the weights of this very version.
+            trust_sampled=config.generation.backend == "tokens_torch" and groups.max_staleness == 0,
+        )
+        self._queue_config = queue_config(groups)
+        self._filters = build_filters(groups.filters)
+        self._domains = DomainMixture.single(manager.spec.task)
+        self._generator, self._agent = generator, generator.agent
+        self.queue = self._new_queue()
+        self.collector = self._new_collector(manager, generator.agent, generator.backend, composition.advantage.needs)
+        self.warm_start = WarmStart(config, manager, self.learner, generator)
+        self._figures: dict[str, float] = {}
+        self._run_dir, self._task = run_dir, manager.spec.task
+        self._last: list[AgentEpisode] = []
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+    @property
+    def times(self) -> CollectorTimes:
+        return self.collector.times
+
+    def collect(self, iteration: int) -> Experience:
+        groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
+        episodes = agent_episodes(groups)
+        self._last = episodes[:_DIALOGUES_SHOWN]
+        self._figures = {f"agent/{name}": value for name, value in self.collector.figures().items()}
+        finished = [(episode.success, episode.game_return, episode.num_messages) for episode in episodes]
+        return Experience(sum(episode.num_messages for episode in episodes), finished, {}, groups)
+
+    def prepare(self, experience: Experience) -> _Prepared:
+        groups: list[EpisodeGroup] = experience.data
+        turns, (rows, owner) = turn_batch(groups), token_rows(agent_episodes(groups))
+        # The sequences are the same whatever the credit is, and a KL term in the reward needs their log-probabilities first.
+        everything = Credit(torch.zeros(turns.shape), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
+        log_probs = self.learner.log_probs(token_batch(rows, owner, everything))
+        values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
+        in_reward = self.config.algorithm.kl.coef > 0 and self.config.algorithm.kl.place == "reward"
+        present, reference = (of_turns(part, rows, owner, turns.shape) for part in (log_probs.present, log_probs.reference))
+        credit = self.algorithm.prepare(turns, values, present if in_reward else None, reference if in_reward else None)
+        return _Prepared(turns, token_batch(rows, owner, credit), credit, log_probs)
+
+    def update(self, prepared: _Prepared, *, iteration: int, steps: int) -> dict[str, float]:
+        num_turns = max(int(prepared.credit.mask.sum()), 1)
+        stats = self.learner.update(
+            prepared.tokens,
+            prepared.log_probs,
+            minibatch_rows=round(self.config.algorithm.minibatch_size * prepared.tokens.num_rows / num_turns),
+            progress=steps / self.config.total_steps,
+            seed=[self.config.seed, iteration],
+            kl_coef=self.algorithm.kl_coefficient.value,
+        )
+        if "kl" in stats and self.config.algorithm.kl.place == "loss":
+            self.algorithm.adapt(stats["kl"], num_turns)
+            stats["kl_coef"] = self.algorithm.kl_coefficient.value
+        return {**stats, **prepared.credit.metrics}
+
+    def published(self, version: int) -> None:
+        self.queue.published(version)
+
+    def restart(self, iteration: int) -> None:
+        """Episodes in flight are asked for again, with the same seeds; a warm start comes before the first ones."""
+        self.warm_start.run(iteration)
+        self.learner.keep_reference()
+        state = self.queue.state_dict()
+        self.queue = self._new_queue()
+        self.queue.load_state_dict(state)
+        self.collector.restart(self.queue)
+
+    def finish(self) -> None:
+        """Write down the last training episodes, to be read."""
+        if self._last:
+            tokenizer = self._agent.tokenizer
+            write_dialogues(
+                self._run_dir / DIALOGUES,
+                self._last,
+                lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
+                f"{self._task}: the last training episodes",
+            )
+
+    def metrics(self) -> dict[str, float]:
+        wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
+        counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
+        return {**counts, **self._figures, **self.warm_start.metrics()}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return self.learner.state_tensors()
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        self.learner.load_state_tensors(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"episodes": self.algorithm.state_dict(), "queue": self.queue.state_dict(), "warm_start": self.warm_start.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.algorithm.load_state_dict(state["episodes"])
+        self.warm_start.load_state_dict(state["warm_start"])
+        self.queue = self._new_queue()
+        self.queue.load_state_dict(state["queue"])
+        self.collector.restart(self.queue)
+
+    def _new_queue(self) -> GroupQueue:
+        return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._domains, filters=self._filters)
+
+    def _new_collector(self, manager: EnvManager, agent: Agent, backend: TokenBackend, needs: frozenset[str]) -> AgentCollector:
+        groups = self.config.algorithm.groups
+        assert groups is not None, "the configuration was checked"
+        return AgentCollector(
+            manager,
+            agent,
+            backend,
+            self.queue,
+            seed=self.config.seed,
+            min_ready=1 if groups.max_staleness else None,
+            greedy_member="greedy_baseline" in needs,
+        )
+
+
+def check_agent(config: TrainConfig) -> None:
+    """Raises UserError for what a language agent cannot do, before any simulator is started."""
+    algorithm = config.algorithm
+    if algorithm.groups is None:
+        raise UserError(
+            f"policy.name=language learns from whole episodes, and algorithm={algorithm.name} does not: choose one with groups "
+            "(algorithm=grpo, gigpo, reinforce_plus_plus, …)."
+        )
+    if algorithm.advantage in ("gae", "gae_chunk", "gae_action"):
+        raise UserError(
+            f"algorithm.advantage='{algorithm.advantage}' needs a critic, and language agents have none: take grpo, gigpo, rloo, "
+            "segment_returns, …"
+        )
+    if config.generation.backend not in ("tokens_torch", "vllm"):
+        raise UserError(
+            f"generation.backend='{config.generation.backend}' does not sample tokens: choose generation=tokens_torch or generation=vllm."
+        )
+    if algorithm.warm_start is not None and algorithm.warm_start.player is None:
+        raise UserError(
+            "algorithm.warm_start of a language agent clones a scripted player: set algorithm.warm_start.player, such as "
+            "embodied_rl.sim.text.frozenlake:player, or algorithm.warm_start=null."
+        )
+    if config.hybrid.sharding is not None:
+        raise UserError("hybrid.sharding is not offered for policy=language yet: set hybrid=local.")
+    if algorithm.initialized.share > 0:
+        raise UserError("algorithm.initialized is offered for robots' policies: set algorithm.initialized.share=0.")
+    if config.record.share > 0:
+        raise UserError("record.share is offered for robots' policies: set record.share=0.")
+
+
+def agent_episodes(groups: Sequence[EpisodeGroup]) -> list[AgentEpisode]:
+    """Episodes in the order of groups and members."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    agents = [episode for episode in episodes if isinstance(episode, AgentEpisode)]
+    assert len(agents) == len(episodes), "the agent's collector makes nothing else"
+    return agents
+
+
+def turn_batch(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
+    """Groups as advantages see them: a row is an episode, an entry one of its turns; observations are texts, for anchors."""
+    episodes = agent_episodes(groups)
+    lengths = np.array([episode.num_messages for episode in episodes])
+    row, column = np.repeat(np.arange(len(episodes)), lengths), np.concatenate([np.arange(length) for length in lengths])
+    shape = (len(episodes), int(lengths.max()))
+
+    def padded(parts: Sequence[np.ndarray]) -> Tensor:
+        values = np.zeros(shape, np.float32)
+        values[row, column] = np.concatenate(parts)
+        return torch.from_numpy(values)
+
+    def flags(values: Sequence[bool]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.bool)
+
+    mask = np.zeros(shape, bool)
+    mask[row, column] = True
+    observation: dict[str, Any] = {"text": np.concatenate([episode.observation["text"] for episode in episodes])}
+    return EpisodeBatch(
+        episodes=tuple(episodes),
+        observation=observation,
+        final_observation={},
+        action=torch.zeros(len(row), 0),
+        row=torch.from_numpy(row),
+        column=torch.from_numpy(column),
+        mask=torch.from_numpy(mask),
+        reward=padded([episode.reward for episode in episodes]),
+        behaviour_log_prob=padded([episode.log_prob.sum(axis=1) for episode in episodes]),
+        group=torch.tensor([group.number for group in groups for _ in group.episodes]),
+        terminated=flags([episode.terminated for episode in episodes]),
+        truncated=flags([episode.truncated and not episode.terminated for episode in episodes]),
+        success=flags([episode.success for episode in episodes]),
+        greedy=flags([bool(episode.metadata.get("greedy", False)) for episode in episodes]),
+        groups=tuple(groups),
+    )
+
+
+def token_rows(episodes: Sequence[AgentEpisode]) -> tuple[list[TokenRow], list[int]]:
+    """Rows of tokens of all episodes, and the number of the episode that each belongs to."""
+    rows = [(row, number) for number, episode in enumerate(episodes) for row in rows_of(episode.turns)]
+    return [row for row, _ in rows], [number for _, number in rows]
+
+
+def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) -> TokenBatch:
+    """Spread the credit of turns [B, T] over their tokens [R, S]: each sampled token has its turn's advantage."""
+    width = max(len(row.token_ids) for row in rows)
+    shape = (len(rows), width)
+    turn, mask, log_prob = np.zeros(shape, np.int64), np.zeros(shape, bool), np.zeros(shape, np.float32)
+    for number, row in enumerate(rows):
+        count = len(row.token_ids)
+        turn[number, :count], mask[number, :count], log_prob[number, :count] = row.turn, row.mask, row.log_prob
+    turns, sampled, episode = torch.from_numpy(turn), torch.from_numpy(mask), torch.tensor(owner)
+    learned = sampled & credit.mask[episode[:, None], turns]
+    advantage = credit.advantage[episode[:, None], turns]
+    return TokenBatch(
+        sequences=tuple(TokenSequence(row.token_ids, row.mask) for row in rows),
+        mask=learned,
+        advantage=torch.where(learned, advantage, torch.zeros_like(advantage)),
+        behaviour_log_prob=torch.from_numpy(log_prob),
+        chunk_id=turns,
+        positive=credit.positive[episode],
+    )
+
+
+def of_turns(log_prob: Tensor | None, rows: Sequence[TokenRow], owner: Sequence[int], shape: tuple[int, int]) -> Tensor | None:
+    """[R, S] of tokens → [B, T] sums of turns: the log-probability of a whole answer."""
+    if log_prob is None:
+        return None
+    total = torch.zeros(shape, dtype=log_prob.dtype)
+    for number, (row, episode) in enumerate(zip(rows, owner, strict=True)):
+        sampled = torch.from_numpy(np.flatnonzero(row.mask))
+        total[episode].index_add_(0, torch.from_numpy(row.turn)[sampled], log_prob[number, sampled])
+    return total

@@ -1,0 +1,64 @@
+"""Before a robot's policy learns by itself: behaviour cloning of the task's expert, or of the run's recorded episodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.config import CloningConfig, RecordedConfig, TrainConfig, WarmStartConfig
+from embodied_rl.episodes.dataset import EpisodeDataset
+from embodied_rl.hybrid.cloning_learner import CloningLearner
+from embodied_rl.methods.demonstrations import Demonstrations, expert_of
+from embodied_rl.policies.base import Policy
+from embodied_rl.sim.instrumented import instrumented
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+
+
+def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path) -> dict[str, float]:
+    """Clone `algorithm.warm_start.episodes` successful episodes: those of `recording`, or of the expert, recorded into ``run_dir`` first.
+
+    The expert plays in simulators of its own, which end with it: the run's own are left as they are.
+
+    Returns:
+        ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.
+
+    Raises:
+        UserError: the task has no expert, none of its episodes succeeded, or a recording does not fit.
+        SimFault: see EnvManager.
+    """
+    options = config.algorithm.warm_start
+    assert options is not None, "the run has a warm start"
+    cloning = _cloning_of(config, options)
+    sim = config.sim if config.recording else instrumented(config.sim, expert=expert_of(config), reconfigure=False)
+    with EnvManager.from_config(sim, EpisodeSeeds.given(0), autoreset=False) as manager:
+        demonstrations = Demonstrations(cloning, manager, policy, run_dir)
+        episodes = demonstrations.load()
+    # Nothing is left out: the success on held-out seeds says how well it went.
+    data = EpisodeDataset(episodes, demonstrations.spec, demonstrations.options(), seed=config.seed)
+    learner = CloningLearner(policy, cloning.algorithm, config.hybrid.device, config.hybrid.num_threads)
+    figures: dict[str, float] = {}
+    minibatches = 0.0
+    for epoch in range(options.num_epochs):
+        share = 1.0 - 0.9 * epoch / max(options.num_epochs - 1, 1)
+        figures = learner.epoch(data.epoch(epoch, options.minibatch_rows), share * options.learning_rate)
+        minibatches += figures["minibatches"]
+    return {
+        "loss": figures["imitation_loss"],
+        "episodes": float(data.num_episodes),
+        "steps": float(data.num_steps),
+        "minibatches": minibatches,
+    }
+
+
+def _cloning_of(config: TrainConfig, options: WarmStartConfig) -> TrainConfig:
+    """The run as one that clones."""
+    recorded: RecordedConfig = dataclasses.replace(
+        config.algorithm.recorded, expert_episodes=options.episodes, max_episodes=options.episodes, only_success=True
+    )
+    changes: dict[str, Any] = {"groups": None, "off_policy": None, "warm_start": None, "recorded": recorded}
+    algorithm = dataclasses.replace(
+        config.algorithm, **changes, cloning=CloningConfig(), learning_rate=options.learning_rate, adam_eps=1e-8, max_grad_norm=1.0
+    )
+    return dataclasses.replace(config, algorithm=algorithm)

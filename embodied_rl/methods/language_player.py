@@ -1,0 +1,128 @@
+"""A language agent from a configuration: its model's folder, the policy, the token backend, and the agent around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from embodied_rl.agents.agent import Agent
+from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, TrainConfig
+from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.generation.scripted_tokens import RandomTokens
+from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.policies.language import LanguagePolicy, build_language_policy
+from embodied_rl.policies.model_folder import max_context
+from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import SimSpec
+
+MODEL_FOLDER = "model"
+"""In a run's folder: the tiny model as it was made. In a checkpoint: the model's configuration and tokenizer."""
+
+
+def make_language_policy(config: TrainConfig, manager: EnvManager, run_dir: Path, checkpoint: Path | None) -> LanguagePolicy:
+    """The policy of a run; a resumed one's weights are loaded by the caller.
+
+    Args:
+        manager: shows the texts that a tiny model's tokenizer must know; its episodes are lost.
+        checkpoint: the folder of the checkpoint that the run is continued from.
+
+    Raises:
+        UserError: the simulator does not speak, or the model cannot be loaded.
+        MissingExtraError: transformers is not installed.
+    """
+    language = config.policy
+    assert isinstance(language, LanguageConfig), "policy.name says so"
+    _check_texts(manager.spec)
+    if checkpoint is not None:
+        return read_language_policy(config, checkpoint)
+    if language.model is None:
+        language = dataclasses.replace(language, model=str(_make_tiny(config, language, manager, run_dir / MODEL_FOLDER)))
+    return build_language_policy(language)
+
+
+def read_language_policy(config: TrainConfig, checkpoint: Path, tensors: Mapping[str, Tensor] | None = None) -> LanguagePolicy:
+    """The policy that a checkpoint's folder describes, with `tensors` for weights; None: random ones.
+
+    Raises:
+        IncompatibleCheckpointError: the folder or the tensors are not a language policy's.
+    """
+    language = config.policy
+    assert isinstance(language, LanguageConfig), "policy.name says so"
+    folder = checkpoint / MODEL_FOLDER
+    if not (folder / "config.json").is_file():
+        raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint}' is incomplete: {MODEL_FOLDER}/config.json is missing.")
+    policy = build_language_policy(dataclasses.replace(language, model=str(folder)), weights=False)
+    if tensors is not None:
+        policy.load_state_dict(dict(tensors))
+    return policy
+
+
+def make_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec) -> Agent:
+    """The agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does."""
+    return Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=max_context(policy.hf_config))
+
+
+def make_agent_generator(config: TrainConfig, policy: LanguagePolicy, spec: SimSpec, run_dir: Path) -> AgentGenerator:
+    """The agent with its own token backend, which `publish` fills with the policy's weights."""
+    backend = _make_backend(config.generation, policy, run_dir, seed=config.seed)
+    return AgentGenerator(make_agent(config.agent, policy, spec), backend, policy.named_weights)
+
+
+def make_random_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec, seed: int) -> AgentGenerator:
+    """Answers with one of the listed actions, each as likely. Raises UserError where none are listed."""
+    agent = make_agent(config, policy, spec)
+    if not config.actions:
+        raise UserError("policy=random needs a list of actions, and agent.actions is empty: any text may be answered.")
+    backend = RandomTokens(choices=[agent.answer_ids(action) for action in config.actions], seed=seed)
+    return AgentGenerator(agent, backend, temperature=1.0, seed=seed)
+
+
+def _make_backend(config: GenerationConfig, policy: LanguagePolicy, run_dir: Path, *, seed: int) -> TokenBackend:
+    if config.backend == "vllm":
+        from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
+
+        folder = policy.save_model(run_dir / "generation_model")
+        return VLLMTokens(VLLMOptions(str(folder), max_batch=config.max_batch, seed=seed, on_update=config.on_update))
+    from embodied_rl.generation.torch_tokens import TorchTokens
+
+    return TorchTokens(policy.generation_model(), max_batch=config.max_batch, seed=seed, on_update=config.on_update, vision=policy.vision)
+
+
+def _check_texts(spec: SimSpec) -> None:
+    """Raises UserError for a simulator that a language agent cannot play."""
+    text = spec.variables.get("text")
+    if spec.action.kind != "text" or text is None or text.kind != "text":
+        raise UserError(
+            f"policy.name=language reads and writes text, and task '{spec.task}' does not: choose a simulator that does "
+            "(sim=frozenlake, sokoban, gem_sudoku, …)."
+        )
+
+
+def _make_tiny(config: TrainConfig, language: LanguageConfig, manager: EnvManager, folder: Path) -> Path:
+    from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
+    from embodied_rl.policies.word_tokenizer import word_tokenizer
+
+    tiny = language.tiny
+    shape = TinyShape(
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        num_heads=tiny.num_heads,
+        num_key_value_heads=tiny.num_key_value_heads,
+        intermediate_size=tiny.intermediate_size,
+        max_context=tiny.max_context,
+    )
+    return make_tiny_model(folder, (), shape=shape, seed=config.seed, tokenizer=word_tokenizer(_texts(config.agent, manager)))
+
+
+def _texts(agent: AgentConfig, manager: EnvManager) -> Iterable[str]:
+    """What will be read and written: first observations, instruction, templates and actions, in small letters too."""
+    shown: list[Any] = list(manager.reset().observation["text"])
+    told = [*map(str, shown), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
+    told += [f"<{tag}></{tag}>" for tag in (agent.tag, agent.summary_tag)]
+    manager.discard()
+    return [*told, *(action.lower() for action in agent.actions)]

@@ -1,0 +1,124 @@
+"""Before a language agent learns by itself: behaviour cloning of a scripted player, measured before and after."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.agents.turns import AgentEpisode, rows_of
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.scripted_tokens import ScriptedTokens
+from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.hybrid.language_learner import LanguageLearner
+from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.registry import load_target
+from embodied_rl.rollout.agent_collector import AgentCollector
+from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.domains import DomainMixture
+from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.sim.manager import EnvManager
+
+_SEEDS = 2**29
+"""Held-out seeds of the measurements: neither those of interim nor those of final evaluations."""
+_TRIES = 4
+"""Episodes that the player may play for each successful one that is wanted."""
+
+Player = Callable[[str], str]
+"""From an observation's text to the action's."""
+
+
+class WarmStart:
+    """Runs once, before the first episode of a run that asks for it (`algorithm.warm_start`)."""
+
+    def __init__(self, config: TrainConfig, manager: EnvManager, learner: LanguageLearner, generator: AgentGenerator) -> None:
+        self.options = config.algorithm.warm_start
+        self._seed, self._task = config.seed, manager.spec.task
+        self._manager, self._learner, self._generator = manager, learner, generator
+        self._figures: dict[str, float] = {}
+        self._done = self.options is None
+
+    def run(self, version: int) -> None:
+        """Clone the player and publish the weights as `version`; nothing where it is done already.
+
+        Raises:
+            UserError: there is no such player, or it does not succeed.
+            SimFault: see EnvManager.
+        """
+        if self._done or self.options is None:
+            return
+        before = self._success()
+        assert self.options.player is not None, "the configuration was checked"
+        episodes = self._play(load_target(self.options.player))
+        sequences = [TokenSequence(row.token_ids, row.mask) for episode in episodes for row in rows_of(episode.turns)]
+        loss = self._learner.clone(
+            sequences,
+            num_epochs=self.options.num_epochs,
+            minibatch_rows=self.options.minibatch_rows,
+            learning_rate=self.options.learning_rate,
+            seed=self._seed,
+        )
+        self._generator.publish(version)
+        self._figures = {
+            "warm_start/success_before": before,
+            "warm_start/success_after": self._success(),
+            "warm_start/episodes": float(len(episodes)),
+            "warm_start/turns": float(sum(episode.num_messages for episode in episodes)),
+            "warm_start/loss": loss,
+        }
+        self._done = True
+
+    def metrics(self) -> dict[str, float]:
+        """Success on held-out seeds before and after, and what was learned from."""
+        return self._figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs, JSON-able."""
+        return {"done": self._done, "figures": self._figures}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._done, self._figures = bool(state["done"]) or self.options is None, dict(state["figures"])
+
+    def _success(self) -> float:
+        assert self.options is not None, "there is a warm start"
+        episodes = evaluate(self._manager, self._generator, self.options.measured_episodes, first_seed=_SEEDS)
+        return float(np.mean([episode.success_once for episode in episodes]))
+
+    def _play(self, player: Player) -> list[AgentEpisode]:
+        """Successful episodes of the player, through the collector that training uses."""
+        assert self.options is not None, "there is a warm start"
+        agent, wanted = self._generator.agent, self.options.episodes
+
+        def script(request: GenerationRequest) -> list[int]:
+            assert request.messages is not None, "the agent's requests hold the observation"
+            return agent.answer_ids(player(str(request.messages[-1]["content"])))
+
+        queue = GroupQueue(
+            GroupQueueConfig(group_size=1, groups_per_step=min(wanted, 4 * self._manager.num_slots)),
+            seed=self._seed,
+            domains=DomainMixture.single(f"{self._task}/warm start"),
+        )
+        backend = ScriptedTokens(script)
+        collector = AgentCollector(self._manager, agent, backend, queue, seed=self._seed)
+        collector.restart(queue)
+        found: list[AgentEpisode] = []
+        played = 0
+        for version in itertools.count():
+            groups = collector.next_groups(version)
+            played += len(groups)
+            found += [e for group in groups for e in group.episodes if isinstance(e, AgentEpisode) and e.success]
+            if len(found) >= wanted:
+                return found[:wanted]
+            if played >= _TRIES * wanted:
+                raise UserError(
+                    f"The player algorithm.warm_start.player={self.options.player} succeeded in {len(found)} of {played} episodes, and "
+                    f"{wanted} successful ones were asked for (algorithm.warm_start.episodes)."
+                )
+            backend.load_weights(version + 1, ())
+            queue.published(version + 1)
+        raise AssertionError("the loop ends by itself")

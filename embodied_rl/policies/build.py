@@ -1,0 +1,59 @@
+"""Policies by name: the configuration's kind decides which class is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from embodied_rl.config import AnyPolicyConfig
+from embodied_rl.policies.base import Policy
+from embodied_rl.types import SimSpec
+
+
+def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
+    """The policy that a configuration describes, for a simulator.
+
+    New weights are drawn from torch's global generator, so seed it first. Heavy libraries are imported by the kinds that need them.
+
+    Raises:
+        UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
+    """
+    return BUILDERS[config.name](config, spec)
+
+
+def _actor_critic(config: Any, spec: SimSpec) -> Policy:
+    from embodied_rl.policies import actor_critic
+
+    return actor_critic.build_policy(config, spec)
+
+
+def _tiny_vla(config: Any, spec: SimSpec) -> Policy:
+    from embodied_rl.policies.tiny_vla import TinyVLAPolicy
+
+    return TinyVLAPolicy(config, spec)
+
+
+def _flow(config: Any, spec: SimSpec) -> Policy:
+    from embodied_rl.policies.flow.network import FlowNetworkConfig, build_flow_policy
+    from embodied_rl.policies.flow.options import FlowOptions
+
+    network = FlowNetworkConfig(**{field.name: getattr(config, field.name) for field in fields(FlowNetworkConfig)})
+    options = FlowOptions(**{field.name: getattr(config, field.name) for field in fields(FlowOptions)})
+    return build_flow_policy(network, options, spec)
+
+
+def _openvla(config: Any, spec: SimSpec) -> Policy:
+    from embodied_rl.policies.openvla.training import build_openvla
+
+    return build_openvla(config, spec)
+
+
+BUILDERS: dict[str, Callable[[Any, SimSpec], Policy]] = {
+    "actor_critic": _actor_critic,
+    "flow": _flow,
+    "openvla": _openvla,
+    "openvla_oft": _openvla,
+    "tiny_vla": _tiny_vla,
+}
+"""{`policy.name`: what builds it}"""

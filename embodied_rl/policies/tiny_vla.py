@@ -1,0 +1,350 @@
+"""A small vision-language-action model on the interface of OpenVLA-OFT: an image and an instruction in, a chunk of action tokens out.
+
+Convolutions make patches, words scale and shift them (FiLM, Perez et al. 2018, arXiv:1709.07871), and a transformer decoder reads both
+by cross-attention, one query for each action token. It trains from scratch on a CPU.
+
+Shape legend: B rows, K steps of a chunk, A action dimensions, L = K·A action tokens, V choices of a token, W words, N patches, D width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from embodied_rl.config import TinyVLAConfig
+from embodied_rl.errors import UserError
+from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
+from embodied_rl.policies.base import ActionOutput, Evaluation, Role, TensorObservation, image_of, instructions_of, vector_of
+from embodied_rl.types import SimSpec
+
+_Memory = tuple[Tensor, Tensor, Tensor]
+"""What the decoders read (patches, words, keypoints, state) [B, M, D]; which of it is there [B, M]; the keypoints again [B, 1, D]."""
+
+PREPARED = ("image", "words")
+"""What `prepare` makes of an observation, and "state" where the policy reads it."""
+
+
+def word_ids(text: str, vocabulary: int, max_words: int) -> list[int]:
+    """A row of the embedding for each word: 1 + a hash of the word in lower case; 0 is padding. Words beyond the last are left out.
+
+    Raises:
+        UserError: there is no word.
+    """
+    words = "".join(letter if letter.isalnum() else " " for letter in text.lower()).split()
+    if not words:
+        raise UserError("The instruction is empty. A vision-language-action policy acts on language: set policy.instruction='reach the …'.")
+    return [1 + zlib.crc32(word.encode()) % (vocabulary - 1) if vocabulary > 1 else 0 for word in words[:max_words]]
+
+
+def random_shift(image: Tensor, pixels: int) -> Tensor:
+    """Each image of uint8 [B, H, W, 3] moved by up to ± `pixels` along both axes, its border repeated (Kostrikov et al. 2020,
+    arXiv:2004.13649). Draws from torch's global generator."""
+    rows, height, width, _ = image.shape
+    shift = torch.randint(-pixels, pixels + 1, (2, rows, 1), device=image.device)
+    down = (torch.arange(height, device=image.device) + shift[0]).clamp(0, height - 1)
+    right = (torch.arange(width, device=image.device) + shift[1]).clamp(0, width - 1)
+    return image[torch.arange(rows, device=image.device)[:, None, None], down[:, :, None], right[:, None, :]]
+
+
+class TinyVLAPolicy(nn.Module):
+    """Implements `embodied_rl.policies.base.Policy`. Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
+
+    noise_kind: Literal["uniform"] = "uniform"
+    """`act` wants noise uniform in [0, 1), one number for each action token."""
+
+    def __init__(self, config: TinyVLAConfig, spec: SimSpec) -> None:
+        """Weights are drawn from torch's global generator. Raises UserError where the simulator does not show what the policy reads."""
+        super().__init__()
+        if spec.action.kind != "continuous":
+            raise UserError(
+                f"Task '{spec.task}' takes {spec.action.kind} actions; policy.name=tiny_vla gives continuous ones: use policy=mlp."
+            )
+        self.config, self.spec = config, spec
+        self._has_words = config.instruction is None and config.instruction_key in spec.variables
+        if config.instruction is None and not self._has_words and spec.instruction is None:
+            raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='reach the …'.")
+        self.tokens = ActionTokenizer(config.num_bins, config.num_bins)
+        height, width, _ = image_of(spec, config.image_key, "policy.image_key").shape
+        state_size = 0 if config.state_key is None else vector_of(spec, config.state_key, "policy.state_key").shape[0]
+        self.encoder = _Encoder(config, (height, width), state_size)
+        self.decoder = _Decoder(config, self.num_units, config.num_layers, causal=config.decoding == "autoregressive")
+        self.action_head = nn.Linear(config.width, config.num_bins)
+        nn.init.normal_(self.action_head.weight, std=0.01)
+        nn.init.zeros_(self.action_head.bias)
+        self.token_embedding = nn.Embedding(config.num_bins, config.width) if config.decoding == "autoregressive" else None
+        self.value_decoder = _Decoder(config, config.chunk if config.value == "action" else 1, 1, causal=False)
+        self.value_head = nn.Sequential(nn.Linear(config.width, config.width), nn.GELU(), nn.Linear(config.width, 1))
+
+    @property
+    def chunk_size(self) -> int:
+        """K"""
+        return self.config.chunk
+
+    @property
+    def num_units(self) -> int:
+        """L"""
+        return self.config.chunk * self.spec.action.dim
+
+    @property
+    def observation_keys(self) -> tuple[str, ...]:
+        """The parts of an observation that `prepare` reads."""
+        state = () if self.config.state_key is None else (self.config.state_key,)
+        return (self.config.image_key, *state, *((self.config.instruction_key,) if self._has_words else ()))
+
+    @staticmethod
+    def role_of(name: str) -> Role:
+        """What a parameter belongs to, for learning rates of its own."""
+        return "value" if name.startswith("value_") else "head" if name.startswith("action_head") else "backbone"
+
+    # ---- observations -------------------------------------------------------------------------------------------------
+
+    def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
+        """image uint8 [B, H, W, 3], words int64 [B, max_words], and state float32 [B, S] where it is read; on the CPU.
+
+        Raises:
+            UserError: an instruction is empty.
+        """
+        config = self.config
+        image = torch.as_tensor(observation[config.image_key])
+        texts = instructions_of(observation, self.spec, config.instruction, config.instruction_key, len(image))
+        rows = {text: word_ids(text, config.vocabulary, config.max_words) for text in dict.fromkeys(texts)}
+        words = torch.zeros(len(texts), config.max_words, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            words[row, : len(rows[text])] = torch.tensor(rows[text])
+        prepared = {"image": image, "words": words}
+        if config.state_key is not None:
+            prepared["state"] = torch.as_tensor(observation[config.state_key]).float()
+        return prepared
+
+    def _memory(self, observation: Mapping[str, Any]) -> _Memory:
+        ready = cast(TensorObservation, observation) if "words" in observation else self.prepare(observation)
+        device = self.action_head.weight.device
+        return self.encoder({key: part.to(device) for key, part in ready.items()})
+
+    # ---- Policy -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
+        """Token ids [B, L] and their log-probabilities [B, L].
+
+        Args:
+            observation: of the simulator, or as `prepare` gives it.
+            noise: [B, L] uniform in [0, 1); None: the likeliest tokens.
+        """
+        memory = self._memory(observation)
+        if self.token_embedding is None:
+            distribution = self._distribution(self.decoder(memory))
+            tokens = distribution.sample(noise)
+            return ActionOutput(tokens, distribution.log_prob(tokens))
+        chosen = torch.zeros(len(memory[0]), 0, dtype=torch.int64, device=memory[0].device)
+        log_probs = []
+        for unit in range(self.num_units):
+            distribution = self._distribution(self.decoder(memory, self._shifted(chosen))[:, -1:])
+            token = distribution.sample(None if noise is None else noise[:, unit : unit + 1])
+            log_probs.append(distribution.log_prob(token))
+            chosen = torch.cat([chosen, token], dim=1)
+        return ActionOutput(chosen, torch.cat(log_probs, dim=1))
+
+    def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
+        """Log-probabilities and entropies [B, L] of token ids [B, L], and values [B] (or [B, K]: `value`); all with gradients."""
+        memory = self._memory(observation)
+        tokens = action.to(memory[0].device)
+        distribution = self._scores(memory, tokens)
+        return Evaluation(distribution.log_prob(tokens), distribution.entropy, self._value(memory))
+
+    def value(self, observation: Mapping[str, Any]) -> Tensor:
+        """[B], or [B, K] with policy.value=action."""
+        return self._value(self._memory(observation))
+
+    def update_statistics(self, observation: TensorObservation) -> None:
+        """Nothing: pixels are scaled by constants."""
+
+    def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B] mean cross-entropy of the recorded actions' tokens.
+
+        Args:
+            action: [B, K, A] normalised.
+            mask: [B, K] bool, steps that exist (a chunk may reach beyond the episode's end); None: all.
+        """
+        ready = dict(cast(TensorObservation, observation)) if "words" in observation else self.prepare(observation)
+        if self.training and self.config.cloning_shift > 0:
+            ready["image"] = random_shift(ready["image"], self.config.cloning_shift)
+        memory = self._memory(ready)
+        tokens = torch.from_numpy(self.tokens.encode(action.cpu().numpy())).flatten(1).to(memory[0].device)
+        loss = -self._scores(memory, tokens).log_prob(tokens)
+        if mask is None:
+            return loss.mean(-1)
+        counted = mask.to(loss.device).repeat_interleave(self.spec.action.dim, dim=1)
+        return torch.where(counted, loss, torch.zeros_like(loss)).sum(-1) / counted.sum(-1).clamp_min(1)
+
+    def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
+        """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's units."""
+        tokens = action.detach().cpu().numpy() if isinstance(action, Tensor) else action
+        chunk = self.tokens.decode(tokens).reshape(len(tokens), self.config.chunk, self.spec.action.dim)
+        return self.spec.action.denormalise(chunk.astype(np.float32)).astype(np.float32)
+
+    # ---- inside -------------------------------------------------------------------------------------------------------
+
+    def _distribution(self, hidden: Tensor) -> TokenDistribution:
+        return TokenDistribution.from_logits(self.action_head(hidden), self.config.temperature)
+
+    def _scores(self, memory: _Memory, tokens: Tensor) -> TokenDistribution:
+        before = None if self.token_embedding is None else self._shifted(tokens[:, :-1])
+        return self._distribution(self.decoder(memory, before))
+
+    def _shifted(self, tokens: Tensor) -> Tensor:
+        """[B, l] → [B, l + 1, D]: what each query is told of the token before it; nothing at first."""
+        assert self.token_embedding is not None, "autoregressive decoding"
+        return F.pad(self.token_embedding(tokens), (0, 0, 1, 0))
+
+    def _value(self, memory: _Memory) -> Tensor:
+        hidden = self.value_decoder(memory if self.config.value_gradient else (memory[0].detach(), memory[1], memory[2].detach()))
+        value = self.value_head(hidden).squeeze(-1).float()
+        return value if self.config.value == "action" else value[:, 0]
+
+
+def _waves(height: int, width: int, num_frequencies: int = 4) -> Tensor:
+    """[N, 2 + 4 F] of each patch: its place in [-1, 1] along both axes, with sines and cosines. Smooth, so that what is learned at one
+    patch holds nearby."""
+    rows, columns = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
+    place = torch.stack([rows, columns], dim=-1).flatten(0, 1)
+    angles = 0.5 * torch.pi * (place[:, :, None] * 2.0 ** torch.arange(num_frequencies)).flatten(1)
+    return torch.cat([place, angles.sin(), angles.cos()], dim=1)
+
+
+class _Encoder(nn.Module):
+    """Image and words to what the decoders read."""
+
+    waves: Tensor
+    """[N, 2 + 4 F]"""
+
+    def __init__(self, config: TinyVLAConfig, size: tuple[int, int], state_size: int) -> None:
+        super().__init__()
+        height, width = size
+        layers: list[nn.Module] = []
+        channels = [3, *config.conv_channels, config.width]
+        for inputs, outputs in itertools.pairwise(channels):
+            before, height, width = (height, width), height // 2, width // 2
+            convolution = nn.Conv2d(inputs, outputs, 4, stride=2, padding=1)
+            nn.init.kaiming_normal_(convolution.weight)
+            layers += [convolution, nn.GELU()]
+        if min(height, width) < 1:
+            raise UserError(f"policy.conv_channels={list(config.conv_channels)} halves an image of {size[0]}x{size[1]} pixels to nothing.")
+        # Keypoints are read where the picture is still fine: before the last convolution halves it.
+        self.fine, self.coarse = nn.Sequential(*layers[:-2]), nn.Sequential(*layers[-2:])
+        self.keypoints = _Keypoints(config, channels[-2], before, state_size)
+        self.register_buffer("waves", _waves(height, width), persistent=False)
+        self.places = nn.Linear(self.waves.shape[1], config.width)
+        self.words = nn.Embedding(config.vocabulary, config.width, padding_idx=0)
+        self.word_places = nn.Parameter(0.1 * torch.randn(config.max_words, config.width))
+        # A sum: instructions that differ in one word of many would hardly differ in their mean.
+        self.text = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, config.width), nn.GELU())
+        self.film = nn.Linear(config.width, 2 * config.width)
+        self.state = nn.Linear(state_size, config.width) if state_size else None
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(self, ready: Mapping[str, Tensor]) -> _Memory:
+        """See `TinyVLAPolicy._memory`."""
+        pixels = ready["image"].permute(0, 3, 1, 2).to(dtype=torch.float32, memory_format=torch.channels_last)
+        fine = self.fine(pixels / 64.0 - 1.0)
+        patches = self.coarse(fine).flatten(2).transpose(1, 2)
+        there = ready["words"] != 0
+        words = self.words(ready["words"])
+        text = self.text(words.sum(1))
+        scale, shift = self.film(text).unsqueeze(1).chunk(2, dim=-1)
+        parts = [patches * (1.0 + scale) + shift + self.places(self.waves), words + self.word_places]
+        keypoints = self.keypoints(fine, text, ready.get("state")).unsqueeze(1)
+        parts.append(keypoints)
+        if self.state is not None:
+            parts.append(self.state(ready["state"]).unsqueeze(1))
+        memory = self.norm(torch.cat(parts, dim=1))
+        seen = there.new_ones(len(there), memory.shape[1])
+        seen[:, patches.shape[1] : patches.shape[1] + there.shape[1]] = there
+        return memory, seen, keypoints
+
+
+class _Keypoints(nn.Module):
+    """Where in the picture things are that the words speak of: M maps, and the mean place of each one's weight (spatial softmax, Levine et
+    al. 2016, arXiv:1504.00702)."""
+
+    places: Tensor
+    """[N, 2] in [-1, 1]"""
+
+    def __init__(self, config: TinyVLAConfig, num_channels: int, size: tuple[int, int], state_size: int) -> None:
+        super().__init__()
+        self.film = nn.Linear(config.width, 2 * num_channels)
+        self.maps = nn.Conv2d(num_channels, config.num_keypoints, 1)
+        self.sharpness = nn.Parameter(torch.full((config.num_keypoints, 1), 3.0))
+        """Of a map in standard deviations: from the first step on it looks at something, not at the middle of everything."""
+        num_inputs = config.num_keypoints * (2 + size[0] * size[1]) + state_size
+        self.output = nn.Sequential(nn.Linear(num_inputs, config.width), nn.GELU(), nn.Linear(config.width, config.width))
+        self.register_buffer("places", _waves(*size, num_frequencies=0), persistent=False)
+
+    def forward(self, features: Tensor, words: Tensor, state: Tensor | None) -> Tensor:
+        """(features [B, C, h, w], words [B, D], state [B, S]) → [B, D]"""
+        scale, shift = self.film(words)[:, :, None, None].chunk(2, dim=1)
+        maps = self.maps(F.gelu(features * (1.0 + scale) + shift)).flatten(2)
+        maps = F.layer_norm(maps, maps.shape[-1:])
+        found = (self.sharpness * maps).softmax(-1) @ self.places
+        own = [] if state is None else [state]
+        return self.output(torch.cat([found.flatten(1), maps.flatten(1), *own], dim=1))
+
+
+class _Decoder(nn.Module):
+    """Learned queries that read a memory."""
+
+    def __init__(self, config: TinyVLAConfig, num_queries: int, num_layers: int, *, causal: bool) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(0.1 * torch.randn(num_queries, config.width))
+        self.layers = nn.ModuleList(_Layer(config.width, config.num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.causal, self.recompute = causal, config.gradient_checkpointing
+
+    def forward(self, read: _Memory, told: Tensor | None = None) -> Tensor:
+        """[B, l, D]; `told` [B, l, D] is added to the first l queries, and they alone are asked."""
+        memory, there, keypoints = read
+        x = (self.queries if told is None else self.queries[: told.shape[1]] + told) + keypoints
+        for layer in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, memory, there, self.causal, use_reentrant=False)
+            else:
+                x = layer(x, memory, there, self.causal)
+        return self.norm(x)
+
+
+class _Layer(nn.Module):
+    """Attention among the queries, attention to the memory, and a perceptron; each normalised before and added."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.own = nn.Linear(width, 3 * width)
+        self.own_out = nn.Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.memory = nn.Linear(width, 2 * width)
+        self.memory_out = nn.Linear(width, width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, memory: Tensor, there: Tensor, causal: bool) -> Tensor:
+        query, key, value = self.own(self.norms[0](x)).chunk(3, dim=-1)
+        x = x + self.own_out(self._attend(query, key, value, None, causal))
+        key, value = self.memory(memory).chunk(2, dim=-1)
+        x = x + self.memory_out(self._attend(self.query(self.norms[1](x)), key, value, there, False))
+        return x + self.perceptron(self.norms[2](x))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, there: Tensor | None, causal: bool) -> Tensor:
+        def heads(part: Tensor) -> Tensor:
+            return part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+        mask = None if there is None else there[:, None, None, :]
+        found = F.scaled_dot_product_attention(heads(query), heads(key), heads(value), attn_mask=mask, is_causal=causal)
+        return found.transpose(1, 2).flatten(-2)

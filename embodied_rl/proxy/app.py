@@ -1,0 +1,298 @@
+"""The agent proxy: OpenAI's chat completions in front of a token backend, each answer kept as it was sampled."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
+from embodied_rl.http_server import (
+    EventStream,
+    HttpProblem,
+    HttpRequest,
+    HttpServer,
+    Reply,
+    ServerLimits,
+    is_loopback,
+    require_token,
+    require_token_off_loopback,
+    same_token,
+)
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.proxy.captured import CapturedSession
+from embodied_rl.proxy.chat import ChatAnswer, ChatRequest, answer_message, openai_error, plain_message, read_chat
+from embodied_rl.proxy.pump import BackendPump
+from embodied_rl.proxy.sessions import Prompt, Session, SessionBook, SessionLimits
+
+TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
+"""Environment variable with the token that opens, rewards and ends sessions."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/(reward|end))?")
+_FAILED = {"prompt_too_long": (400, "context_length_exceeded"), "rejected": (400, "invalid_request"), "rate_limited": (429, "rate_limited")}
+
+
+@dataclass(frozen=True)
+class ProxyOptions:
+    """How the proxy samples. Raises UserError for a limit below 1."""
+
+    model: str
+    """The name that clients use."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end an answer, such as the template's end of a turn."""
+    max_new_tokens: int = 1024
+    """Of one answer, whatever a client asks for."""
+    policy_sampling: bool = False
+    """Sample from the model's own distribution (temperature 1, nothing cut off) whatever a client asks for: what was drawn is then what
+    training recomputes."""
+    output: Path | None = None
+    """Folder that ended sessions are written to, as JSON. None: they are kept for `AgentProxy.take_finished`."""
+    max_body_bytes: int = 4 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.max_body_bytes < 1:
+            raise UserError(f"max_new_tokens and max_body_bytes must be >= 1, got {self.max_new_tokens} and {self.max_body_bytes}.")
+
+
+class AgentProxy:
+    """Serves from construction on; see `embodied_rl.serve_agent`.
+
+    Without a token, on the loopback, any API key opens a session of its own name. With one, ``POST /v1/sessions`` opens sessions and gives
+    each its key.
+    """
+
+    def __init__(
+        self,
+        backend: TokenBackend,
+        tokenizer: ChatTokenizer,
+        options: ProxyOptions,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        limits: SessionLimits | None = None,
+    ) -> None:
+        """`backend` belongs to the proxy's thread until `close`, and to the caller after it.
+
+        Raises:
+            UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
+        """
+        require_token_off_loopback(host, token, variable=TOKEN_VARIABLE)
+        tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a template that is missing is told now
+        self._tokenizer, self._options, self._token = tokenizer, options, token
+        self._tokenizer_lock = threading.Lock()
+        self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and is_loopback(host))
+        self._finished: deque[CapturedSession] = deque()
+        self._pump = BackendPump(backend)
+        self._routes: dict[tuple[str, str], Callable[[HttpRequest], Reply | EventStream]] = {
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/sessions"): self._open,
+            ("GET", "/v1/sessions"): self._list,
+        }
+        try:
+            self._server = HttpServer(
+                self._answer,
+                host=host,
+                port=port,
+                limits=ServerLimits(max_body_bytes=options.max_body_bytes),
+                any_host_header=token is not None,
+                format_problem=openai_error,
+            )
+        except BaseException:
+            self._pump.close()
+            raise
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client is given: ``http://127.0.0.1:PORT/v1``."""
+        return f"{self._server.url}/v1"
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """New weights between two decoding steps; answers in flight go on with them. Raises UserError as the backend's own does."""
+        self._pump.call(lambda backend: backend.load_weights(version, tensors))
+
+    def take_finished(self) -> list[CapturedSession]:
+        """Sessions that ended since the last call, oldest first; none where they are written to a folder."""
+        taken = []
+        while self._finished:
+            taken.append(self._finished.popleft())
+        return taken
+
+    def close(self) -> None:
+        """Answer no more; open sessions that have turns are finished, as ended by ``close``."""
+        self._server.close()
+        self._pump.close()
+        for session in list(self._book.sessions.values()):
+            self._finish(session, "close")
+
+    # ---- routes -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, request: HttpRequest) -> Reply | EventStream:
+        if (route := self._routes.get((request.method, request.path))) is not None:
+            return route(request)
+        if (match := _SESSION.fullmatch(request.path)) is not None:
+            return self._of_session(request, match[1], match[2])
+        paths = sorted({path for _, path in self._routes})
+        if request.path in paths:
+            raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
+        raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
+
+    def _models(self, request: HttpRequest) -> Reply:
+        if self._token is not None and not same_token(request.bearer, self._token):
+            self._book.by_key(request.bearer)
+        return Reply({"object": "list", "data": [{"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}]})
+
+    def _chat(self, request: HttpRequest) -> Reply | EventStream:
+        self._end_idle()
+        session = self._session_of_key(request.bearer)
+        chat = read_chat(request.body)
+        model = request.body.get("model", self._options.model)
+        if model != self._options.model:
+            raise HttpProblem(404, "model_not_found", f"Model {model!r} is not served here.", choices=[self._options.model])
+        session.begin()
+        if not chat.stream:
+            try:
+                return Reply(self._sample(session, chat, request.client_gone).whole())
+            finally:
+                session.release()
+        return EventStream(self._streamed(session, chat, request.client_gone))
+
+    def _streamed(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Iterator[bytes]:
+        # Nothing is sent before the answer is there: a refusal still has its own status.
+        try:
+            answer = self._sample(session, chat, gone)
+        finally:
+            session.release()
+        return answer.events(chat.include_usage)
+
+    def _session_of_key(self, key: str | None) -> Session:
+        if self._book.open_to_any_key and key is not None and not _NAME.fullmatch(key):
+            message = "Without a token, an API key names its session: at most 128 letters, digits, '.', '_' or '-'."
+            raise HttpProblem(400, "bad_key", message)
+        return self._book.by_key(key)
+
+    def _open(self, request: HttpRequest) -> Reply:
+        require_token(request, self._token)
+        self._end_idle()
+        name, metadata = request.body.get("id"), request.body.get("metadata")
+        if (name is not None and not (isinstance(name, str) and _NAME.fullmatch(name))) or not isinstance(metadata, dict | None):
+            raise HttpProblem(400, "invalid_request", "'id' must be a name of letters, digits, '.', '_' and '-', 'metadata' an object.")
+        name = name or f"session-{secrets.token_hex(8)}"
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._book.open(name, key, metadata)
+        return Reply({"id": name, "api_key": key}, 201)
+
+    def _list(self, request: HttpRequest) -> Reply:
+        require_token(request, self._token)
+        sessions = [{"id": s.name, "turns": s.num_turns, "in_flight": s.in_flight} for s in list(self._book.sessions.values())]
+        return Reply({"sessions": sessions})
+
+    def _of_session(self, request: HttpRequest, name: str, action: str | None) -> Reply:
+        if request.bearer is None or self._book.keys.get(request.bearer) != name:  # a session's own key does as well
+            require_token(request, self._token)
+        session = self._book.by_name(name)
+        if (request.method, action) == ("GET", None):
+            return Reply(session.captured().to_dict())
+        if request.method != "POST" or action is None:
+            raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
+        body = request.body
+        reward = body.get("reward", None if action == "reward" else 0.0)
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not np.isfinite(reward):
+            raise HttpProblem(400, "invalid_request", f"'reward' must be a finite number, got {reward!r:.80}.")
+        for key in ("turn", "reward_id"):
+            if not isinstance(body.get(key), str | None):
+                raise HttpProblem(400, "invalid_request", f"'{key}' must be a text, got {body[key]!r:.80}.")
+        total = session.give(float(reward), body.get("turn"), body.get("reward_id"))
+        if action == "end":
+            self._finish(session, "client")
+        return Reply({"id": session.name, "turns": session.num_turns, "reward": total})
+
+    # ---- sampling ---------------------------------------------------------------------------------------------------
+
+    def _sample(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> ChatAnswer:
+        with self._tokenizer_lock:  # fast tokenizers are not for several threads at once
+            prompt = self._prompt(session, chat)
+            stop_ids = (*self._options.stop_ids, *(self._stop_id(text) for text in chat.stop))
+        completion = self._complete(prompt, chat, stop_ids, gone)
+        with self._tokenizer_lock:
+            return self._keep(session, chat, prompt, completion, stop_ids)
+
+    def _prompt(self, session: Session, chat: ChatRequest) -> Prompt:
+        try:
+            return session.prompt(chat.messages, chat.tools, self._tokenizer)
+        except UserError as error:
+            raise HttpProblem(400, "invalid_request", str(error)) from error
+
+    def _stop_id(self, text: str) -> int:
+        found = self._tokenizer.encode(text)
+        if len(found) != 1:
+            raise HttpProblem(400, "unsupported_parameter", f"'stop' must be a text of one token here; {text!r} has {len(found)}.")
+        return int(found[0])
+
+    def _complete(self, prompt: Prompt, chat: ChatRequest, stop_ids: tuple[int, ...], gone: Callable[[], bool]) -> Completion:
+        options = self._options
+        own = options.policy_sampling
+        asked = GenerationRequest(
+            request_id=0,
+            prompt_ids=prompt.token_ids,
+            max_new_tokens=min(chat.max_new_tokens or options.max_new_tokens, options.max_new_tokens),
+            temperature=1.0 if own else chat.temperature,
+            top_p=1.0 if own else chat.top_p,
+            top_k=0 if own else chat.top_k,
+            stop_ids=stop_ids,
+            seed=chat.seed,
+        )
+        try:
+            completion = self._pump.complete(asked, gone)
+        except UserError as error:
+            raise HttpProblem(400, "invalid_request", str(error)) from error
+        except RuntimeError as error:
+            raise HttpProblem(503, "backend_gone", str(error)) from error
+        if completion.failure is not None:
+            status, kind = _FAILED.get(completion.failure.kind, (502, completion.failure.kind))
+            raise HttpProblem(status, kind, completion.failure.message)
+        if completion.finish_reason == "aborted":
+            raise HttpProblem(503, "aborted", "The answer was aborted before its end.")
+        return completion
+
+    def _keep(self, session: Session, chat: ChatRequest, prompt: Prompt, completion: Completion, stop_ids: tuple[int, ...]) -> ChatAnswer:
+        sampled = completion.token_ids
+        said = sampled[:-1] if completion.finish_reason == "stop" and len(sampled) and int(sampled[-1]) in stop_ids else sampled
+        message = answer_message(self._tokenizer.decode(said), chat.tools)
+        completion_id = f"chatcmpl-{secrets.token_hex(12)}"
+        session.add(completion_id, prompt, completion, chat.messages, plain_message(message, 0), chat.tools)
+        reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
+        logprobs = None
+        if chat.logprobs:
+            logprobs = [self._logprob(int(token), float(value)) for token, value in zip(sampled, completion.log_prob, strict=True)]
+        return ChatAnswer(completion_id, self._options.model, message, reason, len(prompt.token_ids), len(sampled), logprobs)
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return {"token": text, "logprob": value if np.isfinite(value) else None, "bytes": list(text.encode()), "top_logprobs": []}
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _end_idle(self) -> None:
+        for session in self._book.idle():
+            self._finish(session, "idle")
+
+    def _finish(self, session: Session, ended_by: str) -> None:
+        captured, first = session.end(ended_by)
+        self._book.forget(session)
+        if not first or (not captured.turns and ended_by != "client"):
+            return
+        if self._options.output is None:
+            self._finished.append(captured)
+        else:
+            captured.save(self._options.output)

@@ -1,0 +1,153 @@
+"""One thread that talks to a token backend, for many that wait for answers."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, replace
+from typing import Any
+
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
+
+_POLL_S = 0.02
+"""New requests wait so long at most behind a decoding step of those in flight."""
+_LOOK_S = 0.1
+"""How often a waiting thread looks whether its client is still there."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    request: GenerationRequest
+    future: Future[Completion]
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[[TokenBackend], Any]
+    future: Future[Any]
+
+
+class BackendPump:
+    """Every call of the backend happens in the pump's thread, so that a backend for one thread serves any number.
+
+    The backend stays its owner's: `close` does not close it.
+    """
+
+    def __init__(self, backend: TokenBackend) -> None:
+        self._backend = backend
+        self._ids = itertools.count(1)
+        self._inbox: queue.SimpleQueue[_Asked | _Call | None] = queue.SimpleQueue()
+        self._in_flight: dict[int, Future[Completion]] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="token pump", daemon=True)
+        self._thread.start()
+
+    def complete(self, request: GenerationRequest, gone: Callable[[], bool] = lambda: False) -> Completion:
+        """Wait for the answer to one request (its id is replaced by one of ours).
+
+        Args:
+            gone: looked at now and then; when it says True the request is aborted.
+
+        Raises:
+            UserError: the backend cannot do what is asked.
+            RuntimeError: the pump was closed, or the backend has died.
+        """
+        number = next(self._ids)
+        future: Future[Completion] = Future()
+        self._put(_Asked(replace(request, request_id=number), future))
+        aborted = False
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except NotYet:
+                if not aborted and gone():
+                    aborted = True
+                    self.call(lambda backend: backend.abort([number]))
+            except CancelledError:
+                raise RuntimeError("The proxy was closed while a request was waiting.") from None
+
+    def call(self, function: Callable[[TokenBackend], Any]) -> Any:
+        """Run something with the backend between two polls, in the pump's thread: new weights, say. Raises what it raises."""
+        future: Future[Any] = Future()
+        self._put(_Call(function, future))
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread; those who wait get a RuntimeError. May be called twice."""
+        self._closed = True
+        self._inbox.put(None)
+        self._thread.join(10.0)
+
+    def _put(self, item: _Asked | _Call) -> None:
+        if self._closed:
+            raise RuntimeError("The proxy is closed.")
+        self._inbox.put(item)
+
+    def _run(self) -> None:
+        try:
+            while self._take_in():
+                self._poll()
+        except BaseException as error:
+            for future in self._in_flight.values():
+                future.set_exception(RuntimeError(f"The generation backend has died ({type(error).__name__}: {error})."))
+            self._in_flight.clear()
+            raise
+        finally:
+            self._closed = True
+            self._drop_all()
+
+    def _take_in(self) -> bool:
+        """What has arrived, after a wait where nothing is in flight; False at the end."""
+        item = self._inbox.get() if not self._in_flight else None
+        while not self._closed:
+            if isinstance(item, _Asked):
+                self._submit(item)
+            elif item is not None:
+                _fulfil(item.future, lambda call=item: call.function(self._backend))  # type: ignore[misc]
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+        return False
+
+    def _submit(self, asked: _Asked) -> None:
+        try:
+            self._backend.submit([asked.request])
+        except ValueError as error:  # UserError among them: this request is refused, others go on
+            asked.future.set_exception(error)
+        else:
+            self._in_flight[asked.request.request_id] = asked.future
+
+    def _poll(self) -> None:
+        if not self._in_flight:
+            return
+        completions = self._backend.poll(1, _POLL_S)
+        for completion in completions:
+            future = self._in_flight.pop(completion.request_id, None)
+            if future is not None:
+                future.set_result(completion)
+        if not completions:
+            time.sleep(0.001)  # a paused backend answers at once
+
+    def _drop_all(self) -> None:
+        for future in self._in_flight.values():
+            future.cancel()
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                item.future.cancel()
+
+
+def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

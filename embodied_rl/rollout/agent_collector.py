@@ -1,0 +1,289 @@
+"""The pump between text environments and a token backend: it plays what the group queue asks for and hands whole episodes in.
+
+```
+   EnvManager.recv ──▶ prompt ──▶ TokenBackend.submit        a slot waits in one of three places: its simulator's step,
+          ▲                               │                  its answer's tokens, or idle for the queue's next episode;
+          └── send ◀── parse ◀── poll ◀───┘                  whatever is ready moves on
+```
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from embodied_rl.agents.agent import Agent
+from embodied_rl.agents.conversation import Conversation, Prompt, PromptTooLong
+from embodied_rl.agents.parsing import InvalidAction, ParsedAction
+from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
+from embodied_rl.generation.tokens import Completion, TokenBackend
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.members import Assignment
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import EpisodeGroup, StepBatch
+
+_TICK_EVERY_S = 1.0
+_SEEDS = 23
+"""Stream of randomness: the seeds of requests."""
+
+
+@dataclass
+class _Answered:
+    """A turn whose action is with the simulator."""
+
+    observation: str
+    prompt: Prompt
+    completion: Completion
+    answer: str
+    parsed: ParsedAction
+
+
+@dataclass
+class _Playing:
+    """An episode while it is being played."""
+
+    assignment: Assignment
+    conversation: Conversation
+    greedy: bool
+    turns: list[Turn] = field(default_factory=list)
+    observation: str = ""
+    prompt: Prompt | None = None
+    answered: _Answered | None = None
+    success: bool = False
+
+
+class AgentCollector:
+    """Fills the queue's groups from a manager made with ``autoreset=False`` and a token backend; idle slots stand still.
+
+    With ``min_ready=None`` all slots move together, so that what is sampled depends on the seeds alone: every request has a seed of its
+    own, made of the run's seed, the group, the member, the attempt and the turn. With a number whatever is ready moves on.
+    """
+
+    def __init__(
+        self,
+        manager: EnvManager,
+        agent: Agent,
+        backend: TokenBackend,
+        queue: GroupQueue,
+        *,
+        seed: int,
+        min_ready: int | None = None,
+        greedy_member: bool = False,
+    ) -> None:
+        """
+        Args:
+            greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
+        """
+        self.manager, self.agent, self.backend, self.queue = manager, agent, backend, queue
+        self.seed, self.min_ready = seed, min_ready
+        self.times = CollectorTimes()
+        self._greedy_member = greedy_member
+        self._playing: dict[int, _Playing] = {}
+        self._idle = list(range(manager.num_slots))
+        self._requests: dict[int, int] = {}  # {request: slot}
+        self._next_id = 0
+        self._in_step = 0
+        self._counts: Counter[str] = Counter()
+        self._ticked_at = time.monotonic()
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        """Play until the queue has a batch for the weights `version`; the episodes are `AgentEpisode`s.
+
+        Raises:
+            SimFault: see EnvManager.
+            BatchNeverFullError: the queue rejects too many groups, or waited too long.
+        """
+        waited, started = 0.0, time.perf_counter()
+        while (groups := self.queue.take(version)) is None:
+            self._begin_idle()
+            if not self._in_step and not self._requests:
+                raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
+            if self._in_step:
+                before = time.perf_counter()
+                # Who has tokens to sample meanwhile does not stand and wait for a simulator.
+                self._take_steps(
+                    self.manager.recv(min_ready=self.min_ready, timeout_s=0.0 if self._overlaps and self._requests else _TICK_EVERY_S)
+                )
+                waited += time.perf_counter() - before
+            self._take_answers()
+            self._tick()
+        self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
+        return groups
+
+    def restart(self, queue: GroupQueue) -> None:
+        """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
+        self.manager.discard()
+        self.backend.abort(list(self._requests))
+        self.queue = queue
+        self._playing.clear()
+        self._requests.clear()
+        self._idle, self._in_step = list(range(self.manager.num_slots)), 0
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call: turns, tokens of prompts and answers a turn, and the shares of invalid answers by reason."""
+        counts, self._counts = self._counts, Counter()
+        turns = max(counts["turns"], 1)
+        shares = {name: value / turns for name, value in counts.items() if name != "turns"}
+        return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **shares}
+
+    # ---- episodes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.min_ready is not None
+
+    def _begin_idle(self) -> None:
+        begun: list[tuple[int, int]] = []
+        while self._idle and (assignment := self.queue.next_assignment()) is not None:
+            slot = self._idle.pop(0)
+            greedy = self._greedy_member and assignment.member == 0
+            self._playing[slot] = _Playing(assignment, self.agent.begin(), greedy)
+            begun.append((slot, assignment.seed))
+        if begun:
+            slots, seeds = zip(*sorted(begun), strict=True)
+            self.manager.begin(list(slots), list(seeds))
+            self._in_step += len(slots)
+
+    def _stop(self, slot: int) -> None:
+        del self._playing[slot]
+        self._idle.append(slot)
+        self._idle.sort()
+
+    def _finish(self, slot: int, *, terminated: bool, truncated: bool, final_text: str) -> None:
+        playing = self._playing[slot]
+        self._stop(slot)
+        if not playing.turns:
+            self.queue.failed(playing.assignment, "its first prompt was too long")
+            return
+        episode: AgentEpisode = episode_of(
+            playing.turns,
+            terminated=terminated,
+            truncated=truncated,
+            success=playing.success,
+            seed=playing.assignment.seed,
+            domain=playing.assignment.domain,
+            final_text=final_text,
+            greedy=playing.greedy,
+        )
+        self.queue.finished(playing.assignment, episode)
+
+    # ---- the simulators' side ---------------------------------------------------------------------------------------
+
+    def _take_steps(self, batch: StepBatch) -> None:
+        """Note what came of the actions; ask for the answers of the episodes that go on."""
+        self._in_step -= len(batch.slots)
+        ended = {episode.slot for episode in batch.episodes}
+        asking: list[int] = []
+        for row, slot in enumerate(batch.slots.tolist()):
+            playing = self._playing[slot]
+            if batch.aborted is not None and batch.aborted[row]:
+                self._stop(slot)
+                self.queue.failed(playing.assignment, "its simulator failed")
+                continue
+            if playing.answered is not None:
+                self._note_turn(playing, float(batch.reward[row]), bool(batch.success[row]))
+            if slot in ended:
+                final = str(batch.final_observation["text"][row])
+                self._finish(slot, terminated=bool(batch.terminated[row]), truncated=bool(batch.truncated[row]), final_text=final)
+            elif self.queue.should_stop(playing.assignment):
+                self._stop(slot)
+            else:
+                playing.observation = str(batch.observation["text"][row])
+                asking.append(slot)
+        self._ask(asking)
+
+    def _note_turn(self, playing: _Playing, reward: float, success: bool) -> None:
+        answered = playing.answered
+        assert answered is not None, "an action was sent"
+        playing.answered = None
+        playing.success |= success
+        completion = answered.completion
+        playing.turns.append(
+            Turn(
+                observation=answered.observation,
+                prompt_ids=answered.prompt.token_ids,
+                token_ids=completion.token_ids,
+                log_prob=completion.log_prob,
+                version=completion.version,
+                answer=answered.answer,
+                parsed=answered.parsed,
+                reward=reward - self.agent.penalty(answered.parsed),
+                game_reward=reward,
+                dropped=answered.prompt.dropped,
+            )
+        )
+        self.queue.progressed(playing.assignment)
+
+    # ---- the model's side -------------------------------------------------------------------------------------------
+
+    def _ask(self, slots: list[int]) -> None:
+        requests = []
+        for slot in slots:
+            playing = self._playing[slot]
+            prompt = playing.conversation.prompt(playing.observation)
+            if isinstance(prompt, PromptTooLong):
+                self._counts["too_long"] += 1
+                self._finish(slot, terminated=False, truncated=True, final_text=playing.observation)
+                continue
+            playing.prompt = prompt
+            whose = playing.assignment
+            key = (self.seed, whose.group, whose.member, whose.attempt, len(playing.turns), _SEEDS)
+            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+            temperature = 0.0 if playing.greedy else None
+            requests.append(self.agent.request(self._next_id, prompt, playing.observation, seed=seed, temperature=temperature))
+            self._requests[self._next_id] = slot
+            self._next_id += 1
+        self.backend.submit(requests)
+
+    def _take_answers(self) -> None:
+        """Read what was sampled and send the actions."""
+        if not self._requests:
+            return
+        self._give_up_superfluous()
+        wanted = len(self._requests) if self.min_ready is None else 1
+        wait_s = 0.0 if self._overlaps and self._in_step else None
+        actions: dict[int, str] = {}
+        for completion in self.backend.poll(min_ready=wanted, timeout_s=wait_s):
+            slot = self._requests.pop(completion.request_id, None)
+            if slot is None:
+                continue  # asked before a restart
+            playing = self._playing[slot]
+            if completion.finish_reason == "aborted" or self.queue.should_stop(playing.assignment):
+                self._stop(slot)
+            elif not completion.trainable:
+                self._stop(slot)
+                why = "no tokens with log-probabilities" if completion.failure is None else completion.failure.message
+                self.queue.failed(playing.assignment, f"its answer failed: {why}")
+            else:
+                actions[slot] = self._read(playing, completion)
+        if actions:
+            slots = sorted(actions)
+            self.manager.send(slots, [actions[slot] for slot in slots])
+            self._in_step += len(slots)
+
+    def _read(self, playing: _Playing, completion: Completion) -> str:
+        assert playing.prompt is not None, "an answer was asked for"
+        answer = self.agent.read(completion)
+        playing.answered = _Answered(playing.observation, playing.prompt, completion, answer.text, answer.parsed)
+        playing.conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
+        counts = {"turns": 1, "prompt_tokens": len(playing.prompt.token_ids), "answer_tokens": completion.num_tokens}
+        counts |= {"dropped": int(playing.prompt.dropped is not None)}
+        if isinstance(answer.parsed, InvalidAction):
+            counts |= {"invalid": 1, f"invalid_{answer.parsed.reason}": 1}
+        self._counts.update(counts)
+        return answer.parsed.text
+
+    def _give_up_superfluous(self) -> None:
+        """End the answers of episodes that nobody needs any more; they come back from `poll` as aborted."""
+        superfluous = [number for number, slot in self._requests.items() if self.queue.should_stop(self._playing[slot].assignment)]
+        if superfluous:
+            self.backend.abort(superfluous)
+
+    def _tick(self) -> None:
+        if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:
+            self._ticked_at = time.monotonic()
+            self.queue.tick()  # what it gives up is dropped when its slot comes back

@@ -1,0 +1,132 @@
+"""A language agent behind the interface of generators: for evaluation and filming, where slots act in batches and without noise."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.agents.agent import Agent
+from embodied_rl.agents.conversation import Conversation, PromptTooLong
+from embodied_rl.agents.parsing import InvalidAction
+from embodied_rl.agents.turns import texts
+from embodied_rl.errors import UserError
+from embodied_rl.generation.base import ActedBatch
+from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.types import Observation
+
+_FIRST_ID = 2**40
+"""Of requests: those of a collector that shares the backend lie below."""
+
+
+@dataclass
+class _Playing:
+    """An episode of one slot."""
+
+    conversation: Conversation
+    opening: str | None = None
+    """Its first observation."""
+    num_turns: int = 0
+
+    def next_seed(self, seed: int, text: str) -> int:
+        """Of the next request: from how the episode began and how far it is, so that neither slot nor history matters."""
+        self.opening = text if self.opening is None else self.opening
+        self.num_turns += 1
+        digest = hashlib.blake2b(f"{seed}/{self.num_turns}/{self.opening}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+class AgentGenerator:
+    """Implements `EpisodicGenerator` with an agent and a token backend.
+
+    A turn whose prompt is too long answers with the empty text; what was counted lies in `figures`.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        backend: TokenBackend,
+        weights: Callable[[], Iterable[tuple[str, Any]]] | None = None,
+        *,
+        temperature: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            weights: what `publish` loads into the backend; None: it takes the version alone.
+            temperature: of the answers; None: `AgentConfig.evaluation_temperature`.
+            seed: of the requests.
+        """
+        self.agent, self.backend = agent, backend
+        self.temperature = agent.config.evaluation_temperature if temperature is None else temperature
+        self._seed = seed
+        self.version = backend.version
+        self._weights = weights
+        self._conversations: dict[int, _Playing] = {}
+        self._next_id = _FIRST_ID
+        self._acted: deque[ActedBatch] = deque()
+        self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
+
+    def begin(self, slots: Iterable[int]) -> None:
+        """New episodes begin in these slots."""
+        for slot in slots:
+            self._conversations[int(slot)] = _Playing(self.agent.begin())
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        """Ask for the actions of slots whose episodes were begun; `observation` holds ``text`` [n]."""
+        requests, asked = [], {}
+        answers: dict[int, str] = {}
+        for row, slot in enumerate(slots.tolist()):
+            text = str(observation["text"][row])
+            playing = self._conversations[slot]
+            prompt = playing.conversation.prompt(text)
+            self._num_turns += 1
+            if isinstance(prompt, PromptTooLong):
+                self._num_too_long += 1
+                answers[slot] = ""
+                continue
+            self._num_dropped += prompt.dropped is not None
+            seed = playing.next_seed(self._seed, text)
+            requests.append(self.agent.request(self._next_id, prompt, text, seed=seed, temperature=self.temperature))
+            asked[self._next_id] = slot
+            self._next_id += 1
+        self.backend.submit(requests)
+        while asked:
+            for completion in self.backend.poll(min_ready=len(asked)):
+                slot_of = asked.pop(completion.request_id, None)
+                if slot_of is None:
+                    continue  # of somebody who gave up
+                if completion.finish_reason in ("failed", "aborted"):
+                    raise UserError(f"The token backend failed: {completion.failure or completion.finish_reason}.")
+                answer = self.agent.read(completion)
+                self._num_invalid += isinstance(answer.parsed, InvalidAction)
+                self._conversations[slot_of].conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
+                answers[slot_of] = answer.parsed.text
+        chosen: Sequence[str] = [answers[slot] for slot in slots.tolist()]
+        self._acted.append(ActedBatch(slots.copy(), texts(chosen), np.zeros((len(slots), 1), np.float32), self.version))
+
+    def recv(self) -> ActedBatch:
+        """The oldest batch. Raises RuntimeError when nothing was sent."""
+        if not self._acted:
+            raise RuntimeError("recv was called although no observation had been sent.")
+        return self._acted.popleft()
+
+    def publish(self, version: int) -> None:
+        """Load the policy's present weights into the backend as `version`."""
+        self.backend.load_weights(version, self._weights() if self._weights is not None else ())
+        self.version = version
+
+    def close(self) -> None:
+        """End the backend."""
+        self.backend.close()
+
+    def figures(self) -> dict[str, float]:
+        """Shares of the turns since the last call: answers that were no action, prompts that lost turns or were too long."""
+        turns = max(self._num_turns, 1)
+        shares = {"invalid": self._num_invalid / turns, "dropped": self._num_dropped / turns, "too_long": self._num_too_long / turns}
+        self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
+        return shares

@@ -1,0 +1,84 @@
+"""``python -m embodied_rl.serve_agent model=FOLDER``: a language model behind OpenAI's interface that keeps what agents were answered."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.cli import Argument, Command, run_command
+
+if TYPE_CHECKING:
+    from embodied_rl.proxy.app import AgentProxy
+
+COMMAND = Command(
+    name="serve_agent",
+    summary="Serve a language model to agent programs (POST /v1/chat/completions) and write down token ids, log-probabilities and rewards.",
+    arguments=(
+        Argument("model", str, "folder with a Hugging Face model, its tokenizer and chat template"),
+        Argument("name", str, "what clients call the model; default: the folder's name", None),
+        Argument("adapter", str, "folder of a LoRA adapter", None),
+        Argument("device", str, "cpu, cuda, cuda:1, …", "cpu"),
+        Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
+        Argument("port", int, "0 takes a free one", 8710),
+        Argument("output", str, "folder for ended sessions, one JSON file each", "captured"),
+        Argument("max_new_tokens", int, "of one answer, whatever a client asks for", 1024),
+        Argument("max_batch", int, "answers that are sampled side by side", 64),
+        Argument("stop", str, "tokens that end an answer, beside the end of a sequence, separated by commas", None),
+        Argument("policy_sampling", bool, "temperature 1 and nothing cut off, whatever a client asks for", False),
+        Argument("max_sessions", int, "sessions at a time", 1024),
+        Argument("idle_s", float, "a session that nobody uses for so long is ended", 3600.0),
+        Argument("seed", int, "of requests that bring none", 0),
+    ),
+    examples=("model=models/qwen3-0.6b", "model=models/qwen3-0.6b port=8710 output=captured policy_sampling=true"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, _ = COMMAND.parse(argv)
+    proxy = start(values)
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    print(f"Serving at {proxy.base_url}; ended sessions go to {values['output']}  (Ctrl-C ends it)", flush=True)
+    try:
+        ended.wait()
+    finally:
+        proxy.close()
+
+
+def start(values: dict[str, Any]) -> AgentProxy:
+    """The proxy that the arguments describe, listening. Raises UserError."""
+    from embodied_rl.config.language import LanguageConfig
+    from embodied_rl.generation.torch_tokens import TorchTokens
+    from embodied_rl.http_server import require_token_off_loopback, token_from
+    from embodied_rl.policies.language import build_language_policy
+    from embodied_rl.proxy.app import TOKEN_VARIABLE, AgentProxy, ProxyOptions
+    from embodied_rl.proxy.sessions import SessionLimits
+
+    token = token_from(TOKEN_VARIABLE)
+    require_token_off_loopback(values["host"], token, variable=TOKEN_VARIABLE)  # before a model is loaded for nothing
+    policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), values["device"])
+    backend = TorchTokens(policy.generation_model(), max_batch=values["max_batch"], seed=values["seed"])
+    stops = [name.strip() for name in (values["stop"] or "").split(",") if name.strip()]
+    options = ProxyOptions(
+        model=values["name"] or Path(values["model"]).resolve().name,
+        stop_ids=policy.tokenizer.stop_ids(*stops),
+        max_new_tokens=values["max_new_tokens"],
+        policy_sampling=values["policy_sampling"],
+        output=Path(values["output"]),
+    )
+    limits = SessionLimits(values["max_sessions"], values["idle_s"])
+    return AgentProxy(backend, policy.tokenizer, options, host=values["host"], port=values["port"], token=token, limits=limits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Environments behind HTTP: `python -m embodied_rl.serve_envs`."""

@@ -1,0 +1,247 @@
+"""Environments behind a URL as a simulator like any other: ``sim=remote``.
+
+The server (`python -m embodied_rl.serve_envs`, or one that speaks ROCK's GEM routes) keeps the environments; a connection that breaks is
+made again and the episode goes on. No torch, and nothing beside the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.faults import WrongShapeError
+from embodied_rl.sim.remote_client import Answer, JsonClient, Patience, RemoteFault
+from embodied_rl.sim.snapshots import SnapshotError
+from embodied_rl.sim.wire import WireError, decode_array, decode_observation, decode_snapshot, decode_spec, encode_action, encode_snapshot
+from embodied_rl.types import SimSpec, StepBuffers
+
+PROTOCOLS = ("embodied_rl", "rock")
+_CONNECT_S = 10.0
+"""How long a server may take to be there at all, when environments are made."""
+
+
+def make(
+    num_envs: int,
+    url: str = "http://127.0.0.1:8700",
+    sim: str = "cartpole",
+    task: str | None = None,
+    protocol: str = "embodied_rl",
+    sim_kwargs: Mapping[str, Any] | None = None,
+    token_env: str = "EMBODIED_RL_TOKEN",
+    attempt_s: float = 20.0,
+    deadline_s: float = 50.0,
+    start_timeout_s: float = 170.0,
+    **kwargs: Any,
+) -> SimEnv:
+    """`num_envs` environments of a service, each in a process of its own there.
+
+    Args:
+        num_envs: environments of this client.
+        url: of the service.
+        sim: the simulator's name in the service's catalogue; not for ROCK.
+        task: another task of it; None: its own. For ROCK, the environment's id.
+        protocol: "embodied_rl", or "rock" for ``/apis/v1/envs/gem/…``.
+        sim_kwargs: the simulator's arguments, over there.
+        token_env: environment variable that holds the service's token, where it asks for one.
+        attempt_s: without an answer for so long, a request is sent again on another connection.
+        deadline_s: of one call with all its repeats.
+        start_timeout_s: the same for building the environments.
+        **kwargs: for ROCK, what `embodied_rl.sim.text.gem.make` takes beside the task: history, success_return, room of texts.
+
+    Raises:
+        UserError: nobody answers at the URL, or the service refuses what is asked.
+    """
+    if protocol not in PROTOCOLS:
+        raise UserError(f"sim.kwargs.protocol='{protocol}' is not a choice.{did_you_mean(protocol, PROTOCOLS)}")
+    client = JsonClient(url, token=os.environ.get(token_env), patience=Patience(attempt_s=attempt_s, deadline_s=deadline_s))
+    if protocol == "rock":
+        from embodied_rl.sim.text.rock import make_rock
+
+        if sim_kwargs:
+            raise UserError("sim.kwargs.sim_kwargs is not for protocol=rock: its make takes the environment's id alone.")
+        return make_rock(client, task, num_envs, **kwargs)
+    if kwargs:
+        names = ["url", "sim", "task", "protocol", "sim_kwargs", "token_env", "attempt_s", "deadline_s", "start_timeout_s"]
+        raise UserError(f"sim.kwargs.{min(kwargs)} is not known; the simulator's own go into sim_kwargs.{did_you_mean(min(kwargs), names)}")
+    return RemoteSim.made(client, num_envs, sim, task, sim_kwargs or {}, start_timeout_s)
+
+
+class RemoteSim:
+    """See `make`. Every request is numbered, so that one that is sent again is not executed again.
+
+    A fault over there is one here: the manager makes new environments and takes the episodes up as for a local simulator. The other
+    environments of this client are closed with the failed one, as they would end with a local worker's process.
+    """
+
+    def __init__(self, client: JsonClient, env_ids: Sequence[str], spec: SimSpec, numbers: Sequence[int]) -> None:
+        """Of environments that are there already: see `made` and `attached`."""
+        self._client = client
+        self._closed = False
+        self.env_ids: list[str] = list(env_ids)
+        """The service's names of the environments."""
+        self._numbers = list(numbers)
+        # Each has a process of its own, whatever shares one over there would.
+        self.spec: SimSpec = replace(spec, steps_together=False)
+
+    @staticmethod
+    def made(client: JsonClient, num_envs: int, sim: str, task: str | None, kwargs: Mapping[str, Any], start_timeout_s: float) -> RemoteSim:
+        """New environments. Raises UserError: nobody answers, or the service refuses."""
+        asked = {"sim": sim, "task": task, "kwargs": dict(kwargs), "count": num_envs, "encoding": "base64"}
+        try:
+            require_server(client, "/v1/health")
+            answer = client.call("POST", "/v1/environments", {**asked, "request": secrets.token_hex(12)}, deadline_s=start_timeout_s)
+            if answer.status != 201:
+                raise _error(answer, f"simulator '{sim}' cannot be made at {client.url}")
+        except BaseException:
+            client.close()
+            raise
+        env_ids = [str(env_id) for env_id in answer.body["environments"]]
+        return RemoteSim(client, env_ids, decode_spec(answer.body["spec"]), [0] * num_envs)
+
+    @staticmethod
+    def attached(client: JsonClient, env_ids: Sequence[str]) -> RemoteSim:
+        """Environments that another client made, in the middle of their episodes: what a client that was started anew goes on with.
+
+        Raises:
+            UserError: nobody answers at the URL, or no environment is named.
+            RemoteFault: one of them is gone.
+        """
+        if not env_ids:
+            raise UserError("Name at least one environment to go on with.")
+        try:
+            require_server(client, "/v1/health")
+            found = [client.call("GET", f"/v1/environments/{env_id}") for env_id in env_ids]
+            for env_id, answer in zip(env_ids, found, strict=True):
+                if answer.status != 200:
+                    raise _error(answer, f"environment '{env_id}' at {client.url} cannot be gone on with")
+        except BaseException:
+            client.close()
+            raise
+        numbers = [int(answer.body["number"] or 0) for answer in found]
+        return RemoteSim(client, env_ids, decode_spec(found[0].body["spec"]), numbers)
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        """See `SimEnv.reset`."""
+        extra = {} if not options else {"options": dict(options)}
+        asked = {i: {"seed": int(seed), **extra} for i, seed in zip(env_ids, seeds, strict=True)}
+        for i, body in self._ask("reset", asked).items():
+            self._observe(i, body, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SimEnv.step`: one request for all."""
+        asked = {i: {"action": encode_action(action)} for i, action in zip(env_ids, actions, strict=True)}
+        try:
+            answers = self._ask("step", asked)
+        except NonFiniteRemote as fault:
+            out.reward[fault.env_id] = np.nan  # which the worker finds, and treats as sim.non_finite says
+            return
+        for i, body in answers.items():
+            self._observe(i, body, out)
+            out.reward[i] = body["reward"]
+            out.terminated[i], out.truncated[i], out.success[i] = body["terminated"], body["truncated"], body["success"]
+            out.info[i] = body["info"]
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv.snapshot`. Raises SnapshotError where the simulator has none."""
+        return decode_snapshot(self._ask("snapshot", {env_id: {}})[env_id]["snapshot"])
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv.restore`."""
+        self._ask("restore", {env_id: {"snapshot": encode_snapshot(data)}})
+
+    def render(self, env_id: int) -> np.ndarray:
+        """See `SimEnv.render`."""
+        return decode_array(self._ask("render", {env_id: {}})[env_id]["image"], "uint8")
+
+    def close(self) -> None:
+        """Close the environments over there; where the service cannot be reached, its idle limit does."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for env_id in self.env_ids:
+                self._client.call("DELETE", f"/v1/environments/{env_id}", deadline_s=2.0)
+        except RemoteFault:
+            pass
+        self._client.close()
+
+    def _ask(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """`_ask_all`, closing everything over there when that fails for good."""
+        try:
+            return self._ask_all(operation, asked)
+        except UserError:
+            raise
+        except Exception:
+            self.close()
+            raise
+
+    def _ask_all(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """One batch: {env id here: what the operation takes} to {env id here: its answer}."""
+        items = []
+        for i, arguments in asked.items():
+            self._numbers[i] += 1
+            items.append({"id": self.env_ids[i], "operation": operation, "number": self._numbers[i], **arguments})
+        answer = self._client.call("POST", "/v1/batch", {"requests": items})
+        if answer.status not in (200, 207):
+            raise _error(answer, f"{operation} is refused by {self._client.url}")
+        try:
+            results = [Answer(int(result["status"]), result["body"]) for result in answer.body["results"]]
+            found = dict(zip(asked, results, strict=True))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RemoteFault("bad_response", f"The answer of {self._client.url} to a batch is malformed: {error!r}") from error
+        for i, result in found.items():
+            if result.status != 200:
+                what = f"{operation} of environment {i} ('{self.env_ids[i]}' at {self._client.url}) failed"
+                raise NonFiniteRemote(i, f"{what}: {result.message}") if result.kind == "non_finite" else _error(result, what)
+        return {i: result.body for i, result in found.items()}
+
+    def _observe(self, i: int, body: Mapping[str, Any], out: StepBuffers) -> None:
+        try:
+            for key, value in decode_observation(self.spec, body["observation"]).items():
+                out.observation[key][i] = value
+        except (WireError, KeyError) as error:
+            raise WrongShapeError(f"The answer of {self._client.url} does not fit its spec: {error}") from error
+
+
+def require_server(client: JsonClient, path: str) -> None:
+    """Raises UserError unless somebody answers at `path`, and takes our token."""
+    try:
+        answer = client.call("GET", path, deadline_s=_CONNECT_S)
+    except RemoteFault as fault:
+        raise UserError(
+            f"No environment service answers at {client.url} ({fault}). Start one there: python -m embodied_rl.serve_envs; "
+            "sim.kwargs.url=… names another place."
+        ) from fault
+    if answer.status == 401:
+        raise UserError(f"{client.url} asks for a token: set the environment variable that sim.kwargs.token_env names (EMBODIED_RL_TOKEN).")
+    if answer.status != 200:
+        raise UserError(f"{client.url} is no environment service: {path} is answered with status {answer.status} ({answer.message}).")
+
+
+def _error(answer: Answer, what: str) -> Exception:
+    """What the service's word for a failure is called here."""
+    message = f"{what}: {answer.message}"
+    if answer.kind == "snapshot_error":
+        return SnapshotError(message)
+    if answer.kind == "out_of_memory":
+        return MemoryError(message)
+    if answer.kind == "wrong_shape":
+        return WrongShapeError(message)
+    if answer.status in (400, 401, 403, 404, 413, 422) and answer.kind != "unknown_environment":
+        return UserError(message[:1].upper() + message[1:])
+    return RemoteFault(answer.kind or "bad_response", message)
+
+
+class NonFiniteRemote(RemoteFault):
+    """The simulator over there returned NaN or infinity."""
+
+    def __init__(self, env_id: int, message: str) -> None:
+        super().__init__("non_finite", message)
+        self.env_id = env_id

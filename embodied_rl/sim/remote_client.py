@@ -1,0 +1,161 @@
+"""JSON over HTTP for simulators that live elsewhere: one kept connection, deadlines, and repeats where a repeat is harmless."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from embodied_rl.errors import UserError
+
+_RETRIED = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses that say "not now". 500 is not among them: it is what became of an environment."""
+_LINE = 300
+
+
+class RemoteFault(RuntimeError):
+    """A remote environment that failed, or a service that cannot be reached any more."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """``connection``, ``bad_response``, or the word that the service gave: raised, died, timed_out, idle, unknown_environment, …"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back, whatever its status."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """The service's word for what went wrong; empty where it gave none."""
+        return str(self.body.get("kind", ""))
+
+    @property
+    def message(self) -> str:
+        """The service's sentence for it."""
+        found = self.body.get("error") or self.body.get("detail") or self.body.get("message") or f"HTTP status {self.status}"
+        return found if isinstance(found, str) else json.dumps(found)[:_LINE]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a client tries. Raises UserError for a time that is not above 0."""
+
+    attempt_s: float = 20.0
+    """Without an answer for so long, the connection is given up and the request sent again on another."""
+    deadline_s: float = 50.0
+    """Of one call with all its repeats; less than `sim.step_timeout_s`, or the manager gives up first."""
+    first_wait_s: float = 0.05
+    """Before the second attempt; doubles with each further one, and half of it is drawn at random."""
+    max_wait_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise UserError(f"{name} must be > 0, got {value}.")
+
+
+class JsonClient:
+    """Talks to one server; for one thread."""
+
+    def __init__(self, url: str, *, token: str | None = None, patience: Patience | None = None) -> None:
+        """Nothing is sent yet. Raises UserError for what is no URL of a server."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"url must be like http://127.0.0.1:8700, got '{url}'.")
+        self.url = url.rstrip("/")
+        self._parts, self._prefix = parts, parts.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json", "Connection": "keep-alive"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self.patience = patience or Patience()
+        self._connection: http.client.HTTPConnection | None = None
+        self._random = random.Random()
+        self.num_repeats = 0
+        """Attempts beyond the first, over all calls."""
+
+    def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, repeat: bool = True, deadline_s: float | None = None
+    ) -> Answer:
+        """Send until there is an answer.
+
+        Args:
+            repeat: whether the request may reach the server twice. Without it only a connection that cannot be made is tried again.
+            deadline_s: in place of the patience's own.
+
+        Raises:
+            RemoteFault: "connection" or "bad_response" when the deadline is over.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        until = time.monotonic() + (self.patience.deadline_s if deadline_s is None else deadline_s)
+        attempt = 0
+        while True:
+            attempt += 1
+            sent = False
+            wait = self._wait_s(attempt)
+            try:
+                connection = self._connected(until)
+                sent = True
+                answer, retry_after = self._exchange(connection, method, path, data)
+                if answer.status not in _RETRIED or (not repeat and answer.status not in (429, 503)):
+                    return answer
+                fault, wait = RemoteFault(answer.kind or "connection", answer.message), max(wait, retry_after)
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                fault = RemoteFault("connection", f"{type(error).__name__}: {error}")
+            except ValueError as error:
+                self.close()
+                fault = RemoteFault("bad_response", f"its answer is not a JSON object: {error}")
+            if (sent and not repeat and fault.kind in ("connection", "bad_response")) or time.monotonic() + wait >= until:
+                raise RemoteFault(fault.kind, f"No answer from {self.url}{path} after {attempt} attempt{'s' * (attempt > 1)}: {fault}")
+            self.num_repeats += 1
+            time.sleep(wait)
+
+    def close(self) -> None:
+        """Drop the connection; the next call makes another."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _wait_s(self, attempt: int) -> float:
+        longest = min(self.patience.first_wait_s * 2.0 ** (attempt - 1), self.patience.max_wait_s)
+        return longest * (0.5 + 0.5 * self._random.random())
+
+    def _connected(self, until: float) -> http.client.HTTPConnection:
+        timeout = min(self.patience.attempt_s, max(until - time.monotonic(), 0.05))
+        if self._connection is None:
+            host = str(self._parts.hostname)
+            if self._parts.scheme == "https":
+                self._connection = http.client.HTTPSConnection(
+                    host, self._parts.port, timeout=timeout, context=ssl.create_default_context()
+                )
+            else:
+                self._connection = http.client.HTTPConnection(host, self._parts.port, timeout=timeout)
+            self._connection.connect()
+        self._connection.sock.settimeout(timeout)
+        return self._connection
+
+    def _exchange(self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None) -> tuple[Answer, float]:
+        connection.request(method, self._prefix + path, data, self._headers)
+        response = connection.getresponse()
+        content = response.read()
+        retry_after = response.headers.get("Retry-After", "0")
+        try:
+            body = json.loads(content) if content else {}
+        except ValueError:
+            if response.status < 400:
+                raise
+            body = {"error": content[:_LINE].decode("utf-8", "replace")}  # a gateway's page
+        if not isinstance(body, dict):
+            raise ValueError(type(body).__name__)
+        return Answer(response.status, body), float(retry_after) if retry_after.replace(".", "", 1).isdigit() else 0.0

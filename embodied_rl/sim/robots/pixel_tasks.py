@@ -1,0 +1,256 @@
+"""PixelTasks: a gantry reaches coloured discs and pushes a block, as an instruction says, seen from above in a small picture.
+
+Our own MuJoCo scene, which draws in about a millisecond on a CPU: for vision-language-action policies without a GPU. All tasks share
+one scene; which of them an episode is about, the words alone tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.paths import assets_dir
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.robots.mujoco_state import DataState
+from embodied_rl.sim.robots.physics import MujocoPhysics
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
+
+MAX_EPISODE_STEPS = 60
+CONTROL_HZ = 20.0
+SUBSTEPS = 5
+"""Physics steps of 10 ms per control step."""
+MAX_SPEED = 0.5
+"""Velocity of bridge and carriage at action 1, m/s."""
+REACHED_M = 0.03
+"""The tip is on a disc within this distance of its centre."""
+STRIP_M = 0.17
+"""The block is at a side where its centre is this far from the middle."""
+RAIL_M = 0.24
+"""The tip moves within ± this along both axes."""
+WORKSPACE_M = 0.2
+"""Tip and discs start within this of the centre, along both axes."""
+APART_M = 0.085
+"""Tip, discs and block start at least this far from one another."""
+
+INSTRUCTIONS = {
+    "reach_red": "move the tip onto the red disc",
+    "reach_green": "move the tip onto the green disc",
+    "reach_blue": "move the tip onto the blue disc",
+    "push_left": "push the block to the left",
+    "push_right": "push the block to the right",
+}
+"""{task: what it asks for}"""
+DISCS = ("red", "green", "blue")
+SETS = ("all", "reach", "push")
+"""Tasks of `PixelTasks` that stand for several, which take turns from episode to episode."""
+REWARDS = ("sparse", "dense")
+
+
+def tasks() -> list[str]:
+    return list(INSTRUCTIONS)
+
+
+def task_set(name: str) -> tuple[str, ...]:
+    """The tasks of a set, or the one that is named. Raises UserError with the nearest name."""
+    if name not in (*SETS, *INSTRUCTIONS):
+        raise UserError(f"Task '{name}' is not known.{did_you_mean(name, [*SETS, *INSTRUCTIONS])}")
+    return (name,) if name in INSTRUCTIONS else tuple(task for task in INSTRUCTIONS if name == "all" or task.startswith(name))
+
+
+class PixelTasks:
+    """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1].
+
+    Observation "rgb" [image_size, image_size, 3] uint8, "state" [2] = the tip's place, ± 1 at the ends of its rails, and "instruction"
+    where `task` is a set; seed s plays task s mod n of its n tasks. The gantry and the block have no momentum to speak of at the end of a
+    control step, so that one picture is the whole state.
+
+    Args:
+        num_envs: environments in this process.
+        task: a task, or a set of them: see `INSTRUCTIONS` and `SETS`.
+        reward: "sparse": 1 at a step that succeeds, else 0. "dense": that, and the metres by which the step came nearer (to the disc; of
+            the block to its side, and of the tip to the block).
+        image_size: pixels a side of the observation.
+        render_size: pixels a side of `render`'s picture, at most 512.
+
+    Raises:
+        UserError: an unknown task or reward, or this machine cannot draw off-screen.
+        MissingExtraError: MuJoCo is not installed.
+    """
+
+    def __init__(self, num_envs: int, task: str = "all", reward: str = "sparse", image_size: int = 48, render_size: int = 256) -> None:
+        self.tasks = task_set(task)
+        if reward not in REWARDS:
+            raise UserError(f"PixelTasks reward '{reward}' is not known.{did_you_mean(reward, REWARDS)}")
+        try:
+            import mujoco
+        except ImportError as error:
+            raise MissingExtraError("PixelTasks", "all", error) from error
+        self._mujoco = mujoco
+        self.model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_tasks.xml"))
+        self.data = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._states = [DataState(data) for data in self.data]
+        self._tip = self.model.site("tip").id
+        self._elapsed = [0] * num_envs
+        self._present = [self.tasks[0]] * num_envs
+        self._dense, self._render_size = reward == "dense", render_size
+        self._drawing = Drawing(self.model, multisampling=True)
+        several = len(self.tasks) > 1
+        words: dict[str, TensorSpec | VariableSpec] = {"instruction": VariableSpec("text", 256)} if several else {}
+        self.spec = SimSpec(
+            task=task,
+            observation={"rgb": TensorSpec((image_size, image_size, 3), "uint8"), "state": TensorSpec((2,)), **words},
+            action=ActionSpec.continuous([-1.0, -1.0], [1.0, 1.0]),
+            max_episode_steps=MAX_EPISODE_STEPS,
+            control_hz=CONTROL_HZ,
+            instruction=None if several else INSTRUCTIONS[task],
+            reports_success=True,
+            can_render=True,
+            snapshots="exact",
+        )
+
+    def task_of(self, seed: int) -> str:
+        """The task of an episode."""
+        return self.tasks[int(seed) % len(self.tasks)]
+
+    def task_at(self, env_id: int) -> str:
+        """The task of a running episode."""
+        return self._present[env_id]
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for i, seed in zip(env_ids, seeds, strict=True):
+            data = self.data[i]
+            self._mujoco.mj_resetData(self.model, data)
+            self._present[i], self._elapsed[i] = self.task_of(seed), 0
+            tip, block, *discs = _places(np.random.default_rng(int(seed)))
+            data.qpos[:] = (*block, *tip)
+            data.mocap_pos[:, :2] = discs
+            self._mujoco.mj_forward(self.model, data)
+            self._observe(i, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
+            data, before = self.data[i], self.distance(i)
+            data.ctrl[:] = command
+            self._mujoco.mj_step(self.model, data, SUBSTEPS)
+            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves positions of bodies one physics step behind
+            self._elapsed[i] += 1
+            success, distance = self._succeeded(i), self.distance(i)
+            out.reward[i] = float(success) + (before - distance if self._dense else 0.0)
+            out.terminated[i] = False
+            out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
+            out.success[i] = success
+            out.info[i] = {"distance_m": distance, "task": self._present[i]}
+            self._observe(i, out)
+
+    def distance(self, env_id: int) -> float:
+        """Metres that are left: from the tip to its disc, or of the block to its strip and of the tip to the block."""
+        task, tip, block = self._present[env_id], self.tip(env_id), self.block(env_id)
+        if task.startswith("reach_"):
+            return float(np.hypot(*(tip - self.disc(env_id, task.removeprefix("reach_")))))
+        side = -1.0 if task == "push_left" else 1.0
+        return max(STRIP_M - side * float(block[0]), 0.0) + float(np.hypot(*(tip - block)))
+
+    def tip(self, env_id: int) -> np.ndarray:
+        """[2] metres."""
+        return self.data[env_id].site_xpos[self._tip, :2]
+
+    def block(self, env_id: int) -> np.ndarray:
+        """[2] metres."""
+        return self.data[env_id].qpos[:2]
+
+    def disc(self, env_id: int, colour: str) -> np.ndarray:
+        """[2] metres."""
+        return self.data[env_id].mocap_pos[DISCS.index(colour), :2]
+
+    def render(self, env_id: int) -> np.ndarray:
+        return self._drawing.frame(self.data[env_id], "top", self._render_size, self._render_size)
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`."""
+        own = {"present": self._present[env_id], "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}
+        return encode_state({"task": self.spec.task, **own})
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        self._states[env_id].restore(tree["data"])
+        self._elapsed[env_id], self._present[env_id] = tree["elapsed"], tree["present"]
+
+    def physics(self, env_id: int) -> dict[str, np.ndarray]:
+        """See `PhysicsEnv`."""
+        return MujocoPhysics(self.model, self.data[env_id]).get()
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `PhysicsEnv`."""
+        MujocoPhysics(self.model, self.data[env_id]).set(state)
+
+    def close(self) -> None:
+        self._drawing.close()
+
+    def _succeeded(self, i: int) -> bool:
+        task = self._present[i]
+        if task.startswith("reach_"):
+            return self.distance(i) <= REACHED_M
+        return float(self.block(i)[0]) * (-1.0 if task == "push_left" else 1.0) >= STRIP_M
+
+    def _observe(self, i: int, out: StepBuffers) -> None:
+        out.observation["state"][i] = self.tip(i) / RAIL_M
+        frame = out.observation["rgb"][i]
+        self._drawing.frame(self.data[i], "top", frame.shape[0], frame.shape[1], out=frame)
+        if "instruction" in out.observation:
+            out.observation["instruction"][i] = INSTRUCTIONS[self._present[i]]
+
+
+def _places(rng: np.random.Generator) -> list[np.ndarray]:
+    """[2] metres each: tip, block (near the middle) and the three discs, none too near another."""
+    placed: list[np.ndarray] = []
+    while len(placed) < 5:
+        spread = np.array([0.09, 0.13]) if len(placed) == 1 else WORKSPACE_M
+        place = rng.uniform(-spread, spread, 2)
+        if all(np.hypot(*(place - other)) >= APART_M for other in placed):
+            placed.append(place)
+    return placed
+
+
+class PixelTasksExpert:
+    """Straight to the disc; or around the block to its far side, and then against it. Reads the simulator's own positions."""
+
+    BEHIND_M = 0.062
+    """Distance of tip and block, centre to centre, from which pushing starts."""
+    CLEAR_M = 0.06
+    """Distance along y at which the tip passes the block."""
+    ALIGNED_M = 0.012
+
+    def __init__(self, sim: SimEnv, env_id: int) -> None:
+        self._sim: Any = sim
+        self._env_id = env_id
+
+    def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
+        """The action [2] of this moment."""
+        tip = self._sim.tip(self._env_id)
+        return np.clip((self._target(tip) - tip) * CONTROL_HZ / MAX_SPEED, -1.0, 1.0).astype(np.float32)
+
+    def _target(self, tip: np.ndarray) -> np.ndarray:
+        task = self._sim.task_at(self._env_id)
+        if task.startswith("reach_"):
+            return self._sim.disc(self._env_id, task.removeprefix("reach_"))
+        block = self._sim.block(self._env_id)
+        side = -1.0 if task == "push_left" else 1.0
+        behind = side * (block[0] - tip[0])  # metres that the tip is on the far side
+        beside = tip[1] - block[1]
+        if behind >= 0.65 * self.BEHIND_M:
+            if abs(beside) <= self.ALIGNED_M:
+                return np.array([tip[0] + side * 0.04, block[1]])
+            return np.array([block[0] - side * self.BEHIND_M, block[1]])
+        if abs(beside) < self.CLEAR_M:
+            away = np.sign(beside) or 1.0
+            if abs(block[1] + away * self.CLEAR_M) > 0.23:  # no room between block and rail
+                away = -away
+            return np.array([tip[0], block[1] + away * (self.CLEAR_M + 0.005)])
+        return np.array([block[0] - side * self.BEHIND_M, tip[1]])

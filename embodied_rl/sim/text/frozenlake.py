@@ -1,0 +1,169 @@
+"""FrozenLake in words: walk over the ice to the goal without falling into a hole; a new map for every seed.
+
+The rules are those of gymnasium's toy game; maps are random, 4 × 4 to 8 × 8, and always have a way. Letters: P the player, G the goal,
+H a hole, ``.`` ice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.text.grid_games import MOVES, Cell, GridSim, Outcome, add, board_of, choose_size, largest, look_around, way_to
+
+INSTRUCTION = "P is you. Walk over the ice (.) to G and keep out of the holes (H). Answer with one word: up, down, left or right."
+COLOURS = {".": (214, 234, 248), "H": (52, 73, 94), "G": (130, 224, 170), "P": (245, 176, 65)}
+STEPS_PER_SIDE = 4
+"""An episode is cut after so many steps for each cell of a side."""
+_TRIES = 1000
+
+
+def tasks() -> list[str]:
+    return ["FrozenLake"]
+
+
+def make(
+    num_envs: int,
+    task: str = "FrozenLake",
+    size: int | Sequence[int] = 4,
+    hole_share: float = 0.2,
+    slippery: bool = False,
+    num_maps: int | None = None,
+    hole_reward: float = 0.0,
+    hints: bool = False,
+    render_size: int = 256,
+) -> GridSim:
+    """`num_envs` lakes in this process.
+
+    Args:
+        size: cells of a side, 4 to 8; a pair draws it anew for each episode.
+        hole_share: probability that a cell is a hole.
+        slippery: a move goes where it should in one of three cases, and to one of the two sides otherwise.
+        num_maps: play these many maps again and again, whatever the seed; None: a new one for every seed.
+        hole_reward: for falling into a hole; the goal gives 1.
+        hints: a line below the board says what lies on each side of the player, and how far the goal is down and to the right.
+        render_size: pixels of a picture's side.
+
+    Raises:
+        UserError: a value out of its range.
+    """
+    if task not in tasks():
+        raise UserError(f"Task '{task}' is not known. Known: FrozenLake.")
+    if num_maps is not None and num_maps < 1:
+        raise UserError(f"FrozenLake: num_maps must be >= 1 or null, got {num_maps}.")
+    if not 0.0 <= hole_share <= 0.5:
+        raise UserError(f"FrozenLake: hole_share must be between 0 and 0.5, got {hole_share}.")
+    choose_size(size, np.random.default_rng(0), least=4, most=8, name="FrozenLake")
+    return GridSim(
+        task,
+        num_envs,
+        lambda: FrozenLake(size, hole_share, slippery, num_maps, hole_reward),
+        max_episode_steps=STEPS_PER_SIDE * largest(size),
+        instruction=INSTRUCTION,
+        colours=COLOURS,
+        hints=hints,
+        render_size=render_size,
+    )
+
+
+class FrozenLake:
+    """One lake. Reward 1 at the goal, `hole_reward` in a hole, which ends the game, and 0 elsewhere. Implements `GridGame`."""
+
+    def __init__(
+        self,
+        size: int | Sequence[int] = 4,
+        hole_share: float = 0.2,
+        slippery: bool = False,
+        num_maps: int | None = None,
+        hole_reward: float = 0.0,
+    ) -> None:
+        self._size, self._hole_share, self._slippery = size, hole_share, slippery
+        self._num_maps, self._hole_reward = num_maps, hole_reward
+        self._random = np.random.default_rng(0)
+        self._holes = np.zeros((4, 4), bool)
+        self._player: Cell = (0, 0)
+        self._goal: Cell = (3, 3)
+
+    def reset(self, seed: int) -> None:
+        """A map whose goal is at least a side's length away on foot."""
+        self._random = np.random.default_rng(seed if self._num_maps is None else seed % self._num_maps)
+        size = choose_size(self._size, self._random, least=4, most=8, name="FrozenLake")
+        for _ in range(_TRIES):
+            holes = self._random.random((size, size)) < self._hole_share
+            start, goal = (divmod(int(number), size) for number in self._random.choice(size * size, 2, replace=False))
+            holes[start] = holes[goal] = False
+            path = shortest_path(holes, start, goal)
+            if path is not None and len(path) >= size - 1:
+                self._holes, self._player, self._goal = holes, start, goal
+                return
+        raise UserError(f"FrozenLake: no map with a way was found for hole_share={self._hole_share}. Lower it.")
+
+    def step(self, word: str) -> Outcome:
+        """See `GridGame.step`."""
+        if word not in MOVES:
+            return Outcome(0.0, False, False, valid=False)
+        move = MOVES[word]
+        if self._slippery:
+            turn = int(self._random.integers(3)) - 1
+            move = (turn * move[1], turn * move[0]) if turn else move
+        there = add(self._player, move)
+        if all(0 <= place < side for place, side in zip(there, self._holes.shape, strict=True)):
+            self._player = there
+        arrived, drowned = self._player == self._goal, bool(self._holes[self._player])
+        return Outcome(self._hole_reward if drowned else float(arrived), arrived or drowned, arrived, valid=True)
+
+    def text(self) -> str:
+        """See `GridGame.text`."""
+        letters = np.where(self._holes, "H", ".").astype("<U1")
+        letters[self._goal] = "G"
+        letters[self._player] = "P"
+        return "\n".join("".join(row) for row in letters)
+
+    def hint(self) -> str:
+        """See `GridGame.hint`: ``up . down H left # right . goal down 2 right 1``."""
+        return f"{look_around(board_of(self.text()), self._player)} goal {way_to(self._player, self._goal)}"
+
+    def state(self) -> dict[str, Any]:
+        """See `GridGame.state`."""
+        return {"holes": self._holes, "player": self._player, "goal": self._goal, "random": self._random.bit_generator.state}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """See `GridGame.set_state`."""
+        self._holes, self._player, self._goal = state["holes"], tuple(state["player"]), tuple(state["goal"])
+        self._random.bit_generator.state = state["random"]
+
+
+def shortest_path(holes: np.ndarray, start: Cell, goal: Cell) -> list[str] | None:
+    """Words of a shortest way around the holes [H, W] bool, found breadth first; None: there is none."""
+    came_from: dict[Cell, tuple[Cell, str]] = {}
+    queue, seen = deque([start]), {start}
+    while queue:
+        here = queue.popleft()
+        if here == goal:
+            words: list[str] = []
+            while here != start:
+                here, word = came_from[here]
+                words.append(word)
+            return words[::-1]
+        for word, move in MOVES.items():
+            there = add(here, move)
+            inside = all(0 <= place < side for place, side in zip(there, holes.shape, strict=True))
+            if inside and there not in seen and not holes[there]:
+                seen.add(there)
+                came_from[there] = (here, word)
+                queue.append(there)
+    return None
+
+
+def player(observation: str) -> str:
+    """The scripted player: the next word of a shortest way on the board that it is shown. Raises ValueError for another text."""
+    letters = board_of(observation)
+    (start,), (goal,) = (list(zip(*np.nonzero(letters == letter), strict=True)) for letter in "PG")
+    path = shortest_path(letters == "H", (int(start[0]), int(start[1])), (int(goal[0]), int(goal[1])))
+    if not path:
+        raise ValueError(f"There is no way over this lake:\n{observation}")
+    return path[0]

@@ -1,0 +1,202 @@
+"""Games on a grid, seen and played in words: what our own text games share. Numpy only; pictures are drawn with Pillow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
+
+Cell = tuple[int, int]
+"""(row, column), from the upper left corner."""
+
+MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+"""{word: change of (row, column)}"""
+
+_ACTION_BYTES, _OBSERVATION_BYTES = 2**12, 2**12
+_PALETTE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one move."""
+
+    reward: float
+    terminated: bool
+    success: bool
+    valid: bool
+    """False: the word was no move; nothing happened."""
+
+
+class GridGame(Protocol):
+    """One game: five methods, and the simulator around it does the rest."""
+
+    def reset(self, seed: int) -> None:
+        """Begin the game that this seed means."""
+        ...
+
+    def step(self, word: str) -> Outcome:
+        """Play one word of `MOVES`; any other word leaves everything as it is."""
+        ...
+
+    def text(self) -> str:
+        """The board, a line for each row."""
+        ...
+
+    def hint(self) -> str:
+        """What lies around the player and where the goal is, in one line with spaces."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the rest of the game depends on (`embodied_rl.sim.snapshots.encode_state`)."""
+        ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` gave."""
+        ...
+
+
+class GridSim:
+    """`num_envs` grid games in this process: text in, text out. Implements `SnapshotEnv`.
+
+    An action is one word; spaces around it and its case do not matter. A word that is no move costs a step, and ``info["valid"]`` says so.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int,
+        make: Callable[[], GridGame],
+        *,
+        max_episode_steps: int,
+        instruction: str,
+        colours: Mapping[str, tuple[int, int, int]],
+        hints: bool = False,
+        render_size: int = _PALETTE_SIZE,
+    ) -> None:
+        """
+        Args:
+            colours: {letter of `GridGame.text`: colour of its tile} for pictures.
+            hints: `GridGame.hint` stands below the board.
+            render_size: pixels of a picture's longer side.
+        """
+        self._hints = hints
+        self._games = [make() for _ in range(num_envs)]
+        self._steps = np.zeros(num_envs, np.int64)
+        self._colours, self._render_size = dict(colours), render_size
+        self.spec = SimSpec(
+            task=task,
+            observation={"text": VariableSpec("text", _OBSERVATION_BYTES)},
+            action=ActionSpec.text(_ACTION_BYTES),
+            max_episode_steps=max_episode_steps,
+            instruction=instruction,
+            reports_success=True,
+            can_render=True,
+            snapshots="exact",
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for env_id, seed in zip(env_ids, seeds, strict=True):
+            self._games[env_id].reset(int(seed))
+            self._steps[env_id] = 0
+            out.observation["text"][env_id] = self._shown(env_id)
+
+    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
+        assert self.spec.max_episode_steps is not None, "games have a limit"
+        for env_id, action in zip(env_ids, actions, strict=True):
+            outcome = self._games[env_id].step(str(action).strip().lower())
+            self._steps[env_id] += 1
+            out.observation["text"][env_id] = self._shown(env_id)
+            out.reward[env_id] = outcome.reward
+            out.terminated[env_id] = outcome.terminated
+            out.truncated[env_id] = not outcome.terminated and self._steps[env_id] >= self.spec.max_episode_steps
+            out.success[env_id] = outcome.success
+            out.info[env_id] = {"valid": outcome.valid}
+
+    def sample_action(self, env_id: int, seed: int) -> str:
+        """A random move."""
+        return list(MOVES)[int(np.random.default_rng(seed).integers(len(MOVES)))]
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`."""
+        return encode_state({"task": self.spec.task, "steps": int(self._steps[env_id]), "game": self._games[env_id].state()})
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        self._steps[env_id] = tree["steps"]
+        self._games[env_id].set_state(tree["game"])
+
+    def render(self, env_id: int) -> np.ndarray:
+        """[H, W, 3] uint8: a coloured tile for each letter of the board, with the letter on it."""
+        return draw_board(self._games[env_id].text(), self._colours, self._render_size)
+
+    def close(self) -> None:
+        pass
+
+    def _shown(self, env_id: int) -> str:
+        game = self._games[env_id]
+        return f"{game.text()}\n{game.hint()}" if self._hints else game.text()
+
+
+def draw_board(text: str, colours: Mapping[str, tuple[int, int, int]], size: int) -> np.ndarray:
+    """A picture [H, W, 3] uint8 of a board of letters whose longer side has about `size` pixels; letters without a colour are grey."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    rows = text.splitlines()
+    tile = max(4, size // max(len(rows), max(len(row) for row in rows)))
+    image = Image.new("RGB", (tile * max(len(row) for row in rows), tile * len(rows)), (40, 40, 40))
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(max(8, tile // 2))
+    for y, row in enumerate(rows):
+        for x, letter in enumerate(row):
+            box = (x * tile + 1, y * tile + 1, (x + 1) * tile - 2, (y + 1) * tile - 2)
+            draw.rectangle(box, fill=colours.get(letter, (128, 128, 128)))
+            if letter.isalpha():
+                draw.text(((x + 0.5) * tile, (y + 0.5) * tile), letter, fill=(20, 20, 20), font=font, anchor="mm")
+    return np.asarray(image, np.uint8).copy()
+
+
+def board_of(observation: str) -> np.ndarray:
+    """[H, W] letters of what a player was shown, a hint left out."""
+    return np.array([list(line) for line in observation.splitlines() if line and " " not in line])
+
+
+def look_around(letters: np.ndarray, here: Cell, distance: int = 1) -> str:
+    """``up .. down H# left .. right .G``: the next letters on each side, # beyond the board."""
+    seen = []
+    for word, (down, right) in MOVES.items():
+        cells = [(here[0] + step * down, here[1] + step * right) for step in range(1, distance + 1)]
+        inside = [0 <= row < letters.shape[0] and 0 <= column < letters.shape[1] for row, column in cells]
+        seen.append(f"{word} {''.join(letters[cell] if known else '#' for cell, known in zip(cells, inside, strict=True))}")
+    return " ".join(seen)
+
+
+def way_to(here: Cell, there: Cell) -> str:
+    """``down 2 left 1``, and ``down 0`` where nothing is to be gone."""
+    rows, columns = there[0] - here[0], there[1] - here[1]
+    return f"{'up' if rows < 0 else 'down'} {abs(rows)} {'left' if columns < 0 else 'right'} {abs(columns)}"
+
+
+def add(cell: Cell, move: Cell) -> Cell:
+    """The neighbouring cell."""
+    return cell[0] + move[0], cell[1] + move[1]
+
+
+def choose_size(size: int | Sequence[int], random: np.random.Generator, *, least: int, most: int, name: str) -> int:
+    """A number, or one drawn from (smallest, largest). Raises UserError outside of `least` … `most`."""
+    low, high = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
+    if not least <= low <= high <= most:
+        raise UserError(f"{name}: size must be between {least} and {most}, or a pair of these, got {size}.")
+    return low if low == high else int(random.integers(low, high + 1))
+
+
+def largest(size: int | Sequence[int]) -> int:
+    """The largest side that `choose_size` may draw."""
+    return size if isinstance(size, int) else int(size[-1])

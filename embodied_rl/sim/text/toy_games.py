@@ -1,0 +1,181 @@
+"""Gymnasium's toy games in words: FrozenLake, CliffWalking, Taxi and Blackjack, by their own rules and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sim.text.grid_games import GridSim, Outcome, draw_board
+
+WORDS = {
+    "FrozenLake-v1": ("left", "down", "right", "up"),
+    "CliffWalking-v1": ("up", "right", "down", "left"),
+    "Taxi-v4": ("down", "up", "right", "left", "pickup", "dropoff"),
+    "Blackjack-v1": ("stick", "hit"),
+}
+"""{task: the words of its actions, in gymnasium's order}"""
+LIMITS = {"FrozenLake-v1": 100, "CliffWalking-v1": 100, "Taxi-v4": 200, "Blackjack-v1": 22}
+"""{task: steps of an episode}; gymnasium's own where it has one."""
+GAMES = {
+    "FrozenLake-v1": "P is you. Walk over the ice (F) to G and keep out of the holes (H); the ice is slippery.",
+    "CliffWalking-v1": "P is you. Walk to G; the cliff (C) throws you back to the start.",
+    "Taxi-v4": "T is your taxi. Pick the passenger up and drop them off at their destination; walls are | between cells.",
+    "Blackjack-v1": "Get closer to 21 than the dealer without going over.",
+}
+COLOURS = {
+    ".": (214, 234, 248),
+    "F": (214, 234, 248),
+    "S": (235, 235, 235),
+    "H": (52, 73, 94),
+    "C": (52, 73, 94),
+    "G": (130, 224, 170),
+    "P": (245, 176, 65),
+    "T": (245, 176, 65),
+    "R": (231, 76, 60),
+    "Y": (244, 208, 63),
+    "B": (93, 173, 226),
+    "|": (90, 90, 90),
+}
+_STATE = ("s", "taxi_orientation", "fickle_step", "player", "dealer")
+"""Attributes of a game that an episode changes and the rest of it depends on, as far as the game has them."""
+
+
+def tasks() -> list[str]:
+    return list(WORDS)
+
+
+def make(num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs: Any) -> ToySim:
+    """`num_envs` games in this process.
+
+    Args:
+        render_size: pixels of a picture's longer side.
+        **kwargs: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake.
+
+    Raises:
+        UserError: an unknown task, or an argument that it does not take.
+    """
+    if task not in WORDS:
+        raise UserError(f"Task '{task}' is not a toy game.{did_you_mean(task, WORDS)}")
+    return ToySim(num_envs, task, render_size, kwargs)
+
+
+class ToySim(GridSim):
+    """Implements `SnapshotEnv`; a word that is no action costs a step, and nothing else happens."""
+
+    def __init__(self, num_envs: int, task: str, render_size: int, kwargs: Mapping[str, Any]) -> None:
+        words = WORDS[task]
+        super().__init__(
+            task,
+            num_envs,
+            lambda: ToyGame(task, kwargs),
+            max_episode_steps=LIMITS[task],
+            instruction=f"{GAMES[task]} Answer with one word: {', '.join(words[:-1])} or {words[-1]}.",
+            colours=COLOURS,
+            render_size=render_size,
+        )
+        self._words = words
+
+    def sample_action(self, env_id: int, seed: int) -> str:
+        """A random action."""
+        return self._words[int(np.random.default_rng(seed).integers(len(self._words)))]
+
+    def render(self, env_id: int) -> np.ndarray:
+        """[H, W, 3] uint8: the board's lines as tiles; of Blackjack the words."""
+        lines = self._games[env_id].text().splitlines()
+        board = [line for line in lines if " " not in line]
+        return draw_board("\n".join(board), self._colours, self._render_size) if board else _draw_lines(lines, self._render_size)
+
+
+class ToyGame:
+    """One game. Implements `embodied_rl.sim.text.grid_games.GridGame`."""
+
+    def __init__(self, task: str, kwargs: Mapping[str, Any]) -> None:
+        import gymnasium
+
+        self._task, self._words = task, WORDS[task]
+        try:
+            self._env: Any = gymnasium.make(task, disable_env_checker=True, **kwargs).unwrapped
+        except TypeError as error:
+            raise UserError(f"{task} does not take these arguments: {error}. See sim.kwargs.") from error
+        self._env.reset(seed=0)
+
+    def reset(self, seed: int) -> None:
+        """See `GridGame.reset`."""
+        self._env.reset(seed=seed)
+
+    def step(self, word: str) -> Outcome:
+        """See `GridGame.step`."""
+        if word not in self._words:
+            return Outcome(0.0, False, False, False)
+        _, reward, terminated, _, _ = self._env.step(self._words.index(word))
+        won = terminated and (self._task in ("CliffWalking-v1", "Taxi-v4") or float(reward) > 0)
+        return Outcome(float(reward), bool(terminated), bool(won), True)
+
+    def text(self) -> str:
+        """See `GridGame.text`; Taxi's board is followed by a line about the passenger, Blackjack has lines alone."""
+        if self._task == "Blackjack-v1":
+            return self._cards()
+        if self._task == "Taxi-v4":
+            return self._taxi()
+        if self._task == "CliffWalking-v1":
+            rows, columns = self._env.shape
+            letters = np.where(self._env._cliff, "C", ".")
+            letters[rows - 1, columns - 1] = "G"
+        else:
+            letters = self._env.desc.astype(str).copy()
+            columns = self._env.ncol
+        letters[divmod(int(self._env.s), columns)] = "P"
+        return "\n".join("".join(row) for row in letters)
+
+    def hint(self) -> str:
+        """Nothing: these games are played from what they show."""
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        """See `GridGame.state`."""
+        kept = {name: getattr(self._env, name) for name in _STATE if hasattr(self._env, name)}
+        plain = {name: [int(card) for card in value] if isinstance(value, list) else int(value) for name, value in kept.items()}
+        return {**plain, "random": self._env.np_random.bit_generator.state}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """See `GridGame.set_state`."""
+        for name in _STATE:
+            if name in state:
+                setattr(self._env, name, state[name])
+        self._env.np_random.bit_generator.state = state["random"]
+
+    def _taxi(self) -> str:
+        row, column, passenger, destination = self._env.decode(self._env.s)
+        letters = self._env.desc.astype(str)[1:-1, 1:-1].copy()
+        letters[letters == ":"] = "."
+        letters[letters == " "] = "."
+        letters[row, 2 * column] = "T"
+        names = ("R", "G", "Y", "B")
+        where = f"at {names[passenger]}" if passenger < len(names) else "in the taxi"
+        return "\n".join("".join(line) for line in letters) + f"\nThe passenger is {where} and wants to go to {names[destination]}."
+
+    def _cards(self) -> str:
+        from gymnasium.envs.toy_text.blackjack import sum_hand, usable_ace
+
+        hand, ace = self._env.player, "a usable ace" if usable_ace(self._env.player) else "no usable ace"
+        return f"Your cards: {' '.join(map(str, hand))}; {sum_hand(hand)} in all, {ace}.\nThe dealer shows {self._env.dealer[0]}."
+
+
+def _draw_lines(lines: Sequence[str], size: int) -> np.ndarray:
+    """Lines of text on a picture [H, size, 3] uint8."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    height = max(8, 2 * size // max(len(line) for line in lines))
+    image = Image.new("RGB", (size, 2 * height * len(lines)), (30, 70, 45))
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(height)
+    for number, line in enumerate(lines):
+        draw.text((height // 2, (2 * number + 0.5) * height), line, fill=(240, 240, 240), font=font)
+    return np.asarray(image, np.uint8).copy()
+
+
+def player(observation: str) -> str:
+    """A careful hand at Blackjack: stick from 17 on. Raises ValueError for another game's observation."""
+    return "stick" if int(observation.split(";")[1].split()[0]) >= 17 else "hit"

@@ -1,0 +1,320 @@
+"""Where the time goes: spans per role and device as a Chrome trace (chrome://tracing, ui.perfetto.dev), and shares computed from them.
+
+```python
+with timeline_to(run_dir / "timeline.json", devices={"generation": "gpu0", "training": "gpu0"}) as timeline:
+    with span("generation", "act", rows=16): ...
+    counter("queue", ready=3, held=7)
+print(timeline.shares())
+```
+While no timeline is open, `span` and `counter` do nothing and cost less than a microsecond, so that they may stay in the code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from embodied_rl.errors import UserError
+from embodied_rl.files import cannot_write, fsync
+
+_FLUSH_EVERY = 512
+"""Events that are held in memory before they go to the file."""
+_HEAD = '{"displayTimeUnit":"ms","traceEvents":[\n'
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a timeline comes to; every share is of `elapsed_s`."""
+
+    elapsed_s: float
+    """From the first span's begin to the last one's end."""
+    roles: Mapping[str, float]
+    """{role: share of the time in which at least one of its spans was open}"""
+    devices: Mapping[str, float]
+    """{device: the same, over all roles that use it}"""
+    num_dropped: int = 0
+    """Events that the file has no room for (`max_events`); the shares count them all the same."""
+
+    @property
+    def bubble(self) -> float:
+        """Mean share of the time in which a device did nothing; 0.0 where no device is known."""
+        return 1.0 - sum(self.devices.values()) / len(self.devices) if self.devices else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """As flat figures: ``utilisation/<role>``, ``utilisation/device/<device>``, ``utilisation/bubble``."""
+        figures = {f"utilisation/{role}": share for role, share in self.roles.items()}
+        figures |= {f"utilisation/device/{device}": share for device, share in self.devices.items()}
+        return {**figures, "utilisation/bubble": self.bubble}
+
+
+class _Busy:
+    """Time in which at least one span was open, in memory that does not grow."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.since_ns = 0
+        self.total_ns = 0
+
+    def begin(self, now_ns: int) -> None:
+        if self.num_open == 0:
+            self.since_ns = now_ns
+        self.num_open += 1
+
+    def end(self, now_ns: int) -> None:
+        self.num_open -= 1
+        if self.num_open == 0:
+            self.total_ns += now_ns - self.since_ns
+
+    def at(self, now_ns: int) -> int:
+        return self.total_ns + (now_ns - self.since_ns if self.num_open else 0)
+
+
+class Timeline:
+    """Writes spans and counters as they end; safe to call from several threads. The file appears whole, under its name, on `close`."""
+
+    def __init__(self, path: Path, *, devices: Mapping[str, str] | None = None, max_events: int = 2_000_000) -> None:
+        """
+        Args:
+            path: of the JSON file. Until `close` it is written beside its place.
+            devices: {role: device it computes on}; roles that share one have their spans joined in its utilisation.
+            max_events: further ones are counted, not written: a file beyond 300 MB cannot be looked at any more.
+
+        Raises:
+            UserError: the file cannot be written, or max_events is not at least 1.
+        """
+        if max_events < 1:
+            raise UserError(f"max_events of a timeline must be >= 1, got {max_events}.")
+        self.path = path
+        self._devices = dict(devices or {})
+        self._max_events = max_events
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._roles: dict[str, int] = {}
+        self._busy: dict[str, _Busy] = {}
+        self._device_busy: dict[str, _Busy] = {}
+        self._first_ns: int | None = None
+        self._last_ns = 0
+        self._num_events = self.num_dropped = 0
+        self._separator = ""
+        self._temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO | None = self._temporary.open("w", encoding="utf-8")
+            self._file.write(_HEAD)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def span(self, role: str, name: str, **arguments: float | str) -> _Span:
+        """A context manager: one bar of `role`, from its begin to its end, in this thread's row."""
+        return _Span(self, role, name, arguments)
+
+    def counter(self, name: str, **values: float) -> None:
+        """A point of a curve (or of several, stacked): ``counter("queue", ready=3, held=7)``."""
+        now = time.perf_counter_ns()
+        with self._lock:
+            event = {"ph": "C", "pid": os.getpid(), "tid": 0, "ts": self._micros(now), "name": name, "args": values}
+            self._write(event)
+
+    def histogram(self, name: str, values: Mapping[int, int]) -> None:
+        """A distribution at this moment, ``{age: how many}``, as stacked curves."""
+        self.counter(name, **{str(key): float(count) for key, count in sorted(values.items())})
+
+    def shares(self) -> Shares:
+        """Of everything until now; spans that are open count up to now."""
+        with self._lock:
+            now = time.perf_counter_ns() if any(busy.num_open for busy in self._busy.values()) else self._last_ns
+            elapsed = max(now - self._first_ns, 1) if self._first_ns is not None else 1
+            of = {role: busy.at(now) / elapsed for role, busy in sorted(self._busy.items())}
+            devices = {device: busy.at(now) / elapsed for device, busy in sorted(self._device_busy.items())}
+            return Shares(elapsed / 1e9 if self._first_ns is not None else 0.0, of, devices, self.num_dropped)
+
+    def close(self) -> None:
+        """Complete the file and put it in its place; may be called twice. Raises UserError where that fails."""
+        with self._lock:
+            if self._file is None:
+                return
+            file, self._file = self._file, None
+            try:
+                file.write(self._separator + ",\n".join(self._lines) + "\n]}\n" if self._lines else "\n]}\n")
+                file.close()
+                fsync(self._temporary)
+                os.replace(self._temporary, self.path)
+            except OSError as error:
+                raise cannot_write(self.path, error) from error
+            finally:
+                self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, role: str, now_ns: int) -> None:
+        with self._lock:
+            if self._first_ns is None:
+                self._first_ns = now_ns
+            for busy in self._busy_of(role):
+                busy.begin(now_ns)
+
+    def _end(self, span: _Span, now_ns: int) -> None:
+        with self._lock:
+            self._last_ns = max(self._last_ns, now_ns)
+            for busy in self._busy_of(span.role):
+                busy.end(now_ns)
+            event: dict[str, Any] = {"ph": "X", "pid": self._row(span.role), "tid": threading.get_native_id()}
+            event |= {"ts": self._micros(span.begin_ns), "dur": (now_ns - span.begin_ns) / 1000, "name": span.name, "cat": span.role}
+            self._write(event | ({"args": span.arguments} if span.arguments else {}))
+
+    def _busy_of(self, role: str) -> list[_Busy]:
+        found = [self._busy.setdefault(role, _Busy())]
+        device = self._devices.get(role)
+        return found if device is None else [*found, self._device_busy.setdefault(device, _Busy())]
+
+    def _row(self, role: str) -> int:
+        """Each role is a process of the viewer, so that its threads stand together under its name."""
+        if role not in self._roles:
+            # Far apart for different processes, so that merged files keep their rows.
+            self._roles[role] = os.getpid() * 100 + len(self._roles)
+            named = f"{role} ({self._devices[role]})" if role in self._devices else role
+            self._write({"ph": "M", "pid": self._roles[role], "name": "process_name", "args": {"name": named}})
+        return self._roles[role]
+
+    def _micros(self, at_ns: int) -> float:
+        # Not relative to this timeline's begin: the monotonic clock is the machine's, which lets files of several processes be merged.
+        return at_ns / 1000
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        if self._num_events >= self._max_events:
+            self.num_dropped += 1
+            return
+        self._num_events += 1
+        self._lines.append(json.dumps(event, separators=(",", ":")))
+        if len(self._lines) >= _FLUSH_EVERY:
+            self._file.write(self._separator + ",\n".join(self._lines))
+            self._separator, self._lines = ",\n", []
+
+
+class _Span:
+    __slots__ = ("_timeline", "arguments", "begin_ns", "name", "role")
+
+    def __init__(self, timeline: Timeline, role: str, name: str, arguments: Mapping[str, float | str]) -> None:
+        self._timeline, self.role, self.name, self.arguments = timeline, role, name, arguments
+        self.begin_ns = 0
+
+    def __enter__(self) -> _Span:
+        self.begin_ns = time.perf_counter_ns()
+        self._timeline._begin(self.role, self.begin_ns)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._timeline._end(self, time.perf_counter_ns())
+
+
+class _Nothing:
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+_current: Timeline | None = None
+
+
+def span(role: str, name: str, **arguments: float | str) -> AbstractContextManager[Any]:
+    """A bar of the timeline that is open in this process; nothing where none is."""
+    return _NOTHING if _current is None else _Span(_current, role, name, arguments)
+
+
+def counter(name: str, **values: float) -> None:
+    """A point of a curve of the timeline that is open in this process; nothing where none is."""
+    if _current is not None:
+        _current.counter(name, **values)
+
+
+@contextmanager
+def timeline_to(path: Path, *, devices: Mapping[str, str] | None = None, max_events: int = 2_000_000) -> Iterator[Timeline]:
+    """Record this process's `span`s and `counter`s until the block ends, also where it ends with an error.
+
+    Raises:
+        UserError: the file cannot be written.
+        RuntimeError: one is open already.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError(f"A timeline is being written to '{_current.path}' already.")
+    with Timeline(path, devices=devices, max_events=max_events) as timeline:
+        _current = timeline
+        try:
+            yield timeline
+        finally:
+            _current = None
+
+
+def merge_timelines(paths: list[Path], out: Path) -> Path:
+    """One file of several processes' files of the same machine (their clock is the machine's). Raises UserError for one that is none."""
+    from embodied_rl.files import write_atomic_with
+
+    def write(temporary: Path) -> None:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(_HEAD)
+            separator = ""
+            for path in paths:
+                for event in read_events(path):
+                    file.write(separator + json.dumps(event, separators=(",", ":")))
+                    separator = ",\n"
+            file.write("\n]}\n")
+
+    return write_atomic_with(out, write)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace. Raises UserError where the file is not one."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        events = document["traceEvents"] if isinstance(document, dict) else document
+        return [event for event in events if isinstance(event, dict)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{path}' is not a timeline (Chrome trace JSON): {error!r}.") from error
+
+
+def shares_of(events: list[dict[str, Any]], devices: Mapping[str, str] | None = None) -> Shares:
+    """`Shares` of a file's spans, by the union of their intervals: what `Timeline.shares` counts as it goes."""
+    spans = [(e["ts"], e["ts"] + e["dur"], e.get("cat", "")) for e in events if e.get("ph") == "X"]
+    if not spans:
+        return Shares(0.0, {}, {})
+    elapsed = max(max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans), 1e-9)
+    by_role: dict[str, list[tuple[float, float]]] = {}
+    by_device: dict[str, list[tuple[float, float]]] = {}
+    for begin, end, role in spans:
+        by_role.setdefault(role, []).append((begin, end))
+        if devices and role in devices:
+            by_device.setdefault(devices[role], []).append((begin, end))
+    of = {role: _union(own) / elapsed for role, own in sorted(by_role.items())}
+    return Shares(elapsed / 1e6, of, {device: _union(own) / elapsed for device, own in sorted(by_device.items())})
+
+
+def _union(intervals: list[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,259 @@
+"""The tools of language agents: what they compute, what they refuse, and what they hold back."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied_rl.agents.tools import python_tool
+from embodied_rl.agents.tools.base import Toolbox, ToolError
+from embodied_rl.agents.tools.calculator import Calculator, calculate
+from embodied_rl.agents.tools.mcp import McpServer
+from embodied_rl.agents.tools.python_tool import PythonLimits, PythonTool, can_isolate
+from embodied_rl.agents.tools.search import Bm25, Document, Search, read_corpus
+from embodied_rl.errors import UserError
+
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+
+# ---- the calculator -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 + 3 * 4", 14),
+        ("-(2 - 5) ** 3", 27),
+        ("2 ^ 10", 1024),
+        ("7 // 2 + 7 % 4 + 7 / 2", 9.5),
+        ("sqrt(2) * max(1, 3, 2)", 3 * math.sqrt(2)),
+        ("round(pi, 2)", 3.14),
+        ("round(2.6)", 3),
+        ("round(1250, -2)", 1200),
+        ("2 ** 0.5", math.sqrt(2)),
+        ("2 ** -2", 0.25),
+        ("123456789 * 987654321", 121932631112635269),
+    ],
+)
+def test_arithmetic(expression: str, value: float) -> None:
+    assert calculate(expression) == value
+    assert type(calculate(expression)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "part"),
+    [
+        ("1 / 0", "division by zero"),
+        ("9 ** 9 ** 9", "too large"),
+        ("2 ** 5000", "too large"),
+        ("lcm(9**999, 10**999, 7**999) * 11**999", "too large"),
+        ("round(10, -10 ** 9)", "at most 400"),
+        ("1e308 * 10", "not finite"),
+        ("(-1) ** 0.5", "not real"),
+        ("sqrt(-1)", "math domain"),
+        ("__import__('os').system('true')", "not arithmetic"),
+        ("(1).__class__", "not arithmetic"),
+        ("[1, 2]", "not arithmetic"),
+        ("True + 1", "not arithmetic"),
+        ("'a' * 3", "not arithmetic"),
+        ("sqrt(x=2)", "not arithmetic"),
+        ("1 +", "not an arithmetic expression"),
+        ("(" * 900, "not an arithmetic expression"),
+        ("1" * 1001, "at most 1000"),
+    ],
+)
+def test_what_is_not_arithmetic_is_refused(expression: str, part: str) -> None:
+    with pytest.raises(ToolError, match=part):
+        calculate(expression)
+
+
+# ---- the box --------------------------------------------------------------------------------------------------------
+
+
+def test_uses_are_counted_and_failures_are_text() -> None:
+    box = Toolbox([Calculator()])
+    assert box.call("calculator", {"expression": "6 * 7"}).text == "42"
+    assert box.call("calculator", '{"expression": "1 / 0"}').text == "error: division by zero"
+    for wrong, part in (("{", "not JSON"), ("[1]", "must be an object"), ({}, "'expression' is missing"), ({"expression": 3}, "type str")):
+        result = box.call("calculator", wrong)
+        assert result.failed
+        assert part in result.text
+    assert box.call("calculater", {}).text.startswith("error: there is no tool 'calculater'. Did you mean 'calculator'?")
+    metrics = box.metrics()
+    assert (metrics["tools/calculator/calls"], metrics["tools/calculator/failures"], metrics["tools/unknown"]) == (6.0, 5.0, 1.0)
+    assert metrics["tools/calculator/seconds"] > 0
+    (schema,) = box.schemas()
+    assert schema["function"]["parameters"]["required"] == ["expression"]
+    with pytest.raises(UserError, match="Two tools"):
+        Toolbox([Calculator(), Calculator()])
+
+
+def test_long_results_lose_their_middle() -> None:
+    box = Toolbox([Calculator()], max_chars=100)
+    digits = str(2**4000 - 1)
+    text = box.call("calculator", {"expression": "2**4000 - 1"}).text
+    assert text == f"{digits[:50]}\n… {len(digits) - 100} characters left out …\n{digits[-50:]}"
+
+
+# ---- search ---------------------------------------------------------------------------------------------------------
+
+
+def test_bm25_is_the_formula() -> None:
+    texts = ["the cat sat on the mat", "the dog", "a cat and a cat and a dog barked"]
+    index = Bm25([Document("", text) for text in texts], k1=1.5, b=0.6)
+    # By hand: N = 3, lengths 6, 2, 9, mean 17 / 3; "cat" is in two documents (once, twice), "dog" in two (once, once).
+    idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
+
+    def part(times: int, length: int) -> float:
+        return idf * times * 2.5 / (times + 1.5 * (0.4 + 0.6 * length / (17 / 3)))
+
+    expected = {texts[0]: part(1, 6), texts[1]: part(1, 2), texts[2]: part(2, 9) + part(1, 9)}
+    found = index.best("Cat, dog!", 5)
+    assert [document.text for _, document in found] == sorted(expected, key=lambda text: -expected[text])
+    for score, document in found:
+        assert score == pytest.approx(expected[document.text], rel=1e-12)
+    assert index.best("unicorn", 3) == []
+
+
+def test_search_and_its_corpora(tmp_path: Path) -> None:
+    (tmp_path / "cats.md").write_text("Cats sleep.", encoding="utf-8")
+    (tmp_path / "dogs.txt").write_text("Dogs bark.", encoding="utf-8")
+    box = Toolbox([Search(Bm25(read_corpus(tmp_path)))])
+    assert box.call("search", {"query": "who does bark?"}).text == "[1] dogs\nDogs bark."
+    assert box.call("search", {"query": "unicorn"}).text == "nothing found"
+    assert "between 1 and 10" in box.call("search", {"query": "cats", "count": 99}).text
+    lines = tmp_path / "corpus.jsonl"
+    lines.write_text('{"title": "A", "text": "x"}\n\n{"text": "y"}\n', encoding="utf-8")
+    assert read_corpus(lines) == [Document("A", "x"), Document("", "y")]
+    lines.write_text('{"title": "A"}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="line 1 is not"):
+        read_corpus(lines)
+    with pytest.raises(UserError, match="neither a folder"):
+        read_corpus(tmp_path / "nothing")
+
+
+# ---- Python ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run() -> Any:
+    if not can_isolate():
+        pytest.skip("this kernel gives no namespaces")
+    box = Toolbox([PythonTool(PythonLimits(timeout_s=3.0, memory_mb=256, file_mb=1, output_bytes=1000))])
+    return lambda code: box.call("python", {"code": code})
+
+
+def test_a_program_prints(run: Any) -> None:
+    result = run("import sys\nprint(6 * 7)\nprint('on stderr', file=sys.stderr)\nprint('ä', __name__)")
+    assert not result.failed
+    assert sorted(result.text.split("\n")) == ["", "42", "on stderr", "ä __main__"]
+    failed = run("def f():\n    raise KeyError('no such cup')\nf()")
+    assert failed.failed
+    assert "ended with status 1" in failed.text
+    assert "KeyError: 'no such cup'" in failed.text
+    assert "line 2" in failed.text
+    assert run("import sys; sys.exit(4)").text == "error: the program ended with status 4"
+    assert "was killed by SIGSEGV" in run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").text
+
+
+def test_time_memory_and_files_are_limited(run: Any) -> None:
+    started = time.monotonic()
+    result = run("print('begun', flush=True)\nwhile True: pass")
+    assert time.monotonic() - started < 6
+    assert "did not end within 3 s" in result.text
+    assert "begun" in result.text
+    assert "MemoryError" in run("x = bytearray(10**9)").text
+    assert run("open('big', 'wb').write(bytes(2 * 2**20))").failed
+    flood = run("print('x' * 10**6)").text
+    assert "bytes were thrown away" in flood
+    assert len(flood) < 1100
+
+
+def test_the_network_cannot_be_reached(run: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint('reached')"
+        with socket.create_connection(("127.0.0.1", port), 1):
+            pass  # from here it can
+        result = run(code)
+        assert result.failed
+        assert "reached" not in result.text.splitlines()
+        assert "OSError" in result.text or "ConnectionRefusedError" in result.text
+
+
+def test_what_a_program_leaves_behind_ends_with_it(run: Any, tmp_path: Path) -> None:
+    mark = tmp_path / "alive"
+    mark.touch()
+    os.chmod(tmp_path, 0o777)
+    os.chmod(mark, 0o666)
+    child = f"import os, time\nos.setsid()\nwhile True:\n    open({str(mark)!r}, 'a').write('x')\n    time.sleep(0.02)"
+    run(f"import os, sys, time\nif os.fork() == 0:\n    exec({child!r})\ntime.sleep(0.5)")
+    time.sleep(0.2)
+    size = mark.stat().st_size
+    assert size > 0, "the child wrote"
+    time.sleep(0.3)
+    assert mark.stat().st_size == size, "and is gone"
+
+
+def test_programs_see_neither_our_variables_nor_each_other(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert run("import os; print(os.environ.get('OPENAI_API_KEY'), os.listdir()); open('note', 'w').write('x')").text == "None []\n"
+    assert run("import os; print(os.listdir())").text == "[]\n"
+
+
+def test_without_namespaces_the_tool_refuses_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_tool, "can_isolate", lambda: False)
+    with pytest.raises(UserError, match="allow_network=True"):
+        PythonTool()
+    assert PythonTool(allow_network=True).run({"code": "print(1)"}) == "1\n"
+    with pytest.raises(UserError, match="timeout_s must be > 0"):
+        PythonLimits(timeout_s=0)
+
+
+# ---- MCP ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[McpServer]:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    running = McpServer(SERVER, env={"GIVEN": "yes"}, timeout_s=1.0)
+    yield running
+    running.close()
+
+
+def test_tools_of_a_server(server: McpServer) -> None:
+    box = Toolbox(server.tools)
+    assert [tool.name for tool in server.tools] == ["add", "files_env", "sleep", "die"]
+    assert box.call("add", {"a": 2, "b": 3}).text == "5\n[image that is no text]"
+    refused = box.call("add", {"a": "x"})
+    assert (refused.failed, refused.text) == (True, "error: a and b must be numbers")
+    assert box.call("files_env", {"name": "GIVEN"}).text == "yes"
+    assert box.call("files_env", {"name": "OPENAI_API_KEY"}).text == "not set"
+    with pytest.raises(ToolError, match="no method resources/list"):
+        server.request("resources/list", {})
+
+
+def test_a_server_that_is_slow_or_dies(server: McpServer) -> None:
+    box = Toolbox(server.tools)
+    assert "within 1 s" in box.call("sleep", {"seconds": 1.3}).text
+    time.sleep(0.4)
+    assert box.call("add", {"a": 1, "b": 1}).text.startswith("2"), "the late answer is nobody's"
+    assert box.call("die", {}).text == "error: the tool server has ended"
+    assert box.call("add", {"a": 1, "b": 1}).text == "error: the tool server has ended"
+    assert box.metrics()["tools/add/failures"] == 1.0
+
+
+def test_servers_that_are_none() -> None:
+    with pytest.raises(UserError, match="cannot be started"):
+        McpServer(["/no/such/server"])
+    with pytest.raises(UserError, match="does not answer as the protocol says: the tool server has ended"):
+        McpServer([sys.executable, "-c", "print('hello')"])
+    with pytest.raises(UserError, match="did not answer 'initialize' within"):
+        McpServer([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.3)

@@ -1,0 +1,272 @@
+"""Publishing weights: in this process, to other processes while they generate, and as differences."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, InProcess, SharedStorage, apply_delta, buckets, is_lora, only
+from embodied_rl.policies.language import LanguagePolicy, build_language_policy
+from embodied_rl.policies.packing import TokenSequence
+from tests.hybrid.samples import make_policy
+from tests.policies.language_models import tiny
+
+READER = Path(__file__).with_name("weight_reader.py")
+
+
+class Collects:
+    """Takes weights."""
+
+    def __init__(self) -> None:
+        self.version, self.tensors = -1, {}  # type: ignore[var-annotated]
+
+    def load_weights(self, version: int, tensors: Any) -> None:
+        self.version, self.tensors = version, {name: tensor.clone() for name, tensor in tensors}
+
+
+# ---- this process -------------------------------------------------------------------------------------------------------
+
+
+def test_shared_storage_copies_nothing() -> None:
+    trained, generating = make_policy(), make_policy()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(1.0)
+    shared = SharedStorage(trained, generating)
+    pairs = list(zip(trained.parameters(), generating.parameters(), strict=True))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+    optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
+    sum(p.square().sum() for p in trained.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    trained.update_statistics({"state": torch.randn(50, 11)})
+    done = shared.publish(3)
+    assert shared.version == 3
+    assert done.num_bytes == sum(buffer.nbytes for buffer in trained.buffers())
+    observation = {"state": torch.randn(5, 11)}
+    assert torch.equal(trained.act(observation, None).action, generating.act(observation, None).action)
+    trained.critic[0].weight.data = trained.critic[0].weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"critic\.0\.weight.*was replaced"):
+        shared.publish(4)
+    with pytest.raises(ValueError, match="no equal"):
+        SharedStorage(make_policy(hidden_sizes=(8,)), make_policy())
+
+
+def test_in_process_serves_several_from_one_stream() -> None:
+    consumers = [Collects(), Collects()]
+    done = InProcess(consumers).publish(5, ((name, torch.full((3,), float(name))) for name in ("1", "2")))
+    assert (done.num_tensors, done.num_bytes) == (2, 24)
+    for consumer in consumers:
+        assert consumer.version == 5
+        assert {name: tensor.tolist() for name, tensor in consumer.tensors.items()} == {"1": [1.0] * 3, "2": [2.0] * 3}
+
+
+def test_buckets_keep_the_order_and_the_bound() -> None:
+    tensors = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate([40, 50, 20, 300, 10, 90, 1])]
+    found = [[name for name, _ in bucket] for bucket in buckets(tensors, 100)]
+    assert found == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6"]]
+    assert list(buckets([], 10)) == []
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        next(buckets(tensors, 0))
+
+
+def test_only_lora() -> None:
+    names = ["model.q_proj.base_layer.weight", "model.q_proj.lora_A.default.weight", "value_head.weight"]
+    assert [name for name, _ in only(((name, torch.zeros(1)) for name in names), is_lora)] == [names[1]]
+
+
+# ---- differences --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_differences_are_exact_and_small(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        "frozen": torch.randn(100, generator=generator).to(dtype),
+        "trained": torch.randn(10, 100, generator=generator).to(dtype),
+        "dense": torch.randn(50, generator=generator).to(dtype),
+        "scalar": torch.tensor(1).to(dtype),
+    }
+    source, target = DeltaSource(), {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    version = -1
+    for following in (0, 1, 2):
+        if following:
+            weights["trained"][following, ::20] += 1
+            weights["dense"] += 1
+        if following == 2 and dtype.is_floating_point:
+            weights["trained"][0, 0], weights["trained"][9, 9] = float("nan"), -0.0
+        stream = list(source.stream(following, weights.items()))
+        apply_delta(target, version, stream)
+        version = following
+        for name, tensor in weights.items():
+            assert torch.equal(tensor.view(-1).view(torch.uint8), target[name].view(-1).view(torch.uint8)), name
+        sent = {name for name, _ in stream}
+        if following:
+            assert "frozen" not in sent
+            assert "trained" + INDEX in sent
+            assert "dense" in sent
+    with pytest.raises(ValueError, match="differences to version 2, but the weights are of version 0"):
+        apply_delta(target, 0, source.stream(3, weights.items()))
+    with pytest.raises(ValueError, match="no tensor 'other'"):
+        apply_delta(target, 3, [(BASE, torch.tensor([3])), ("other", torch.zeros(1))])
+
+
+# ---- shared memory ------------------------------------------------------------------------------------------------------
+
+
+def same(version: int) -> dict[str, Tensor]:
+    """Tensors that say everywhere which version they are of."""
+    return {"a": torch.full((300, 70), float(version)), "b": torch.full((5,), version, dtype=torch.int64), "empty": torch.empty(0)}
+
+
+def test_versions_are_whole_and_held_ones_are_not_overwritten() -> None:
+    publisher = SharedWeightsPublisher(same(0), timeout_s=0.2)
+    reader = SharedWeightsReader(publisher.path)
+    assert reader.version is None
+    with pytest.raises(TimeoutError, match="no weights were published"), reader.hold(timeout_s=0.05):
+        pass
+    publisher.publish(10, same(10).items())
+    with reader.hold() as held:
+        assert (held.version, float(held.tensors["a"].min()), int(held.tensors["b"][0])) == (10, 10.0, 10)
+        publisher.publish(11, same(11).items())
+        assert reader.version == 11
+        assert float(held.tensors["a"].max()) == 10.0
+        with pytest.raises(TimeoutError, match="a reader still holds version 10"):
+            publisher.publish(12, same(12).items())
+    publisher.publish(12, same(12).items())
+    with reader.hold() as held:
+        assert (held.version, float(held.tensors["a"].mean())) == (12, 12.0)
+    # A publication that fails half way is never seen.
+    for bad, message in (
+        ({"a": same(13)["a"]}, "were not published: b"),
+        ({**same(13), "x": torch.zeros(1)}, "'x'"),
+        ({**same(13), "b": torch.zeros(6)}, "'b'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            publisher.publish(13, bad.items())
+        with reader.hold() as held:
+            assert (held.version, float(held.tensors["a"].mean())) == (12, 12.0)
+    # Only what differs from the version two before is written: the other buffer holds version 11, in part overwritten.
+    publisher.publish(13, same(13).items())
+    assert publisher.publish(14, {**same(14), "a": same(12)["a"]}.items(), only_changed=True).num_bytes == 5 * 8
+    publisher.close()
+    assert reader.closed
+    with reader.hold() as held:
+        assert (float(held.tensors["a"].mean()), held.tensors["b"].tolist()) == (12.0, [14] * 5)
+    reader.close()
+    with pytest.raises(UserError, match="No weights are published"):
+        SharedWeightsReader(publisher.path)
+
+
+def start_reader(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, str(READER), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> Any:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def test_no_reader_ever_sees_half_a_model_and_a_dead_one_holds_nobody_up() -> None:
+    tensors = {str(i): torch.zeros(64, 257) for i in range(20)}
+    publisher = SharedWeightsPublisher(tensors, timeout_s=30.0)
+    publisher.publish(0, tensors.items())
+    holder = start_reader("hold", publisher.path)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "holding 0\n"
+    reader = start_reader("watch", publisher.path)
+    publisher.publish(1, ((name, torch.full((64, 257), 1.0)) for name in tensors))
+    holder.kill()  # while it holds version 0, whose buffer is the next to be written
+    holder.communicate()
+    version, deadline = 1, time.monotonic() + 60
+    assert reader.stdout is not None
+    reader.stdout.readline()  # it has begun
+    stop_at = time.monotonic() + 1.0
+    while time.monotonic() < min(stop_at, deadline):
+        version += 1
+        publisher.publish(version, ((name, torch.full((64, 257), float(version))) for name in tensors))
+    publisher.close()
+    seen = finish(reader)
+    assert seen["torn"] == 0
+    assert seen["reads"] > 10
+    assert seen["versions"] > 5
+    assert seen["last"] == version
+
+
+def test_every_token_is_of_the_version_that_it_carries(tmp_path: Path) -> None:
+    """A generator in another process goes on while weights are published; its log-probabilities are recomputed here."""
+    folder = tiny(tmp_path / "model")
+    policy = build_language_policy(LanguageConfig(str(folder)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    publisher = SharedWeightsPublisher(dict(policy.named_weights()))
+    kept = {0: snapshot(policy)}
+    publisher.publish(0, policy.named_weights())
+    process = start_reader("generate", publisher.path, str(folder), str(tmp_path / "tokens.npz"))
+    assert process.stdout is not None
+    for version in (1, 2, 3):
+        process.stdout.readline()  # a few tokens were sampled with the version before
+        move(policy, version)
+        kept[version] = snapshot(policy)
+        publisher.publish(version, policy.named_weights())
+    told = finish(process)
+    publisher.close()
+    with np.load(tmp_path / "tokens.npz") as file:
+        rows = [{name: file[f"{i}/{name}"] for name in ("prompt", "token_ids", "log_prob", "version")} for i in range(told["completions"])]
+    versions = np.concatenate([row["version"] for row in rows])
+    assert set(versions.tolist()) == {0, 1, 2, 3}
+    assert any(len(set(row["version"].tolist())) > 1 for row in rows), "no answer crossed a publication"
+    for version, weights in kept.items():
+        policy.load_state_dict(weights)
+        with torch.no_grad():
+            found = policy.evaluate([TokenSequence.of(row["prompt"], row["token_ids"]) for row in rows]).log_prob.numpy()
+        for number, row in enumerate(rows):
+            first = len(row["prompt"])
+            ours = found[number, first : first + len(row["token_ids"])]
+            of_version = row["version"] == version
+            np.testing.assert_allclose(row["log_prob"][of_version], ours[of_version], atol=2e-5)
+            # And they are not another version's.
+            assert (~of_version).sum() == 0 or np.abs(row["log_prob"][~of_version] - ours[~of_version]).max() > 1e-3
+    torch.set_num_threads(before)
+
+
+def snapshot(policy: LanguagePolicy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+
+
+def move(policy: LanguagePolicy, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+# ---- other machines -----------------------------------------------------------------------------------------------------
+
+
+def test_ray_object_store() -> None:
+    ray = pytest.importorskip("ray")
+    from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+
+    ray.init(num_cpus=1, include_dashboard=False)
+    try:
+        publisher = RayPublisher(bucket_bytes=1000)
+        publisher.publish(4, same(4).items())
+        version, references = publisher.message
+        assert version == 4
+        got = dict(ray_tensors(references))
+    finally:
+        ray.shutdown()
+    assert all(torch.equal(got[name], tensor) for name, tensor in same(4).items())

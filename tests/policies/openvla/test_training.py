@@ -1,0 +1,179 @@
+"""OpenVLA and OpenVLA-OFT in the training loop: what is trained, imitation by hand, one update from the command line's door, bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
+from embodied_rl.errors import UserError
+from embodied_rl.policies.base import layout_of
+from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.openvla.model import OpenVLA
+from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.policy import VLAPolicy
+from embodied_rl.policies.openvla.processor import OpenVLAProcessor
+from embodied_rl.train import train
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from tests.policies.openvla.conftest import VISION
+from tests.vla.toys import QUIET, SIM
+
+SPOON = "put the spoon on the towel"
+SPEC = SimSpec("Spoon-v1", {"rgb": TensorSpec((16, 16, 3), "uint8")}, ActionSpec.continuous([-1.0] * 7, [1.0] * 7), instruction=SPOON)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny random checkpoint with its shapes in config.json, so that a path is all that a run needs."""
+    directory = tmp_path_factory.mktemp("tiny_openvla")
+    model = OpenVLA.from_pretrained(checkpoint, vision=VISION)
+    model.save_pretrained(directory)
+    OpenVLAProcessor.from_pretrained(checkpoint, model.config).save(directory)
+    return directory
+
+
+def build(folder: Path, spec: SimSpec = SPEC, *, oft: bool = False, **changes: Any) -> VLAPolicy:
+    kind = OpenVLAOFTPolicyConfig if oft else OpenVLAPolicyConfig
+    torch.manual_seed(0)
+    options = {"unnorm_key": "bridge_orig", "prompt_tokens": 24, **({"chunk": 2} if oft else {})}
+    policy = build_policy(kind(path=str(folder), **{**options, **changes}), spec)
+    assert isinstance(policy, VLAPolicy)
+    return policy
+
+
+def observe(rows: int = 2) -> dict[str, Any]:
+    return {"rgb": np.random.default_rng(0).integers(0, 256, (rows, 16, 16, 3), dtype=np.uint8)}
+
+
+def trained(policy: VLAPolicy) -> set[str]:
+    return {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+
+
+def test_what_is_trained(folder: Path) -> None:
+    everything = trained(build(folder))
+    assert any(name.startswith("model.vision_backbone.") for name in everything)
+    frozen = trained(build(folder, freeze_vision=True))
+    assert frozen == {name for name in everything if not name.startswith("model.vision_backbone.")}
+    adapters = trained(build(folder, lora_rank=2))
+    assert all("lora_" in name or name.startswith("value_head.") for name in adapters)
+    assert any("vision_backbone" in name for name in adapters)
+    language = trained(build(folder, lora_rank=2, lora_targets=("q_proj", "v_proj")))
+    assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in language if "lora_" in name} == {"q_proj", "v_proj"}
+    assert not any("vision_backbone" in name for name in trained(build(folder, lora_rank=2, freeze_vision=True)))
+    roles = {build(folder).role_of(name) for name in everything}
+    assert roles == {"backbone", "head", "value"}
+
+
+def test_layers_computed_again_have_the_same_gradients(folder: Path) -> None:
+    found = []
+    for again in (False, True):
+        policy = build(folder, gradient_checkpointing=again, dtype="float32")
+        policy.train()
+        ready = policy.prepare(observe())
+        acted = policy.act(ready, torch.rand(2, 7, generator=torch.Generator().manual_seed(0)))
+        evaluation = policy.evaluate(ready, acted.action)
+        torch.testing.assert_close(evaluation.log_prob.detach(), acted.log_prob, atol=1e-5, rtol=0)
+        (evaluation.log_prob.sum() + evaluation.value.sum()).backward()
+        found.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("oft", [False, True])
+def test_imitation_is_the_cross_entropy_of_the_data_sets_tokens(folder: Path, oft: bool) -> None:
+    policy = build(folder, oft=oft, dtype="float32")
+    steps = policy.chunk_size
+    assert layout_of(policy).chunk_size == layout_of(policy).num_units // 7 == steps
+    ready = policy.prepare(observe())
+    tokens = policy.act(ready, None).action
+    # What the policy would do, as the simulator records it (within its bounds), is imitated with the probabilities of those tokens.
+    action = torch.from_numpy(policy.simulator_action(tokens)).clamp(-1.0, 1.0)
+    again = torch.from_numpy(policy.model.tokens.encode(policy.action_range.normalise(action.double().numpy()))).flatten(1)
+    with torch.no_grad():
+        expected = -policy.evaluate(ready, again).log_prob
+        torch.testing.assert_close(policy.cloning_loss(ready, action), expected.mean(-1))
+        if oft:
+            mask = torch.tensor([[True, False], [True, True]])
+            torch.testing.assert_close(policy.cloning_loss(ready, action, mask)[0], expected[0, :7].mean())
+
+
+OPENVLA = ("policy=openvla", "policy.lora_rank=2", "algorithm.rollout_steps=3", "algorithm.minibatch_size=6", "algorithm.num_epochs=1")
+OFT = (
+    *("policy=openvla_oft", "policy.chunk=2", "policy.freeze_vision=true", "policy.value_head=false", "algorithm=grpo"),
+    *("algorithm.groups.group_size=2", "algorithm.groups.groups_per_step=1", "algorithm.num_epochs=1", "algorithm.minibatch_size=64"),
+    *("algorithm.aggregation=seq-mean-token-mean", "sim.max_episode_steps=4"),
+)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(OPENVLA, id="openvla ppo"), pytest.param(OFT, id="oft grpo")])
+def test_one_update_end_to_end(kind: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    overrides = [
+        *SIM, *QUIET, *kind, "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2", "total_steps=2", f"policy.path={folder}",
+        f"policy.instruction={SPOON}", "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24", "policy.dtype=float32",
+        "policy.gradient_checkpointing=true", "algorithm.ratio=token", "algorithm.micro_batch_size=2",
+        "algorithm.value_learning_rate=0.003", "hybrid.precision=bfloat16", f"run_dir={tmp_path}",
+    ]  # fmt: skip
+    run_dir = train(load_train_config(overrides))
+    results = json.loads((run_dir / "results.json").read_text())
+    assert results["num_episodes"] == 2
+    assert results["policy"] == kind[0].removeprefix("policy=")
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert np.isfinite(row["train/policy_loss"])
+    assert row["train/grad_norm"] > 0
+    saved = load_file(run_dir / "checkpoints" / "last" / "policy.safetensors")
+    own: dict[str, Any] = {"lora_rank": 2} if kind is OPENVLA else {"freeze_vision": True, "value_head": False}
+    fresh = {name: value.numpy() for name, value in build(folder, oft=kind is OFT, dtype="float32", **own).state_dict().items()}
+    moved = {name for name in fresh if not np.array_equal(saved[name], fresh[name])}
+    if kind is OPENVLA:
+        assert any("lora_B" in name for name in moved)
+        assert not any(name.startswith("model.") and "lora_" not in name for name in moved), "what LoRA stands beside is frozen"
+    else:
+        assert "model.language_model.lm_head.weight" in moved
+        assert not any("vision_backbone" in name for name in moved)
+
+
+def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:
+    for name, kind, chunk in (("maniskill_ppo_openvla", "openvla", 1), ("libero_grpo_openvla_oft", "openvla_oft", 8)):
+        config = load_train_config([f"experiment={name}"])
+        assert (config.policy.name, config.policy.chunk_size, config.algorithm.ratio) == (kind, chunk, "token")
+        assert config.hybrid.precision == "bfloat16"
+        with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is no folder"):
+            build_policy(config.policy, SPEC)
+        ready = dataclasses.replace(config.policy, path=str(folder), dtype="float32", unnorm_key="bridge_orig")
+        assert build_policy(ready, SPEC).chunk_size == chunk
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec", "message"),
+    [
+        ({"path": "nowhere"}, SPEC, r"policy\.path='nowhere' is no folder"),
+        ({"unnorm_key": "bridge_orign"}, SPEC, r"unnorm_key='bridge_orign' is not in .*Did you mean 'bridge_orig'"),
+        ({}, dataclasses.replace(SPEC, action=ActionSpec.continuous([-1.0] * 4, [1.0] * 4)), r"takes 4 action dimensions, but .* has 7"),
+        ({}, dataclasses.replace(SPEC, observation={"state": TensorSpec((3,))}), r"'rgb' is not an observation of task"),
+        ({}, dataclasses.replace(SPEC, instruction=None), r"gives no instruction\. .*set policy\.instruction"),
+        ({"lora_rank": 2, "lora_targets": ("q_prj",)}, SPEC, r"lora_targets=\['q_prj'\] fits no layer.*q_proj"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(folder: Path, changes: dict[str, Any], spec: SimSpec, message: str) -> None:
+    if "path" in changes:
+        changes = {**changes}
+        folder = Path(changes.pop("path"))
+    with pytest.raises(UserError, match=message) as error:
+        build(folder, spec, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_of_oft_is_not_taken_for_openvla(folder: Path, tmp_path: Path) -> None:
+    OpenVLAOFT.from_pretrained(folder, OFTConfig(chunk=2)).save_pretrained(tmp_path)
+    OpenVLAProcessor.from_pretrained(folder).save(tmp_path)
+    with pytest.raises(UserError, match=r"holds OpenVLA-OFT \(chunks of 2 steps\): set policy\.name=openvla_oft"):
+        build(tmp_path)

@@ -1,0 +1,427 @@
+"""The agent proxy over real HTTP: OpenAI's protocol outside, sampled tokens as they were inside."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from embodied_rl import serve_agent
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
+from embodied_rl.generation.scripted_tokens import ScriptedTokens
+from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.torch_tokens import TorchTokens
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.policies.language import build_language_policy
+from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, train_tokenizer
+from embodied_rl.proxy.app import AgentProxy, ProxyOptions
+from embodied_rl.proxy.captured import CapturedSession, read_captured
+from embodied_rl.proxy.pump import BackendPump
+from embodied_rl.proxy.sessions import SessionLimits
+
+TEXTS = ["Where is the cup? The cup is on the table.", "go left", "go right", "Answer with one move."] * 4
+END = 2
+"""The tiny tokenizer's end of a turn."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer(train_tokenizer(TEXTS, 300), "tiny")
+
+
+@contextmanager
+def serving(backend: Any, tokenizer: ChatTokenizer, **options: Any) -> Iterator[AgentProxy]:
+    where = {key: options.pop(key) for key in ("token", "limits", "host") if key in options}
+    proxy = AgentProxy(backend, tokenizer, ProxyOptions(model="tiny", stop_ids=(END,), **options), **where)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+def ask(proxy: AgentProxy, path: str, body: Any = None, key: str | None = "agent", method: str | None = None) -> tuple[int, dict[str, Any]]:
+    status, _, data = raw(proxy, path, body, key, method)
+    return status, json.loads(data)
+
+
+def raw(proxy: AgentProxy, path: str, body: Any, key: str | None, method: str | None = None) -> tuple[int, str | None, bytes]:
+    parts = urlsplit(proxy.base_url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
+    connection.request(method or ("GET" if data is None else "POST"), parts.path + path, data, headers)
+    response = connection.getresponse()
+    answer = response.status, response.getheader("Content-Type"), response.read()
+    connection.close()
+    return answer
+
+
+def says(tokenizer: ChatTokenizer, *texts: str, end: bool = True) -> ScriptedTokens:
+    """Answers with these texts in turn, for ever, in other tokens than the tokenizer would choose: a letter a token."""
+    number = iter(range(10**9))
+
+    def script(request: GenerationRequest) -> list[int]:
+        text = texts[next(number) % len(texts)]
+        letters = [int(token) for letter in text for token in tokenizer.encode(letter)]
+        return [*letters, END] if end else letters
+
+    return ScriptedTokens(script, version=3)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def chat(proxy: AgentProxy, messages: Sequence[Any], key: str = "agent", **more: Any) -> dict[str, Any]:
+    status, answer = ask(proxy, "/chat/completions", {"model": "tiny", "messages": list(messages), **more}, key)
+    assert status == 200, answer
+    return answer
+
+
+def test_an_answer_in_openai_form(tokenizer: ChatTokenizer) -> None:
+    with serving(says(tokenizer, "go left"), tokenizer) as proxy:
+        answer = chat(proxy, [user("Where?")])
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "go left"}
+        assert (answer["object"], answer["model"], choice["finish_reason"]) == ("chat.completion", "tiny", "stop")
+        num_prompt = len(tokenizer.chat([user("Where?")]))
+        assert answer["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 8, "total_tokens": num_prompt + 8}
+        assert ask(proxy, "/models")[1]["data"][0]["id"] == "tiny"
+        cut = chat(proxy, [user("Where?")], max_tokens=3)["choices"][0]
+        assert (cut["message"]["content"], cut["finish_reason"]) == ("go ", "length")
+        told = chat(proxy, [user("Where?")], logprobs=True)["choices"][0]["logprobs"]["content"]
+        assert [(entry["token"], entry["logprob"]) for entry in told[:2]] == [("g", 0.0), ("o", 0.0)]
+
+
+def test_turns_are_joined_and_sampled_tokens_stay_as_they_were(tokenizer: ChatTokenizer) -> None:
+    with serving(says(tokenizer, "go left", "go right"), tokenizer) as proxy:
+        messages: list[Any] = [{"role": "system", "content": "Answer with one move."}, user("Where?")]
+        first = chat(proxy, messages)
+        messages += [first["choices"][0]["message"], user("And now?")]
+        second = chat(proxy, messages)
+        ask(proxy, "/sessions/agent/reward", {"reward": 0.25, "turn": first["id"]})
+        ask(proxy, "/sessions/agent/reward", {"reward": 1.0, "turn": second["id"]})
+        assert ask(proxy, "/sessions/agent/end", {"reward": 2.0}) == (200, {"id": "agent", "turns": 2, "reward": 3.25})
+        (session,) = proxy.take_finished()
+    prompt = tokenizer.chat(messages[:2])
+    letters = {text: [int(t) for letter in text for t in tokenizer.encode(letter)] for text in ("go left", "go right")}
+    assert letters["go left"] != tokenizer.encode("go left").tolist(), "the same tokens would show nothing"
+    between = tokenizer.encode("\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n").tolist()
+    assert session.turns[1].prompt_ids.tolist() == [*prompt, *letters["go left"], END, *between]
+    assert [turn.parent for turn in session.turns] == [None, 0]
+    (row,) = session.trajectories()
+    assert row.token_ids.tolist() == [*prompt, *letters["go left"], END, *between, *letters["go right"], END]
+    expected = [False] * len(prompt) + [True] * 8 + [False] * len(between) + [True] * 9
+    assert row.mask.tolist() == expected
+    assert row.prompt_ids.tolist() == prompt.tolist()
+    assert row.sampled_ids.tolist() == [*letters["go left"], END, *letters["go right"], END]
+    assert row.version.tolist() == [3 if sampled else -1 for sampled in expected]
+    assert row.turn[row.mask].tolist() == [0] * 8 + [1] * 9
+    assert row.turn_reward.tolist() == [0.25, 1.0]
+    assert row.reward == 3.25
+    assert session.metadata == {}
+
+
+def test_an_answer_that_was_cut_is_closed_by_the_template(tokenizer: ChatTokenizer) -> None:
+    with serving(says(tokenizer, "go left"), tokenizer) as proxy:
+        first = chat(proxy, [user("Where?")], max_tokens=2)
+        chat(proxy, [user("Where?"), first["choices"][0]["message"], user("Go on.")])
+        (turn, second) = proxy._book.sessions["agent"].captured().turns
+    assert turn.finish_reason == "length"
+    closed = tokenizer.encode("<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n")
+    assert second.prompt_ids.tolist() == [*turn.prompt_ids, *turn.sampled_ids, *closed]
+
+
+def test_conversations_that_part_are_trained_once(tokenizer: ChatTokenizer) -> None:
+    with serving(says(tokenizer, "a", "b", "c", "d"), tokenizer) as proxy:
+        first = chat(proxy, [user("Where?")])["choices"][0]["message"]
+        chat(proxy, [user("Where?"), first, user("left?")])
+        chat(proxy, [user("Where?"), first, user("right?")])
+        # Another agent of the same program, and a history that was changed: conversations of their own.
+        chat(proxy, [user("Where?"), {"role": "assistant", "content": "never said"}, user("left?")])
+        session = proxy._book.sessions["agent"].captured()
+    assert [turn.parent for turn in session.turns] == [None, 0, 0, None]
+    rows = session.trajectories()
+    assert [row.turns for row in rows] == [(0, 1), (0, 2), (3,)]
+    assert [int(row.mask.sum()) for row in rows] == [4, 2, 2]
+    assert sorted(np.concatenate([row.turn[row.mask] for row in rows]).tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_spaces_that_clients_strip_and_tools_that_change(tokenizer: ChatTokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    with serving(says(tokenizer, "go left "), tokenizer) as proxy:
+        chat(proxy, [user("Where?")])
+        history = [user("Where?"), {"role": "assistant", "content": [{"type": "text", "text": "go left"}], "refusal": None}, user("?")]
+        chat(proxy, history)
+        chat(proxy, history, tools=[tool])
+        session = proxy._book.sessions["agent"].captured()
+    assert [turn.parent for turn in session.turns] == [None, 0, None], "other tools are another prompt"
+
+
+def test_tool_calls_pass_through(tokenizer: ChatTokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    with serving(says(tokenizer, call, "2", "<tool_call>{broken</tool_call>"), tokenizer) as proxy:
+        answer = chat(proxy, [user("1+1?")], tools=[tool])["choices"][0]
+        assert answer["finish_reason"] == "tool_calls"
+        (made,) = answer["message"]["tool_calls"]
+        assert made["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert answer["message"]["content"] == "Let me see."
+        history = [user("1+1?"), answer["message"], {"role": "tool", "tool_call_id": made["id"], "content": "2"}]
+        assert chat(proxy, history, tools=[tool])["choices"][0]["finish_reason"] == "stop"
+        broken = chat(proxy, [user("again")], tools=[tool])["choices"][0]
+        assert (broken["message"]["content"], broken["finish_reason"]) == ("<tool_call>{broken</tool_call>", "stop")
+        first, second, _ = proxy._book.sessions["agent"].captured().turns
+    assert second.parent == 0
+    added = "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    assert second.prompt_ids.tolist() == [*first.prompt_ids, *first.sampled_ids, *tokenizer.encode(added)]
+
+
+def test_streams_are_server_sent_events(tokenizer: ChatTokenizer) -> None:
+    with serving(says(tokenizer, "go left"), tokenizer) as proxy:
+        body = {"model": "tiny", "messages": [user("Where?")], "stream": True, "stream_options": {"include_usage": True}}
+        status, kind, data = raw(proxy, "/chat/completions", body, "agent")
+        assert (status, kind) == (200, "text/event-stream")
+        *events, done = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
+        assert done == "[DONE]"
+        pieces = [json.loads(event) for event in events]
+        assert {piece["object"] for piece in pieces} == {"chat.completion.chunk"}
+        deltas = [piece["choices"][0]["delta"] for piece in pieces if piece["choices"]]
+        assert deltas == [{"role": "assistant", "content": ""}, {"content": "go left"}, {}]
+        assert pieces[-2]["choices"][0]["finish_reason"] == "stop"
+        assert pieces[-1]["usage"]["completion_tokens"] == 8
+        # A refusal keeps its status, streaming or not.
+        assert raw(proxy, "/chat/completions", {**body, "messages": []}, "agent")[0] == 400
+        assert proxy._book.sessions["agent"].in_flight == 0
+
+
+def test_our_own_client_talks_to_it(tokenizer: ChatTokenizer) -> None:
+    """`OpenAITokens`, written against other servers: a second implementation of the protocol."""
+    with serving(says(tokenizer, "go left"), tokenizer) as proxy:
+        for stream in (True, False):
+            client = OpenAITokens(OpenAIOptions(proxy.base_url, "tiny", api="chat", stream=stream))
+            client._loop.call(_with_key(client, f"client-{stream}"))
+            client.submit([GenerationRequest(request_id=1, prompt_ids=np.array([1]), max_new_tokens=9, messages=(user("Where?"),))])
+            (completion,) = client.poll()
+            assert (completion.text, completion.finish_reason) == ("go left", "stop"), completion
+            client.close()
+        assert sorted(proxy._book.sessions) == ["client-False", "client-True"]
+
+
+async def _with_key(client: OpenAITokens, key: str) -> None:
+    client._client.headers["Authorization"] = f"Bearer {key}"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code", "part"),
+    [
+        ({"messages": None}, 400, "invalid_request", "'messages' must be a list"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 400, "invalid_request", "the role must be one of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "unsupported_content", "messages[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "invalid_request", "a tool call must be"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_request", "surrogate"),
+        ({"temperatur": 1}, 400, "unknown_parameter", "Did you mean 'temperature'"),
+        ({"temperature": -1}, 400, "invalid_request", "'temperature' must be a number between 0 and"),
+        ({"max_tokens": 0}, 400, "invalid_request", "'max_tokens' must be a whole number between 1"),
+        ({"n": 2}, 400, "unsupported_parameter", "'n' can only be 1"),
+        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+        ({"tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice"),
+        ({"stop": ["and a long text"]}, 400, "unsupported_parameter", "a text of one token"),
+        ({"model": "gpt"}, 404, "model_not_found", "'gpt' is not served"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(refusing: AgentProxy, change: dict[str, Any], status: int, code: str, part: str) -> None:
+    got, answer = ask(refusing, "/chat/completions", {"model": "tiny", "messages": [user("x")], **change})
+    assert (got, answer["error"]["code"]) == (status, code), answer
+    assert part in answer["error"]["message"]
+    assert answer["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.fixture(scope="module")
+def refusing(tokenizer: ChatTokenizer) -> Iterator[AgentProxy]:
+    with serving(says(tokenizer, "x"), tokenizer, max_body_bytes=20_000) as proxy:
+        yield proxy
+
+
+def test_refusals_of_the_server(refusing: AgentProxy) -> None:
+    assert ask(refusing, "/chat/completions", {"messages": [user("x" * 30_000)]})[0] == 413
+    assert ask(refusing, "/chat/completions", b"{")[1]["error"]["code"] == "bad_request"
+    assert ask(refusing, "/chat/completions", {"messages": [user("x")]}, key=None)[1]["error"]["code"] == "unauthorized"
+    assert ask(refusing, "/chat/completions", {"messages": [user("x")]}, key="../x")[1]["error"]["code"] == "bad_key"
+    assert ask(refusing, "/nothing")[0] == 404
+    assert ask(refusing, "/chat/completions")[0] == 405
+    assert ask(refusing, "/sessions/nobody/reward", {"reward": 1})[1]["error"]["code"] == "unknown_session"
+    chat(refusing, [user("x")], key="rewarded")
+    assert ask(refusing, "/sessions/rewarded/reward", {"reward": "1"})[0] == 400
+    assert ask(refusing, "/sessions/rewarded/reward", {"reward": True})[0] == 400
+    assert ask(refusing, "/sessions/rewarded/reward", {"reward": 1, "turn": "x"})[1]["error"]["code"] == "unknown_turn"
+
+
+def test_sessions_are_kept_apart_and_a_key_is_free_after_its_end(tokenizer: ChatTokenizer) -> None:
+    with serving(says(tokenizer, "x"), tokenizer) as proxy:
+        threads = [
+            threading.Thread(target=lambda name=f"a{n % 3}": [chat(proxy, [user(f"{i}")], key=name) for i in range(5)]) for n in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {row["id"]: row["turns"] for row in ask(proxy, "/sessions")[1]["sessions"]} == {"a0": 10, "a1": 10, "a2": 10}
+        for reward_id in ("one", "one", "two"):  # a repeated call counts once
+            ask(proxy, "/sessions/a0/reward", {"reward": 0.5, "reward_id": reward_id})
+        assert ask(proxy, "/sessions/a0/end", {})[1]["reward"] == 1.0
+        assert ask(proxy, "/sessions/a0/reward", {"reward": 1})[0] == 404
+        chat(proxy, [user("again")], key="a0")
+        assert ask(proxy, "/sessions/a0", key="a0")[1]["session"] == "a0.2"
+        (ended,) = proxy.take_finished()
+        assert (ended.session, len(ended.turns), ended.total_reward, ended.ended_by) == ("a0", 10, 1.0, "client")
+        proxy.close()
+        assert sorted(session.session for session in proxy.take_finished()) == ["a0.2", "a1", "a2"]
+
+
+def test_with_a_token_sessions_are_opened_and_have_keys(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(UserError, match="EMBODIED_RL_TOKEN"):
+        AgentProxy(says(tokenizer, "x"), tokenizer, ProxyOptions(model="tiny", stop_ids=(END,)), host="0.0.0.0")
+    with serving(says(tokenizer, "x"), tokenizer, token="correct horse") as proxy:
+        assert ask(proxy, "/chat/completions", {"messages": [user("x")]}, "agent")[0] == 401
+        assert ask(proxy, "/sessions", {"id": "s1"}, "wrong horse")[0] == 401
+        status, opened = ask(proxy, "/sessions", {"id": "s1", "metadata": {"task": 7}}, "correct horse")
+        other = ask(proxy, "/sessions", {}, "correct horse")[1]
+        assert status == 201
+        chat(proxy, [user("x")], key=opened["api_key"])
+        assert ask(proxy, "/sessions/s1/reward", {"reward": 1}, other["api_key"])[0] == 401, "another agent's key"
+        assert ask(proxy, "/sessions/s1/reward", {"reward": 1}, opened["api_key"])[0] == 200
+        assert ask(proxy, "/sessions/s1/end", {}, "correct horse")[1]["reward"] == 1.0
+        assert ask(proxy, "/chat/completions", {"messages": [user("x")]}, opened["api_key"])[0] == 401, "its key is void"
+        (ended,) = proxy.take_finished()
+        assert ended.metadata == {"task": 7}
+
+
+def test_limits_of_sessions(tokenizer: ChatTokenizer) -> None:
+    with serving(says(tokenizer, "x"), tokenizer, limits=SessionLimits(max_sessions=1, idle_s=0.3)) as proxy:
+        chat(proxy, [user("x")], key="one")
+        assert ask(proxy, "/chat/completions", {"messages": [user("x")]}, "two")[1]["error"]["code"] == "too_many_sessions"
+        time.sleep(0.4)
+        chat(proxy, [user("x")], key="two")
+        assert [(s.session, s.ended_by) for s in proxy.take_finished()] == [("one", "idle")]
+
+
+# ---- with a model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), TEXTS, shape=TinyShape(max_context=256, spread=0.3), vocab_size=300)
+
+
+def test_what_is_captured_is_what_training_recomputes(folder: Path, tmp_path: Path) -> None:
+    policy = build_language_policy(LanguageConfig(model=str(folder)))
+    backend = TorchTokens(policy.generation_model(), version=5)
+    with serving(backend, policy.tokenizer, max_new_tokens=12, policy_sampling=True, output=tmp_path) as proxy:
+
+        def play(name: str, seed: int) -> None:
+            messages: list[Any] = [user("Where is the cup?")]
+            for turn in range(3):
+                answer = chat(proxy, messages, key=name, seed=seed + turn, temperature=0.3)
+                messages += [answer["choices"][0]["message"], user(f"go {turn}")]
+
+        threads = [threading.Thread(target=play, args=(f"agent-{n}", 10 * n)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(RuntimeError, match="no such thing"):
+            proxy._pump.call(lambda backend: (_ for _ in ()).throw(RuntimeError("no such thing")))
+        proxy.load_weights(6, [])
+        chat(proxy, [user("Where is the cup?")], key="later")
+    sessions = read_captured(tmp_path)
+    assert [session.session for session in sessions] == ["agent-0", "agent-1", "agent-2", "later"]
+    rows = [row for session in sessions for row in session.trajectories()]
+    assert [len(row.turns) for row in rows] == [3, 3, 3, 1]
+    assert [set(row.version[row.mask].tolist()) for row in rows] == [{5}, {5}, {5}, {6}]
+    evaluated = policy.evaluate([TokenSequence(row.token_ids, row.mask) for row in rows])
+    for number, row in enumerate(rows):
+        recomputed = evaluated.log_prob[number].detach().numpy()[: len(row.token_ids)]
+        np.testing.assert_allclose(recomputed[row.mask], row.log_prob[row.mask], atol=2e-5)
+        np.testing.assert_allclose(row.log_prob, row.sampling_log_prob, atol=1e-6)  # policy_sampling
+        assert not row.log_prob[~row.mask].any()
+    again = CapturedSession.from_dict(json.loads(json.dumps(sessions[0].to_dict())))
+    for turn, other in zip(sessions[0].turns, again.turns, strict=True):
+        assert turn.log_prob.tobytes() == other.log_prob.tobytes()
+
+
+def test_a_prompt_that_is_too_long_is_refused(folder: Path) -> None:
+    policy = build_language_policy(LanguageConfig(model=str(folder)))
+    with serving(TorchTokens(policy.generation_model()), policy.tokenizer) as proxy:
+        status, answer = ask(proxy, "/chat/completions", {"messages": [user("xyz " * 300)]})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "context holds 256" in answer["error"]["message"]
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    values, _ = serve_agent.COMMAND.parse([f"model={folder}", "port=0", f"output={tmp_path}", "max_new_tokens=5", "name=tiny"])
+    proxy = serve_agent.start(values)
+    answer = chat(proxy, [user("go")])
+    assert answer["usage"]["completion_tokens"] <= 5
+    proxy.close()
+    (session,) = read_captured(tmp_path)
+    assert (session.session, session.ended_by, len(session.turns)) == ("agent", "close", 1)
+    session.save(tmp_path)
+    assert len(read_captured(tmp_path)) == 2, "a session of the same name in another run replaces nothing"
+
+
+# ---- the pump -------------------------------------------------------------------------------------------------------
+
+
+def request(text: int = 5) -> GenerationRequest:
+    return GenerationRequest(request_id=0, prompt_ids=np.array([text]), max_new_tokens=4)
+
+
+def test_a_client_that_is_gone_aborts_its_request() -> None:
+    backend = ScriptedTokens(lambda asked: [1])
+    backend.pause()
+    pump = BackendPump(backend)
+    left: list[bool] = []
+    gone: Callable[[], bool] = lambda: left.append(True) or len(left) > 2  # noqa: E731
+    assert pump.complete(request(), gone).finish_reason == "aborted"
+    waiting: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pump.complete(request())
+        except RuntimeError as error:
+            waiting.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    pump.close()
+    thread.join()
+    assert "was closed" in str(waiting[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        pump.complete(request())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_backend_that_dies_is_told_to_all_who_wait() -> None:
+    def script(asked: GenerationRequest) -> list[int]:
+        raise ArithmeticError("out of luck")
+
+    pump = BackendPump(ScriptedTokens(script))
+    with pytest.raises(RuntimeError, match=r"has died \(ArithmeticError: out of luck\)"):
+        pump.complete(request())
+    pump.close()

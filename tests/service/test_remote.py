@@ -1,0 +1,339 @@
+"""``sim=remote``: the same episodes as in this process, connections that break, services that come and go, and ROCK's routes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.http_server import HttpServer, Reply
+from embodied_rl.service.app import EnvironmentService
+from embodied_rl.service.environment import ServiceLimits
+from embodied_rl.sim.check import check_sim
+from embodied_rl.sim.env import SimFactory, SnapshotEnv
+from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, NonFiniteSimulationError
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.remote import RemoteSim, make
+from embodied_rl.sim.remote_client import JsonClient, Patience, RemoteFault
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.snapshots import SnapshotError
+from embodied_rl.sim.text.gem_tasks import registered
+from embodied_rl.types import StepBuffers
+from tests.service.servers import SIMULATORS, LosingProxy, RockServer, served
+from tests.sim.runs import Trace, play_lockstep
+
+REMOTE = "embodied_rl.sim.remote:make"
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[EnvironmentService]:
+    with served() as running:
+        yield running
+
+
+def remote(url: str, sim: str, **kwargs: Any) -> SimFactory:
+    return SimFactory(REMOTE, kwargs={"url": url, "sim": sim, **kwargs})
+
+
+def local(sim: str, **kwargs: Any) -> SimFactory:
+    config = SIMULATORS[sim]
+    return SimFactory(config.target, config.task, {**config.kwargs, **kwargs})
+
+
+def play(factory: SimFactory, messages: int = 20, num_workers: int = 1, **kwargs: Any) -> tuple[Trace, list[FaultRecord]]:
+    with EnvManager(factory, 3, num_workers=num_workers, seeds=EpisodeSeeds.training(3), **kwargs) as manager:
+        manager.reset()
+        return play_lockstep(manager, messages), manager.fault_records
+
+
+def assert_same(expected: Trace, actual: Trace) -> None:
+    assert expected.keys() == actual.keys()
+    for slot, rows in expected.items():
+        for number, (a, b) in enumerate(zip(rows, actual[slot], strict=True)):
+            for part, other in ((a[0], b[0]), (a[-1] or {}, b[-1] or {})):
+                assert part.keys() == other.keys()
+                for key in part:
+                    assert part[key].dtype == other[key].dtype
+                    np.testing.assert_array_equal(part[key], other[key], err_msg=f"slot {slot}, message {number}, {key}")
+            assert a[1:-1] == b[1:-1], f"slot {slot}, message {number}"
+
+
+@pytest.mark.parametrize("sim", ["puck", "count"])
+def test_traces_are_those_of_the_local_simulator(service: EnvironmentService, sim: str) -> None:
+    expected, _ = play(local(sim), num_workers=1, max_episode_steps=9)
+    actual, _ = play(remote(service.url, sim), num_workers=2, max_episode_steps=9)
+    assert any(row[5] is not None for rows in expected.values() for row in rows), "no episode ended"
+    assert_same(expected, actual)
+    assert service.hub.num_environments == 0, "the manager's end closes them"
+
+
+def test_texts_and_values_of_varying_size_are_those_of_the_local_simulator(service: EnvironmentService) -> None:
+    def outputs(factory: SimFactory) -> list[Any]:
+        rows = []
+        with EnvManager(factory, 2, num_workers=1, seeds=EpisodeSeeds.training(1)) as manager:
+            manager.reset()
+            for number in range(6):
+                batch = manager.step([f"ä{number} {slot}" for slot in range(2)])
+                for key, part in batch.observation.items():
+                    rows.append([key, *(np.asarray(value).tolist() if key != "text" else value for value in part)])
+                rows.append([batch.reward.tolist(), [episode.final_info for episode in batch.episodes]])
+        return rows
+
+    assert outputs(local("talk")) == outputs(remote(service.url, "talk"))
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_check_sim_passes(service: EnvironmentService) -> None:
+    report = check_sim(remote(service.url, "puck"), num_envs=2, steps=12, continuation_steps=20, longest_episode=160)
+    assert report.ok, report
+    assert report["snapshot"].outcome == report["snapshot_new_process"].outcome == report["render"].outcome == "pass", report
+
+
+def test_a_lost_answer_neither_repeats_nor_loses_a_step(service: EnvironmentService) -> None:
+    proxy = LosingProxy(int(service.url.rpartition(":")[2]))
+    try:
+        sim = make(2, proxy.url, "count", attempt_s=5.0, deadline_s=10.0)
+        assert isinstance(sim, RemoteSim)
+        out = StepBuffers.allocate(sim.spec, 2)
+        sim.reset([0, 1], [7, 8], out)
+        for step in range(1, 7):
+            proxy.lose_answers = step % 3
+            sim.step([0, 1], np.array([[0.5], [1.0]]), out)
+            np.testing.assert_array_equal(out.observation["state"], [[7, step, 0.5 * step], [8, step, step]])
+        assert proxy.num_lost == 1 + 2 + 0 + 1 + 2 + 0
+        assert sim._client.num_repeats == proxy.num_lost
+        sim.close()
+    finally:
+        proxy.close()
+
+
+def test_a_client_goes_on_with_its_episode_after_an_outage(service: EnvironmentService) -> None:
+    proxy = LosingProxy(int(service.url.rpartition(":")[2]))
+    try:
+        sim = make(1, proxy.url, "count", deadline_s=10.0)
+        out = StepBuffers.allocate(sim.spec, 1)
+        sim.reset([0], [7], out)
+        proxy.down = True
+        threading.Timer(0.6, lambda: setattr(proxy, "down", False)).start()
+        sim.step([0], np.array([[2.0]]), out)
+        np.testing.assert_array_equal(out.observation["state"], [[7, 1, 2]])
+        proxy.down = True
+        impatient = RemoteSim.__new__(RemoteSim)
+        vars(impatient).update(vars(sim))
+        sim._client.close()
+        impatient._client = JsonClient(proxy.url, patience=Patience(deadline_s=0.3))
+        with pytest.raises(RemoteFault, match="No answer from") as fault:
+            impatient.step([0], np.array([[2.0]]), out)
+        assert fault.value.kind == "connection"
+        proxy.down = False
+        sim.close()
+    finally:
+        proxy.close()
+
+
+def test_a_client_that_was_started_anew_goes_on_with_its_episodes(service: EnvironmentService) -> None:
+    first = make(2, service.url, "count")
+    assert isinstance(first, RemoteSim)
+    out = StepBuffers.allocate(first.spec, 2)
+    first.reset([0, 1], [7, 8], out)
+    first.step([0, 1], np.array([[1.0], [2.0]]), out)
+    first._client.close()  # as if its process had ended
+    second = RemoteSim.attached(JsonClient(service.url), first.env_ids)
+    assert second.spec == first.spec
+    second.step([0, 1], np.array([[0.5], [0.5]]), out)
+    np.testing.assert_array_equal(out.observation["state"], [[7, 2, 1.5], [8, 2, 2.5]])
+    second.close()
+    with pytest.raises(RemoteFault, match="was closed"):
+        RemoteSim.attached(JsonClient(service.url), first.env_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_a_remote_environment_that_dies_is_replaced_and_its_episodes_taken_up(service: EnvironmentService, tmp_path: Any) -> None:
+    expected, _ = play(local("count"))
+    for number, misbehave in enumerate(["raise", "exit"]):
+        once = {"misbehave": misbehave, "at": 4, "once": str(tmp_path / f"once{number}")}
+        actual, records = play(remote(service.url, "count", sim_kwargs=once))
+        assert_same(expected, actual)
+        (record,) = records
+        assert record.kind is FaultKind.RAISED
+        assert ("the gripper fell off" if misbehave == "raise" else "exit status 7") in record.detail
+        assert service.hub.num_environments == 0, "none is left over"
+
+
+def test_memory_and_nan_are_told_as_what_they_are(service: EnvironmentService) -> None:
+    sim_kwargs = {"misbehave": "nan_reward", "at": 2}
+    with pytest.raises(NonFiniteSimulationError, match="NaN or infinity"):
+        play(remote(service.url, "count", sim_kwargs=sim_kwargs), faults=FaultPolicy.stop())
+    with served(memory_mb=200.0) as small:
+        sim = make(1, small.url, "count", sim_kwargs={"misbehave": "leak", "at": 1})
+        sim.reset([0], [1], out := StepBuffers.allocate(sim.spec, 1))
+        with pytest.raises(MemoryError, match="200 MB"):
+            sim.step([0], np.ones((1, 1)), out)
+        sim.close()
+
+
+def test_a_service_that_was_started_anew_knows_no_environments() -> None:
+    first = EnvironmentService(SIMULATORS)
+    port = int(first.url.rpartition(":")[2])
+    sim = make(1, first.url, "count", deadline_s=20.0)
+    sim.reset([0], [1], out := StepBuffers.allocate(sim.spec, 1))
+    first.close()
+    second = EnvironmentService(SIMULATORS, port=port, limits=ServiceLimits())
+    try:
+        with pytest.raises(RemoteFault, match="may have been started anew") as fault:
+            sim.step([0], np.ones((1, 1)), out)
+        assert fault.value.kind == "unknown_environment"
+        sim.close()
+    finally:
+        second.close()
+
+
+def test_a_busy_server_is_asked_again_and_a_broken_one_given_up() -> None:
+    answers: list[Reply] = []
+    server = HttpServer(lambda request: answers.pop(0) if len(answers) > 1 else answers[0])
+    client = JsonClient(server.url, patience=Patience(deadline_s=5.0))
+    try:
+        busy = Reply({"error": "later", "kind": "too_many_environments"}, 429, {"Retry-After": "0.2"})
+        answers[:] = [busy, Reply({}, 503), Reply(b"<html>", 200), Reply({"ok": 1})]
+        assert client.call("GET", "/").body == {"ok": 1}
+        assert client.num_repeats == 3
+        answers[:] = [Reply({"error": "it died", "kind": "died"}, 500), Reply({})]
+        assert client.call("GET", "/").kind == "died", "what became of an environment is no reason to ask again"
+        for hopeless, kind in ((busy, "too_many_environments"), (Reply([1]), "bad_response")):
+            answers[:] = [hopeless]
+            with pytest.raises(RemoteFault, match=r"No answer from .* after \d attempts?: ") as fault:
+                client.call("GET", "/", deadline_s=0.5)
+            assert fault.value.kind == kind
+        answers[:] = [Reply(b"<html>"), Reply({})]
+        with pytest.raises(RemoteFault, match="after 1 attempt: its answer is not"):
+            client.call("POST", "/", {}, repeat=False)
+    finally:
+        client.close()
+        server.close()
+
+
+def test_mistakes_are_told_in_one_line(service: EnvironmentService, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"'cuont' cannot be made at .*Did you mean 'count'"):
+        make(1, service.url, "cuont")
+    with pytest.raises(UserError, match="does not take 'gravity'"):
+        make(1, service.url, "count", sim_kwargs={"gravity": 1})
+    with pytest.raises(UserError, match=r"protocol='rok' is not a choice. Did you mean 'rock'"):
+        make(1, service.url, protocol="rok")
+    with pytest.raises(UserError, match=r"gravity is not known; the simulator's own go into sim_kwargs"):
+        make(1, service.url, "count", gravity=1)
+    with pytest.raises(UserError, match="url must be like"):
+        make(1, "127.0.0.1:8700")
+    monkeypatch.setattr("embodied_rl.sim.remote._CONNECT_S", 0.1)
+    with pytest.raises(UserError, match=r"No environment service answers at http://127.0.0.1:9 .*serve_envs"):
+        make(1, "http://127.0.0.1:9")
+    with served(token="correct horse") as locked:
+        with pytest.raises(UserError, match="asks for a token"):
+            make(1, locked.url, "count")
+        monkeypatch.setenv("MY_TOKEN", "correct horse")
+        make(1, locked.url, "count", token_env="MY_TOKEN").close()
+    sim = make(1, service.url, "count")
+    assert isinstance(sim, SnapshotEnv)
+    with pytest.raises(SnapshotError, match="has no snapshots"):
+        sim.snapshot(0)
+    sim.close()
+
+
+def test_the_configuration_and_what_it_imports() -> None:
+    config = load_train_config(["sim=remote", "sim.kwargs.url=http://10.0.0.2:8700", "sim.kwargs.sim=halfcheetah"]).sim
+    assert config.target == REMOTE
+    assert config.kwargs == {"url": "http://10.0.0.2:8700", "sim": "halfcheetah"}
+    heavy = "[name for name in ('torch', 'httpx', 'gymnasium', 'mujoco') if name in sys.modules]"
+    code = f"import sys, embodied_rl.sim.remote, embodied_rl.service.app; print({heavy})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# ---- ROCK -----------------------------------------------------------------------------------------------------------
+
+
+def require_gem() -> None:
+    try:
+        registered()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+GAME = "game:GuessTheNumber-v0-easy"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_rock_plays_the_games_of_gem(wrapped: bool) -> None:
+    require_gem()
+    from embodied_rl.sim.text import gem
+
+    server = RockServer(wrapped)
+    try:
+        far = make(2, server.url, task=GAME, protocol="rock", history="conversation")
+        near = gem.make(GAME, 2, history="conversation")
+        outs = [StepBuffers.allocate(sim.spec, 2) for sim in (far, near)]
+        assert far.spec.observation == near.spec.observation
+        assert far.spec.action == near.spec.action
+        rows: list[list[Any]] = [[], []]
+        for episode in range(2):
+            for which, (sim, out) in enumerate(zip((far, near), outs, strict=True)):
+                for env_id in (0, 1):
+                    sim.reset([env_id], [10 * episode + env_id], out)
+                    rows[which].append(out.observation["text"][env_id])
+                    for guess in (5, 2, 8, 1):
+                        sim.step([env_id], [f"\\boxed{{{guess}}}"], out)
+                        text, info = out.observation["text"][env_id], out.info[env_id]
+                        rows[which].append([text, out.reward[env_id], out.terminated[env_id], out.success[env_id], info])
+                        if out.terminated[env_id]:
+                            break
+        assert rows[0] == rows[1]
+        assert server.calls.count("make") == 2
+        far.close()
+        assert not server.sandboxes
+    finally:
+        server.server.close()
+
+
+def test_rock_through_the_manager_and_its_refusals() -> None:
+    require_gem()
+    server = RockServer()
+    try:
+        config = SimConfig.from_dict({"name": "remote", "target": REMOTE, "task": GAME, "num_slots": 2, "num_workers": 1,
+                                      "kwargs": {"url": server.url, "protocol": "rock"}})  # fmt: skip
+        with EnvManager.from_config(config, EpisodeSeeds.training(0)) as manager:
+            first = manager.reset()
+            assert all("1 and 10" in text for text in first.observation["text"]), first.observation["text"]
+            batch = manager.step(["\\boxed{5}", "no number"])
+            assert batch.terminated[1] or "text" in batch.observation
+        assert not server.sandboxes
+        with pytest.raises(UserError, match="no such environment: game:Chess"):
+            make(1, server.url, task="game:Chess", protocol="rock")
+        with pytest.raises(UserError, match="needs the environment's id"):
+            make(1, server.url, protocol="rock")
+    finally:
+        server.server.close()
+
+
+def test_a_rock_step_whose_answer_is_lost_is_not_sent_again() -> None:
+    require_gem()
+    server = RockServer()
+    proxy = LosingProxy(server.server.port)
+    try:
+        sim = make(1, proxy.url, task=GAME, protocol="rock")
+        sim.reset([0], [1], out := StepBuffers.allocate(sim.spec, 1))
+        proxy.lose_answers = 1
+        with pytest.raises(RemoteFault, match="after 1 attempt"):
+            sim.step([0], ["\\boxed{5}"], out)
+        assert server.calls.count("step") == 1
+        sim.close()
+    finally:
+        proxy.close()
+        server.server.close()

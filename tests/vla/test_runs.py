@@ -1,0 +1,158 @@
+"""Whole runs with policies that act in chunks: rollouts, groups, cloning, warm starts, resuming, evaluating, filming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from embodied_rl import evaluate, render
+from embodied_rl.compose import load_train_config
+from embodied_rl.errors import UserError
+from embodied_rl.train import train
+from tests.short_run import one_line_error
+from tests.vla.toys import QUIET, SIM, TINY
+
+PPO = ("algorithm.rollout_steps=8", "algorithm.minibatch_size=16", "algorithm.num_epochs=2", "total_steps=150")
+GRPO = (
+    "algorithm=grpo",
+    "algorithm.groups.group_size=4",
+    "algorithm.groups.groups_per_step=2",
+    "algorithm.num_epochs=2",
+    "total_steps=120",
+)
+EXPERT = "algorithm.recorded.expert=tests.vla.toys:PointExpert"
+WARM = "+algorithm.warm_start={episodes: 24, num_epochs: 12, minibatch_rows: 32, learning_rate: 0.003, measured_episodes: 16}"
+
+
+def run(run_dir: Path, *overrides: str) -> Path:
+    return train(load_train_config([*SIM, *TINY, *QUIET, *overrides, f"run_dir={run_dir}"]))
+
+
+def curve(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param((*PPO, "algorithm.advantage=gae_chunk", "algorithm.ratio=token", "algorithm.micro_batch_size=5"), id="ppo chunks"),
+        pytest.param(
+            (*PPO, "algorithm.advantage=gae_action", "algorithm.ratio=action", "policy.value=action"),
+            id="ppo actions",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (*PPO, "policy.decoding=autoregressive", "algorithm.normalize_reward=true"), id="ppo autoregressive", marks=pytest.mark.slow
+        ),
+        pytest.param((*PPO, "policy=flow", "policy.chunk=3", "policy.hidden_sizes=[16]", "policy.num_steps=2"), id="ppo flow"),
+        pytest.param(
+            (*GRPO, "algorithm.ratio=token", "algorithm.aggregation=seq-mean-token-mean", "algorithm.kl.coef=0.1"), id="grpo tokens"
+        ),
+        pytest.param((*GRPO, "algorithm.advantage=gae", "hybrid.precision=bfloat16"), id="groups with a critic", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_trains_evaluates_and_resumes_to_the_same_bits(method: tuple[str, ...], tmp_path: Path) -> None:
+    # "policy=flow" takes the place of the tiny VLA's own settings.
+    flow = "policy=flow" in method
+    overrides = [word for word in (*SIM, *TINY, *QUIET) if not (flow and word.startswith("policy"))] + list(method)
+    whole = train(load_train_config([*overrides, "checkpoint.every_steps=60", "checkpoint.keep_last=9", f"run_dir={tmp_path / 'whole'}"]))
+    first = load_file(whole / "checkpoints" / "last" / "policy.safetensors")
+    early = min((whole / "checkpoints").glob("step_*"))
+    assert early.name != (whole / "checkpoints" / "last").resolve().name, "there is a checkpoint in between"
+    results = json.loads((whole / "results.json").read_text())
+    assert results["num_episodes"] == 4
+    assert results["steps"] == curve(whole)[-1]["step"]
+    assert 0 < results["episodes"][0]["length"] <= 10
+    moved = load_file(early / "policy.safetensors")
+    assert any(not np.array_equal(first[name], moved[name]) for name in first), "it learned"
+    continued = tmp_path / "continued"
+    import shutil
+
+    shutil.copytree(whole, continued)
+    for path in (continued / "checkpoints").iterdir():
+        if path.name not in (early.name,):
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    (continued / "results.json").unlink()
+    train(
+        load_train_config(
+            [*overrides, "checkpoint.every_steps=60", f"run_dir={continued}", f"resume={continued / 'checkpoints' / early.name}"]
+        )
+    )
+    again = load_file(continued / "checkpoints" / "last" / "policy.safetensors")
+    for name, expected in first.items():
+        np.testing.assert_array_equal(again[name], expected, err_msg=name)
+
+
+def test_cloning_the_expert_solves_the_task(tmp_path: Path) -> None:
+    overrides = ("algorithm=bc", EXPERT, "algorithm.recorded.expert_episodes=40", "algorithm.learning_rate=0.003", "total_steps=300")
+    run_dir = run(
+        tmp_path / "run", *overrides, "algorithm.minibatch_size=32", "evaluation.num_episodes=40", "algorithm.cloning.patience=null"
+    )
+    results = json.loads((run_dir / "results.json").read_text())
+    # Whoever does not understand the words goes to one side: half of the episodes.
+    assert results["success"] >= 0.9
+    assert curve(run_dir)[-1]["train/validation_loss"] < curve(run_dir)[0]["train/validation_loss"]
+
+
+def test_a_warm_start_is_measured_before_and_after(tmp_path: Path) -> None:
+    run_dir = run(tmp_path / "run", *GRPO, EXPERT, WARM, "evaluation.num_episodes=16")
+    results = json.loads((run_dir / "results.json").read_text())
+    warm = results["warm_start"]
+    assert warm["episodes"] == 24
+    assert warm["after"]["success"] > warm["before"]["success"]
+    assert warm["after"]["num_episodes"] == 16
+    assert results["steps"] >= 120, "the expert's steps do not count"
+    first = curve(run_dir)[0]
+    assert first["warm_start/success_after"] == warm["after"]["success"]
+    # Resumed, it is not done again.
+    overrides = [*SIM, *TINY, *QUIET, *GRPO, EXPERT, WARM, f"resume={run_dir}", f"run_dir={run_dir}", "total_steps=200"]
+    again = train(load_train_config(overrides), overrides=["total_steps=200"])
+    assert json.loads((again / "results.json").read_text())["warm_start"] == warm
+
+
+def test_evaluate_and_render_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = run(tmp_path / "run", *PPO)
+    evaluate.main([f"checkpoint={run_dir}", "num_episodes=6", "against=random"])
+    document = json.loads(next(run_dir.glob("comparison*.json")).read_text())
+    assert "6" in json.dumps(document)
+    render.main([f"checkpoint={run_dir}", "num_episodes=2", f"output={tmp_path / 'film.mp4'}"])
+    assert next(tmp_path.glob("film*.mp4")).stat().st_size > 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("sim.kwargs.pixels=false",), "shows no image at all"),
+        (("sim.kwargs.words=none",), "gives no instruction"),
+        (("policy.instruction=' '",), "policy.instruction must be null or words"),
+        (("policy.name=tiny_vlaa",), "policy.name='tiny_vlaa' is not a choice. Did you mean 'tiny_vla'"),
+        (("algorithm.advantage=gae_action", "algorithm.ratio=action"), "goes with algorithm.advantage=gae_action"),
+        (("policy.value=action",), "goes with algorithm.advantage=gae_action"),
+        (("algorithm=iql", "algorithm.recorded.expert=tests.vla.toys:PointExpert"), "needs the simulator's own actions step by step"),
+        (("record.share=0.5",), "record.share=0.5 writes actions step by step"),
+        (("algorithm.ratio=action", "policy=mlp"), "need a policy that acts in chunks"),
+        ((WARM,), "has no expert"),
+        (("+algorithm.warm_start={player: a:b}",), "answers in words"),
+    ],
+)
+def test_a_mistake_is_one_line(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    mlp = "policy=mlp" in overrides
+    own = () if any(word.startswith("algorithm=") for word in overrides) else PPO
+    words = [word for word in (*SIM, *TINY, *QUIET, *own) if not (mlp and word.startswith("policy"))]
+    with pytest.raises(UserError) as error:
+        train(load_train_config([*words, *overrides, f"run_dir={tmp_path}"]))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_other_commands_say_what_they_do_not_offer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from embodied_rl import record
+
+    run_dir = run(tmp_path / "run", *PPO)
+    line = one_line_error(record.main, [f"checkpoint={run_dir}", "num_episodes=2", f"output={tmp_path / 'rec'}"], capsys)
+    assert "policy.name='tiny_vla'" in line
