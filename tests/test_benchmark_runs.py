@@ -169,3 +169,12 @@ def test_learning_curves_train_skip_and_draw(tmp_path: Path) -> None:
     assert cells[2].startswith(f"return {mean:.4g} (")
     assert cells[3] == "1,024"
     assert (tmp_path / "media" / "curve_cartpole.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_method_table_solves_the_chain(tmp_path: Path) -> None:
+    options = [str(tmp_path / "methods"), "--only", "ipa", "gae_action", "--losses", "ipa", "--budget", "6000"]
+    lines = run_script("method_table.py", *options)
+    # The chain is solved at one of the evaluations after 3,000 steps and more; 'gae_action' with this loss is refused.
+    assert re.fullmatch(r"\| ipa \| [3-7]k \|", lines[2]), lines
+    assert lines[3:] == ["figure: 1 of 1 runs solve their task within 6,000 steps"]
+    assert run_script("method_table.py", *options) == lines  # read, not run again

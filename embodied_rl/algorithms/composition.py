@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from embodied_rl.algorithms.advantage_table import AdvantageInfo, advantage_info
 from embodied_rl.algorithms.catalogue import MethodInfo
 from embodied_rl.algorithms.loss_table import LossInfo, loss_info
-from embodied_rl.config import AlgorithmConfig
+from embodied_rl.config import AlgorithmConfig, RewardConfig
 from embodied_rl.errors import UserError, did_you_mean
 
 OF_CONFIG = {"gamma", "gae_lambda", "clip_low", "clip_high", "dual_clip"}
@@ -79,8 +79,7 @@ def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, los
         raise UserError(f"algorithm.loss='{loss.name}' is offered on whole episodes: set algorithm.groups, or loss=ppo_clip.")
     if config.kl.coef > 0:
         raise UserError("algorithm.kl is offered on whole episodes: set algorithm.groups, or algorithm.kl.coef=0.")
-    reward = config.reward
-    if reward.mean != "none" or reward.std != "none" or reward.clip is not None or reward.length_penalty:
+    if config.reward != RewardConfig():
         raise UserError("algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.")
 
 
@@ -88,7 +87,9 @@ def _check_with_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: 
     groups = config.groups
     assert groups is not None
     if config.normalize_reward:
-        raise UserError("algorithm.normalize_reward is about fixed rollouts; with groups set algorithm.reward.std instead.")
+        raise UserError("algorithm.normalize_reward is about fixed rollouts; with groups set algorithm.reward.scale or .std instead.")
+    if config.critic_warmup:
+        raise UserError("algorithm.critic_warmup is about fixed rollouts, and algorithm.groups is set: set algorithm.critic_warmup=0.")
     if advantage.name in ("gae_chunk", "gae_action"):
         raise UserError(f"algorithm.advantage='{advantage.name}' needs a policy that acts in chunks; this one acts step by step: take gae.")
     if "groups" in advantage.needs and groups.group_size < 2:

@@ -69,6 +69,7 @@ class EpisodeMethod:
         metrics: dict[str, float] = {}
         if config.clip is not None:
             reward = clip_reward(reward=reward, low=-config.clip, high=config.clip, mask=batch.mask)
+        reward = reward * config.scale
         if self.config.kl.coef > 0 and self.config.kl.place == "reward":
             assert log_prob is not None, "the learner computes both"
             assert reference is not None, "the learner computes both"

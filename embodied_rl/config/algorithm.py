@@ -34,18 +34,23 @@ class GroupsConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What happens to the episodes' rewards before credit is assigned (whole episodes only)."""
+    """What happens to the episodes' rewards before credit is assigned (whole episodes only), in the order of the keys."""
 
+    clip: float | None = None
+    """Limit each step's reward to ± this; null: no limit."""
+    scale: float = 1.0
+    """Each step's reward times this: a critic learns returns of about 1 soonest."""
+    length_penalty: float = 0.0
+    """Taken from the return for each step."""
     mean: Literal["none", "batch", "group", "running"] = "none"
     """What is subtracted from an episode's return."""
     std: Literal["none", "batch", "group", "running"] = "none"
     """What it is divided by."""
     group_by: str = "number"
     """Dotted key that makes a group for `mean` and `std`: number (the episode group), seed, domain, metadata.<key>."""
-    clip: float | None = None
-    """Limit each step's reward to ± this; null: no limit."""
-    length_penalty: float = 0.0
-    """Taken from the return for each step."""
+
+    def __post_init__(self) -> None:
+        require(self.scale > 0, "algorithm.reward.scale", "> 0", self.scale)
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,10 @@ def test_rewards_are_clipped_penalised_and_normalised_in_this_order() -> None:
     _, found, _ = credit(config, *GROUPS)
     # Row 0: 1, 2, 3 minus one a step: 0, 1, 2, to go 3, 3, 2. Row 1: min(4, 3) - 1.
     np.testing.assert_allclose(found.advantage[:2], [[3, 3, 2], [2, 0, 0]], atol=1e-6)
+    config = replace(CONFIG, advantage="reinforce", gamma=1.0, reward=RewardConfig(clip=3.0, scale=0.5, length_penalty=1.0))
+    _, found, _ = credit(config, *GROUPS)
+    # Row 0: half of 1, 2, 3, minus one a step: -0.5, 0, 0.5. Row 1: min(4, 3) / 2 - 1.
+    np.testing.assert_allclose(found.advantage[:2], [[0, 0.5, 0.5], [0.5, 0, 0]], atol=1e-6)
     config = replace(CONFIG, advantage="reinforce", gamma=1.0, reward=RewardConfig(mean="group", group_by="seed"))
     _, found, _ = credit(config, *GROUPS)
     np.testing.assert_allclose(found.advantage[:, 0], [1, -1, -1, 1], atol=1e-6)  # whole returns minus their group's mean
