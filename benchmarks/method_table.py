@@ -3,10 +3,11 @@
     python benchmarks/method_table.py runs/methods [--seeds 1] [--only grpo rloo] [--budget 120000]
 
 The task is CartPole-v1, solved when the policy's mode balances for 475 of 500 steps on average over 20 held-out episodes. Two families
-have tasks of their own (toy_tasks.py): `ipa` credits what came shortly before success at the end, which CartPole has not, and walks a
-chain of bandits (solved at 95 %); advantages of action chunks need a policy that acts in chunks, the small VLA, which moves a column in
-a picture (95 % success). A run that is in the folder already is not repeated. Pairs that `embodied_rl.algorithms.composition` refuses
-are dashes.
+have tasks of their own (toy_tasks.py). `ipa` credits what came shortly before success at the end, which CartPole has not, and returns to
+go without a critic blame the last steps before CartPole's time limit: they walk a chain of bandits (solved at 95 %). Advantages of action
+chunks need a policy that acts in chunks, the small VLA, which moves a column in a picture (95 % success).
+
+A run that is in the folder already is not repeated. Pairs that `embodied_rl.algorithms.composition` refuses are dashes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ COLUMN = Task(
     "success",
     0.95,
 )
-TASKS = {"ipa": CHAIN, "gae_chunk": COLUMN, "gae_action": COLUMN}
+TASKS = {"ipa": CHAIN, "reinforce_token": CHAIN, "segment_returns": CHAIN, "gae_chunk": COLUMN, "gae_action": COLUMN}
 """{advantage: its task}; CartPole for the others."""
 OF_LOSS = {
     "gspo": ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"],
