@@ -32,7 +32,7 @@ class NamedAdam:
         trained = list(self.parameters.values())
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else _laid_out_as(parameter, gradient)
         norm = float(nn.utils.clip_grad_norm_(trained, self._max_grad_norm))
         if math.isfinite(norm) and bool(torch.isfinite(loss)):
             for group in self.optimizer.param_groups:
@@ -62,3 +62,12 @@ class NamedAdam:
                 "step": state["step"].to(parameter.device, torch.float32).clone(),
                 **{key: moment.to(parameter.device, copy=True) for key, moment in moments.items()},
             }
+
+
+def _laid_out_as(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """The gradient in the parameter's memory layout, as `backward` would have left it.
+
+    PyTorch's fused kernel walks both as plain memory. A convolution over channels-last images gives its weight a channels-last gradient:
+    each entry would be stepped by another one's gradient.
+    """
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
