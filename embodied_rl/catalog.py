@@ -109,8 +109,8 @@ def methods(kind: str) -> list[Method]:
 
 
 def extra_installed(extra: str) -> bool:
-    """Whether every distribution that an extra of this package names is installed in a fitting version."""
-    return not missing_distributions(extra)
+    """Whether every distribution that an extra (or several, separated by commas) of this package names is installed, and fits."""
+    return not any(missing_distributions(name) for name in extra.split(","))
 
 
 def missing_distributions(extra: str) -> list[str]:
@@ -195,15 +195,24 @@ def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
         return data.get("extra")
     if group == "logger":
         return "wandb" if "wandb" in (data.get("names") or []) else None
-    if group == "experiment":
-        from embodied_rl.config import load_sim_config
+    if group == "policy":
+        return "language" if data.get("name") == "language" else None
+    return _extra_of_experiment(data) if group == "experiment" else None
 
-        for choice in data.get("defaults") or []:
-            if isinstance(choice, dict):
-                for key, value in choice.items():
-                    if key.removeprefix("override").strip().strip("/") == "sim":
-                        return load_sim_config(value).extra
-    return None
+
+def _extra_of_experiment(data: dict[str, Any]) -> str | None:
+    """What its simulators and its policy need; several extras are separated by commas."""
+    from embodied_rl.config import load_sim_config
+
+    found: list[str | None] = []
+    for choice in data.get("defaults") or []:
+        for key, value in choice.items() if isinstance(choice, dict) else ():
+            chosen = key.removeprefix("override").strip().strip("/").partition("@")[0]  # /sim@domains.arm.sim is a simulator too
+            if chosen == "sim":
+                found.append(load_sim_config(value).extra)
+            if chosen == "policy" and value == "language":
+                found.append("language")
+    return ",".join(dict.fromkeys(extra for extra in found if extra is not None)) or None
 
 
 def _comments(text: str) -> list[str]:
@@ -227,7 +236,7 @@ def print_entries(kind: str) -> None:
         needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"
         table.add_row(entry.name, *((entry.task or "",) if with_tasks else ()), entry.description, needs, entry.command.replace("[", "\\["))
     # A pipe has no width: whole lines are better than lines cut at 80 letters.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 320)
     console.print(table)
     if kind == "simulators":
         console.print("Each has more tasks (sim.task=NAME): python -m embodied_rl.catalog tasks SIM lists them.")

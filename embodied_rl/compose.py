@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-_OPEN = ("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.")
+_OPEN = (
+    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options."),
+    *("domains.", "domains=", "generation.mix.", "generation.mix="),
+)
 
 _PASSED_TO_HYDRA = (
     "--help",

@@ -32,6 +32,7 @@ COMMAND = Command(
     arguments=(
         Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; several: separated by commas, or a pattern"),
         Argument("against", str, "play the same seeds with this checkpoint too, or with 'random', and compare seed by seed", None),
+        Argument("domain", str, "of a run with several domains: which one to play", None),
         Argument("num_episodes", int, "episodes to play with each, one per seed", 100),
         Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
         Argument(
@@ -116,7 +117,7 @@ def evaluate_players(
     from embodied_rl.progress import progress_bar
     from embodied_rl.reporting import summarise
     from embodied_rl.rollout.evaluation import evaluate
-    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.rollout.program_manager import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
     started = time.perf_counter()
@@ -125,7 +126,7 @@ def evaluate_players(
     slots = min(wanted.num_slots, num_episodes)
     results: list[EvaluationResult] = []
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
-    with EnvManager.from_config(wanted, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=longest) as manager:
+    with make_manager(wanted, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=longest) as manager:
         spec = manager.spec
         # All are made first: a checkpoint that does not fit is told before anything is played.
         generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
@@ -181,15 +182,16 @@ def make_generator(
 
 def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same_task: bool, seed: int) -> Generator:
     """An agent with the checkpoint's model, or one that answers with any of its actions."""
-    from embodied_rl.checkpoint import check_compatible, check_tensors
+    from embodied_rl.checkpoint import base_of, check_compatible
     from embodied_rl.methods.language_player import make_agent_generator, make_random_agent, read_language_policy
+    from embodied_rl.resuming import load_policy
 
     check_compatible(checkpoint, spec, same_task=same_task)
-    module = read_language_policy(checkpoint.config, checkpoint.path)
+    base = base_of(checkpoint, getattr(checkpoint.config.policy, "model", None), verify=False)
+    module = read_language_policy(checkpoint.config, checkpoint.path, base=base)
     if policy == "random":
         return make_random_agent(checkpoint.config.agent, module, spec, seed)
-    check_tensors(checkpoint, module.state_dict())
-    module.load_state_dict(checkpoint.policy)
+    load_policy(module, checkpoint)
     generator = make_agent_generator(checkpoint.config, module, spec, checkpoint.run_dir)
     generator.publish(0)
     return generator
@@ -201,13 +203,13 @@ def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True
     Raises:
         IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
     """
-    from embodied_rl.checkpoint import check_compatible, check_tensors
+    from embodied_rl.checkpoint import check_compatible
     from embodied_rl.policies.build import build_policy
+    from embodied_rl.resuming import load_policy
 
     check_compatible(checkpoint, spec, same_task=same_task)
     module = build_policy(checkpoint.config.policy, spec)
-    check_tensors(checkpoint, module.state_dict())
-    module.load_state_dict(checkpoint.policy)
+    load_policy(module, checkpoint)
     module.train(False)
     return module
 
@@ -333,23 +335,27 @@ def _main(argv: Sequence[str]) -> None:
         raise UserError(f"num_episodes must be >= 1, got {values['num_episodes']}.")
     if not 0 <= values["seed"] < 2**29:
         raise UserError(f"seed must be between 0 and 2**29, got {values['seed']}.")
-    players = _players(values["checkpoint"], values["policy"], values["against"])
+    players = _players(values["checkpoint"], values["policy"], values["against"], values["domain"])
     first = players[0][0]
     sim = choose_sim(first, values["sim"], overrides)
     results = evaluate_players(players, values["num_episodes"], seed=values["seed"], sim=sim)
     _tell(players, results, values, command_line("evaluate", argv))
 
 
-def _players(checkpoint: str, policy: str, against: str | None) -> list[tuple[Checkpoint, str]]:
+def _players(checkpoint: str, policy: str, against: str | None, domain: str | None = None) -> list[tuple[Checkpoint, str]]:
     """Who plays, the one that is compared against last."""
     from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.checkpoint.domains import domain_part
     from embodied_rl.errors import UserError
 
-    loaded = {found.path: found for found in (load_checkpoint(path, with_learner=False) for path in expand_checkpoints(checkpoint))}
+    def load(path: str) -> Checkpoint:
+        return domain_part(load_checkpoint(path, with_learner=False), domain)
+
+    loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
     players = [(found, policy) for found in loaded.values()]
     if against is None:
         return players
-    other = (players[0][0], "random") if against == "random" else (load_checkpoint(against, with_learner=False), "checkpoint")
+    other = (players[0][0], "random") if against == "random" else (load(against), "checkpoint")
     # Of a pattern that names it too, it is compared with the others.
     players = [player for player in players if (player[0].path, player[1]) != (other[0].path, other[1])]
     if not players:

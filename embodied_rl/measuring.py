@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.config.placement import BatchTimeConfig, ClusterConfig, NodesConfig, SpreadConfig, WorkloadConfig
+from embodied_rl.config.placement import BatchTimeConfig, ClusterConfig, NodesConfig, PlacementConfig, SpreadConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.trainer import Trainer
@@ -52,7 +52,9 @@ def measure(config: TrainConfig, *, iterations: int = 4, step_s: float = 2.0, ac
     """
     if config.algorithm.cloning is not None or config.algorithm.off_policy is not None:
         raise UserError(f"algorithm={config.algorithm.name} has no rollouts to be planned: measure one that learns on-policy.")
-    quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, names=()), resume=None)
+    # Parts are timed one by one in this process, wherever the run would have them.
+    here = dataclasses.replace(config.hybrid, placement=PlacementConfig(), cluster="local", reward_worker=None)
+    quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, names=()), resume=None, hybrid=here)
     with tempfile.TemporaryDirectory() as folder, Trainer(quiet, Path(folder), command="python -m embodied_rl.plan") as trainer:
         trainer.engine.publish(version=0)
         trainer.method.restart(0)

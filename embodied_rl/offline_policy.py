@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import torch
 
-from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors
+from embodied_rl.checkpoint import Checkpoint, check_compatible
 from embodied_rl.episodes.open_loop import chunks_of, normalise, query_steps, steps_of
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.errors import UserError
@@ -32,6 +32,8 @@ Mode = Literal["sample", "mode"]
 _DRAWING = 0xD4A3
 _ROWS = 2048
 """Observations of one forward pass."""
+_IMAGE_ROWS = 256
+"""The same of a model that reads images."""
 _UNIFORM_LOG_DENSITY = float(np.log(0.5))
 """Of a number drawn evenly from [-1, 1]."""
 
@@ -105,6 +107,8 @@ class TargetPolicy:
         self.label, self.policy, self.spec, self.mode, self.keys = label, policy, spec, mode, tuple(keys)
         self.horizon = int(getattr(policy, "action_horizon", 1))
         """H: actions that come out of one look."""
+        self.num_bins: int | None = None
+        """Tokens of an action dimension, of a policy that has them."""
         self._bounded = bounded
         self.path, self.step = "", 0
 
@@ -172,21 +176,87 @@ class TargetPolicy:
         return torch.cat([compute({key: part[at] for key, part in tensors.items()}, at) for at in slices]).numpy()
 
 
+class TokenTarget(TargetPolicy):
+    """A policy whose actions are chunks of tokens (`tiny_vla`, `openvla`, `openvla_oft`). Its log-probabilities are those of the tokens."""
+
+    def __init__(self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode, keys: Sequence[str]) -> None:
+        """Raises UserError where the policy does not say which tokens a recorded action is."""
+        from embodied_rl.policies.base import layout_of
+
+        super().__init__(label, policy, spec, mode=mode, keys=keys)
+        self._own: Any = policy
+        tokens = getattr(policy, "tokens", None) or getattr(getattr(policy, "model", None), "tokens", None)
+        self._layout = layout_of(policy)
+        if tokens is None or not hasattr(policy, "units_of") or self._layout.dtype != "int64":
+            raise UserError(
+                f"offline_eval scores recorded actions by their likelihood, and the policy of '{label}' ({type(policy).__name__}) has no "
+                "closed form of it. Use evaluate, in the simulator."
+            )
+        self.horizon, self.num_bins = self._layout.chunk_size, tokens.num_bins - 1
+        self._steps = self._layout.unit_steps(spec.action.dim)
+
+    @property
+    def has_density(self) -> bool:
+        return self.mode == "sample"
+
+    def predict(self, observation: Observation) -> np.ndarray:
+        return self._in_bounds(self._by_rows(observation, lambda part, _: self.policy.act(part, None).action))
+
+    def log_prob(self, observation: Observation, chunks: np.ndarray) -> np.ndarray:
+        return self._by_step(observation, self._own.units_of(torch.from_numpy(np.clip(chunks, -1.0, 1.0).astype(np.float32))))
+
+    def token_log_prob(self, observation: Observation, tokens: np.ndarray, action: np.ndarray) -> np.ndarray | None:
+        """[Q, H, L / H] of recorded tokens [Q, H, A]; None where they are another tokenizer's: they do not mean the recorded actions.
+
+        Two tokens mean the topmost action, and which one was drawn the action does not tell.
+        """
+        flat = tokens.reshape(len(tokens), -1)
+        with np.errstate(all="ignore"):
+            meant = self._in_bounds(flat)
+        if not np.allclose(meant, action, atol=1e-4):
+            return None
+        return self._by_step(observation, torch.from_numpy(flat.astype(np.int64)))
+
+    def _by_step(self, observation: Observation, units: torch.Tensor) -> np.ndarray:
+        found = self._by_rows(observation, partial(self._log_prob_of, units)).astype(np.float64)
+        return np.stack([found[:, self._steps == step] for step in range(self.horizon)], axis=1)
+
+    def draw(self, observation: Observation, num_draws: int, random: np.random.Generator) -> np.ndarray:
+        if self.mode == "mode":
+            return self.predict(observation)
+        rows = len(observation[self.keys[0]])
+        noise = [torch.from_numpy(self._layout.noise(random, (rows,))) for _ in range(num_draws)]
+        return np.concatenate([self._in_bounds(self._by_rows(observation, partial(self._act_with, one))) for one in noise], axis=1)
+
+    def _in_bounds(self, units: np.ndarray) -> np.ndarray:
+        """[Q, L] → [Q, H, A] normalised by the simulator's bounds."""
+        from embodied_rl.policies.base import given_action
+
+        given = given_action(self.policy, units)
+        return normalise(given.reshape(len(units), self.horizon, -1), self.spec.action)
+
+    @torch.inference_mode()
+    def _by_rows(self, observation: Observation, compute: Callable[[Any, slice], torch.Tensor]) -> np.ndarray:
+        from embodied_rl.policies.base import prepare_observation
+
+        ready = prepare_observation(self.policy, {key: np.array(observation[key]) for key in self.keys})
+        rows = len(next(iter(ready.values())))
+        slices = [slice(first, min(first + _IMAGE_ROWS, rows)) for first in range(0, rows, _IMAGE_ROWS)]
+        return torch.cat([compute({key: part[at] for key, part in ready.items()}, at) for at in slices]).numpy()
+
+
 def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: Mode = "sample") -> TargetPolicy:
     """The policy of a checkpoint, for a recording.
 
     Raises:
         IncompatibleCheckpointError: its spaces are not the recording's, or its tensors do not fit.
-        UserError: actions are texts.
+        UserError: actions are texts, or out of the policy's denoising, which has no likelihood of a recorded action.
     """
     from embodied_rl.config import PolicyConfig
-    from embodied_rl.policies.actor_critic import build_policy
+    from embodied_rl.policies.build import build_policy
+    from embodied_rl.resuming import load_policy
 
     own = checkpoint.config.policy
-    if not isinstance(own, PolicyConfig):
-        raise UserError(
-            f"offline_eval scores the simulator's own actions step by step; policy.name='{own.name}' of '{label}' gives others."
-        )
     if info.spec.action.kind == "text":
         raise UserError("offline_eval is for recordings with vector or discrete actions; this one's actions are texts.")
     # What a recording holds beyond what the policy was trained with does no harm.
@@ -194,11 +264,13 @@ def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: M
     # A recording that was imported names its task as its own format does.
     check_compatible(checkpoint, replace(info.spec, observation=shared), same_task=bool(info.sim))
     module = build_policy(own, checkpoint.spec)
-    check_tensors(checkpoint, module.state_dict())
-    module.load_state_dict(checkpoint.policy)
+    load_policy(module, checkpoint)
     module.train(False)
-    bounded = own.distribution == "squashed" and checkpoint.spec.action.kind == "continuous"
-    target = TargetPolicy(label, module, checkpoint.spec, mode=mode, keys=module.observation_keys, bounded=bounded)
+    if isinstance(own, PolicyConfig):
+        bounded = own.distribution == "squashed" and checkpoint.spec.action.kind == "continuous"
+        target = TargetPolicy(label, module, checkpoint.spec, mode=mode, keys=module.observation_keys, bounded=bounded)
+    else:
+        target = TokenTarget(label, module, checkpoint.spec, mode=mode, keys=module.observation_keys)
     target.path, target.step = str(checkpoint.path), checkpoint.step
     return target
 
@@ -256,11 +328,15 @@ def score_recording(
     for number in numbers:
         episode = recording.episode(number)
         steps = episode.num_steps if horizon is None else min(horizon, episode.num_steps)
+        tokens = None
+        if drew_tokens(recording.info):  # a token's number is no vector in [-1, 1]
+            tokens = None if episode.sampled_action is None else np.array(episode.sampled_action[:steps])
+            episode = replace(episode, sampled_action=None)
         cut = played_episode(episode, number, recording.info.spec, steps)
         played.append(cut)
         observation = {key: part[: steps + 1] for key, part in episode.observation.items()}
         for target in targets:
-            scores[target.label].append(score_episode(target, cut, observation, num_draws, random))
+            scores[target.label].append(score_episode(target, cut, observation, num_draws, random, tokens))
         if on_episode is not None:
             on_episode(1)
     return ScoredRecording(tuple(played), {label: tuple(rows) for label, rows in scores.items()})
@@ -295,14 +371,22 @@ def played_episode(episode: RecordedEpisode, number: int, spec: SimSpec, num_ste
 
 
 def score_episode(
-    target: TargetPolicy, episode: PlayedEpisode, observation: Observation, num_draws: int, random: np.random.Generator
+    target: TargetPolicy,
+    episode: PlayedEpisode,
+    observation: Observation,
+    num_draws: int,
+    random: np.random.Generator,
+    tokens: np.ndarray | None = None,
 ) -> ScoredEpisode:
-    """A target's view of one episode and its T + 1 observations."""
+    """A target's view of one episode and its T + 1 observations; `tokens` [T, A] are those that its actions were drawn as."""
     steps, horizon = episode.num_steps, target.horizon
     asked = {key: observation[key][query_steps(steps, horizon)] for key in target.keys}
     done = episode.scaled_action if episode.drawn is None else episode.drawn
     predicted = steps_of(target.predict(asked), steps)
-    log_prob = steps_of(target.log_prob(asked, chunks_of(done, horizon)), steps)
+    likelihood: np.ndarray | None = None
+    if tokens is not None and isinstance(target, TokenTarget):
+        likelihood = target.token_log_prob(asked, chunks_of(tokens, horizon), chunks_of(done, horizon))
+    log_prob = steps_of(target.log_prob(asked, chunks_of(done, horizon)) if likelihood is None else likelihood, steps)
     draws = probability = features = None
     if horizon == 1 and num_draws > 0:
         seen = {key: observation[key] for key in target.keys}
@@ -315,6 +399,11 @@ def score_episode(
 
 
 # ---- what rules importance weights out --------------------------------------------------------------------------------
+
+
+def drew_tokens(info: RecordingInfo) -> bool:
+    """Whether the policy that acted drew units of its own: its log-probabilities are of them, not of vectors."""
+    return info.policy.get("units") is not None
 
 
 def deterministic_behaviour(info: RecordingInfo, episodes: Sequence[PlayedEpisode]) -> str:
@@ -350,6 +439,8 @@ def weights_unsupported(info: RecordingInfo, episodes: Sequence[PlayedEpisode], 
         return reason
     if reason := deterministic_behaviour(info, episodes):
         return f"deterministic behaviour: {reason}, so that nothing else was ever tried in these states"
+    if drew_tokens(info) or isinstance(target, TokenTarget):
+        return "weights are ratios of densities of single actions; here a policy draws tokens or chunks of its own, which are no such thing"
     missing = sum(episode.log_prob is None for episode in episodes)
     if missing:
         return (

@@ -243,7 +243,7 @@ def _study_policy(
         [score.log_prob for score in scores],
         spec.action,
         horizon=target.horizon,
-        num_bins=settings.num_bins,
+        num_bins=target.num_bins or settings.num_bins,
         confidence=given.confidence,
         seed=given.seed,
     )

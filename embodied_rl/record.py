@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from embodied_rl.config import SimConfig
     from embodied_rl.episodes.recorded import RecordingInfo
     from embodied_rl.episodes.writer import RecordingWriter
-    from embodied_rl.rollout.recording import Player, RecordingResult
+    from embodied_rl.rollout.players import Player
+    from embodied_rl.rollout.recording import RecordingResult
     from embodied_rl.rollout.seed_queue import RecordingPlan
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, SimSpec
@@ -40,6 +41,12 @@ COMMAND = Command(
         Argument("max_seeds", int, "with only_success: give up after so many seeds; default: 10 times num_episodes", None),
         Argument("states", str, "the simulator's state beside the observations: none, physics, or snapshots:K (one every K steps)", "none"),
         Argument("images", str, "a picture of every step for people: none, or the pixels of its longer side", "none"),
+        Argument(
+            "cameras",
+            str,
+            "of images=SIZE: the simulator's cameras, separated by commas; an unknown one lists them",
+            "default",
+        ),
         Argument("video", str, "how pictures are stored; mp4 keeps those that a policy saw exactly", "mp4", VIDEO_FORMATS),
         Argument("noise_seed", int, "of random and sampled actions", 0),
         Argument("resume", bool, "go on with what is in output: seeds that are there are not played again", False),
@@ -61,10 +68,12 @@ class Showing:
     physics: bool = False
     snapshot_every: int | None = None
     image_size: int | None = None
+    cameras: tuple[str, ...] = ()
+    """None: the default one."""
 
     @staticmethod
-    def parse(states: str, images: str) -> Showing:
-        """From ``states=none|physics|snapshots:K`` and ``images=none|SIZE``. Raises UserError."""
+    def parse(states: str, images: str, cameras: str = "default") -> Showing:
+        """From ``states=none|physics|snapshots:K``, ``images=none|SIZE`` and ``cameras=NAME,NAME``. Raises UserError."""
         from embodied_rl.errors import UserError
 
         every: int | None = None
@@ -77,7 +86,12 @@ class Showing:
             raise UserError(f"states={states} is not a choice. Known: none, physics, snapshots:K.")
         if images != "none" and not (images.isdigit() and 16 <= int(images) <= 2048):
             raise UserError(f"images={images} must be none, or the pixels of a picture's longer side, between 16 and 2048.")
-        return Showing(states == "physics", every, None if images == "none" else int(images))
+        names = tuple(name.strip() for name in cameras.split(","))
+        if not all(names) or len(set(names)) < len(names):
+            raise UserError(f"cameras={cameras} must be different names separated by commas.")
+        if names != ("default",) and images == "none":
+            raise UserError(f"cameras={cameras} needs images=SIZE: the pixels of their pictures' longer side.")
+        return Showing(states == "physics", every, None if images == "none" else int(images), () if names == ("default",) else names)
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,7 @@ def record(
 
     started, showing = time.perf_counter(), showing or Showing()
     target = (expert or expert_target(sim)) if policy == "expert" else None
-    shown = instrumented(sim, expert=target, physics=showing.physics, image_size=showing.image_size)
+    shown = instrumented(sim, expert=target, physics=showing.physics, image_size=showing.image_size, cameras=showing.cameras)
     # More slots than episodes would start simulators for nothing.
     slots = min(sim.num_slots, plan.num_episodes)
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
@@ -176,8 +190,8 @@ def _player(
 ) -> tuple[Player, dict[str, Any]]:
     """Who acts, and what the recording says about it."""
     from embodied_rl.errors import UserError
-    from embodied_rl.evaluate import is_own_task, make_generator
-    from embodied_rl.rollout.recording import ExpertPlayer, GeneratorPlayer
+    from embodied_rl.evaluate import is_own_task
+    from embodied_rl.rollout.players import ExpertPlayer, GeneratorPlayer
 
     if policy == "expert":
         return ExpertPlayer(), {"kind": "expert", "target": expert}
@@ -188,17 +202,24 @@ def _player(
             raise UserError(f"Task '{spec.task}' is answered in words, and there are no random ones. Give an expert: expert=….")
         return GeneratorPlayer(RandomGenerator(spec), spec.action, draws=True), {"kind": "random", "noise_seed": noise_seed}
     assert checkpoint is not None, "a policy comes from a checkpoint"
-    acting = checkpoint.config.policy
-    if acting.name != "actor_critic":
-        raise UserError(
-            f"record writes the simulator's own actions step by step; policy.name='{acting.name}' gives others. Use evaluate or render."
-        )
-    generator = make_generator(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
+    if checkpoint.config.policy.name == "language":
+        raise UserError("record writes vectors and choices; policy.name='language' answers in tokens. Use evaluate or render.")
+    from embodied_rl.evaluate import make_policy
+    from embodied_rl.generation.torch_backend import TorchGenerator
+    from embodied_rl.policies.base import layout_of
+
+    module = make_policy(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
+    layout = layout_of(module) if hasattr(module, "num_units") else None
+    generator = TorchGenerator(module)
     version = int(checkpoint.state.get("iteration", 0))
     generator.publish(version)
     who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": _weights_hash(checkpoint)}
     who |= {"sample": sample, **({"noise_seed": noise_seed} if sample else {})}
-    return GeneratorPlayer(generator, spec.action, draws=sample), who
+    if layout is not None:
+        # What was drawn is no vector in [-1, 1]: who weighs log-probabilities must know.
+        who |= {"chunk_size": layout.chunk_size, "units": "tokens" if layout.dtype == "int64" else "own"}
+    has_critic = getattr(module, "value_head", True) is not None
+    return GeneratorPlayer(generator, spec.action, draws=sample, layout=layout, values=has_critic), who
 
 
 def _weights_hash(checkpoint: Checkpoint) -> str:
@@ -256,7 +277,7 @@ def _main(argv: Sequence[str]) -> None:
 
     policy = _policy_of(values)
     _check(values)
-    showing = Showing.parse(values["states"], values["images"])
+    showing = Showing.parse(values["states"], values["images"], values["cameras"])
     checkpoint, sim = _choose(values, overrides)
     plan = RecordingPlan(
         num_episodes=values["num_episodes"],
@@ -321,8 +342,9 @@ def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Ch
     if values["checkpoint"] is None:
         return None, override_sim(load_sim_config(values["sim"]), overrides)
     from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.checkpoint.domains import domain_part
 
-    checkpoint = load_checkpoint(values["checkpoint"], with_learner=False)
+    checkpoint = domain_part(load_checkpoint(values["checkpoint"], with_learner=False), None)
     return checkpoint, choose_sim(checkpoint, values["sim"], overrides)
 
 

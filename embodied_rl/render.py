@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +32,10 @@ COMMAND = Command(
     summary="Film policies on held-out seeds, or show recorded episodes: one mp4 and one GIF with all of them side by side.",
     arguments=(
         Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's", None),
+        Argument("domain", str, "of a run with several domains: which one to film", None),
         Argument("against", str, "film the same seeds with this checkpoint too, or with 'random', in a row below", None),
         Argument("recording", str, "show recorded episodes instead; those without pictures are replayed in the simulator", None),
+        Argument("tokenizer", str, "of a folder of captured sessions (serve_agent): the folder of the model that was served", None),
         Argument("num_episodes", int, "episodes to show", 4),
         Argument("select", str, "which: first, best, worst or random, of those that are played or recorded; best:9 shows nine", "first"),
         Argument("among", int, "episodes to select from; default: four times as many as are shown, or the whole recording", None),
@@ -41,7 +44,7 @@ COMMAND = Command(
         Argument(
             "overlay",
             str,
-            "what is drawn into the pictures: task, instruction, step, reward, value, actions, success; default, all or none",
+            "what is drawn into the pictures: task, instruction, step, reward, value, actions, answer, success; default, all or none",
             "default",
         ),
         Argument("output", str, "folder to write to; default: videos in the run's folder, or beside the recording", None),
@@ -61,6 +64,7 @@ COMMAND = Command(
         "checkpoint=runs/fetch_reach/20260101-120000-seed1 select=worst:4 among=50 overlay=all",
         "checkpoint=runs/metaworld_reach/20260101-120000-seed1 against=random cameras=corner,gripperPOV",
         "recording=recordings/pickcube select=best:9",
+        "recording=captured tokenizer=models/qwen3-0.6b",
     ),
 )
 
@@ -85,7 +89,9 @@ def render_videos(
     return film_players([(checkpoint, policy)], output, film, sim=sim)
 
 
-def film_players(players: Sequence[tuple[Checkpoint, str]], output: Path, film: Film, *, sim: SimConfig | None = None) -> list[Path]:
+def film_players(
+    players: Sequence[tuple[Checkpoint, str]], output: Path, film: Film, *, sim: SimConfig | None = None, with_dialogues: bool = False
+) -> list[Path]:
     """Film the same held-out seeds with one policy or with two and write one video per format; earlier videos are kept, new ones numbered.
 
     Of two, the seeds are selected by how the first one does.
@@ -95,9 +101,10 @@ def film_players(players: Sequence[tuple[Checkpoint, str]], output: Path, film: 
         output: folder for the videos.
         film: how.
         sim: another simulator configuration; None: the first checkpoint's.
+        with_dialogues: of language agents, also write what they were asked and answered, as pages.
 
     Returns:
-        The files, in the order of `film.formats`.
+        The files, in the order of `film.formats`; then the pages.
 
     Raises:
         UserError: the task or this machine cannot render, or the files cannot be written.
@@ -115,7 +122,22 @@ def film_players(players: Sequence[tuple[Checkpoint, str]], output: Path, film: 
             f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). "
             "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
         ) from error
-    return write_videos(_pictures(rows, spec, film, film.cameras), output / _name(players, spec, film), film)
+    base = output / _name(players, spec, film)
+    paths = write_videos(_pictures(rows, spec, film, film.cameras), base, film)
+    return [*paths, *_write_dialogues(players, rows, base)] if with_dialogues else paths
+
+
+def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[Row], base: Path) -> list[Path]:
+    """Of language agents, a page each with every token."""
+    if any(checkpoint.config.policy.name != "language" for checkpoint, _ in players):
+        return []
+    from embodied_rl.dialogue_films import write_filmed_dialogues
+    from embodied_rl.methods.language_player import MODEL_FOLDER
+    from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+
+    words = [ChatTokenizer.read(checkpoint.path / MODEL_FOLDER) for checkpoint, _ in players]
+    decode = [functools.partial(one.decode, skip_special_tokens=False) for one in words]
+    return write_filmed_dialogues(base, rows, decode)
 
 
 def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film) -> tuple[SimSpec, list[Row]]:
@@ -365,6 +387,7 @@ def _main(argv: Sequence[str]) -> None:
 
 def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
     from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.checkpoint.domains import domain_part
     from embodied_rl.errors import UserError, did_you_mean
     from embodied_rl.evaluate import choose_sim
 
@@ -374,25 +397,31 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
     for word in logs:
         if word not in LOGGERS:
             raise UserError(f"log={values['log']}: '{word}' is not a choice.{did_you_mean(word, LOGGERS)}")
-    checkpoint = load_checkpoint(values["checkpoint"], with_learner=False)
+    checkpoint = domain_part(load_checkpoint(values["checkpoint"], with_learner=False), values["domain"])
     players = [(checkpoint, values["policy"])]
     if values["against"] is not None:
         random = values["against"] == "random"
-        players.append((checkpoint, "random") if random else (load_checkpoint(values["against"], with_learner=False), "checkpoint"))
+        other = None if random else domain_part(load_checkpoint(values["against"], with_learner=False), values["domain"])
+        players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
     output = Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos"
-    paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides))
+    paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
     if logs:
         log_videos(checkpoint, paths, logs)
     return paths
 
 
 def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
+    from embodied_rl.dialogue_films import film_captured, is_captured
     from embodied_rl.episodes.reader import open_recording
     from embodied_rl.errors import UserError
 
     for name in ("checkpoint", "against", "log"):
         if values[name] is not None:
             raise UserError(f"recording= and {name}= do not go together: recorded episodes are shown as they are.")
+    folder = Path(values["recording"])
+    if is_captured(folder):
+        output = Path(values["output"]) if values["output"] else folder.resolve().parent / "videos"
+        return film_captured(folder, values["tokenizer"], output, film)
     recording = open_recording(values["recording"])
     try:
         sim = recording_sim(recording, values["sim"], overrides)

@@ -237,9 +237,10 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
     changes = {"total_steps": summary.steps + summary.config.total_steps, **({"stop_at_success": "null"} if stopped_early else {})}
     # Where filming was tried, its outcome tells; where it was not, what the simulator says of itself.
     filmable = bool(videos) or (not no_video_reason and _can_be_filmed(summary))
+    domain = f" domain={next(iter(summary.config.domains))}" if summary.config.domains else ""
     commands = [
-        ("more held-out episodes", f"python -m embodied_rl.evaluate checkpoint={run_dir} num_episodes=500"),
-        *([("more videos", f"python -m embodied_rl.render checkpoint={run_dir} num_episodes=4")] if filmable else []),
+        ("more held-out episodes", f"python -m embodied_rl.evaluate checkpoint={run_dir}{domain} num_episodes=500"),
+        *([("more videos", f"python -m embodied_rl.render checkpoint={run_dir}{domain} num_episodes=4")] if filmable else []),
         ("train on", resume_command(summary.command, run_dir, **changes)),
     ]
     if (run_dir / "tensorboard").is_dir():

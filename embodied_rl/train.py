@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import TrainConfig
+
+_DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+")
+"""Of a run's folder, where the user names none."""
 
 
 def main() -> None:
@@ -76,21 +80,49 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
         _announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
     # A libgomp that spins between parallel regions takes the cores from the simulators; it must be told before torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from embodied_rl.roles.failures import RoleLost
+
+    started: float | None = _process_start()
+    for num_restarts in itertools.count():
+        try:
+            _run(config, run_dir, command, checkpoint, started)
+        except RoleLost as lost:
+            # Who trained has ended, and its weights are gone with it.
+            checkpoint, started = _last_before(lost, config, run_dir, num_restarts), None
+        else:
+            break
+    return run_dir
+
+
+def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None) -> None:
     from embodied_rl.checkpoint import resume_command
     from embodied_rl.trainer import Trainer
 
-    with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=_process_start()) as trainer:
+    with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started) as trainer:
         trainer.run()
         if trainer.interrupted:
             trainer.close()
             _announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
-            return run_dir
+            return
         episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=config.evaluation.seed)
         from embodied_rl.render import render_videos
         from embodied_rl.reporting import finish_run
 
         finish_run(trainer.summary(episodes), render_videos)
-    return run_dir
+
+
+def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restarts: int) -> Checkpoint:
+    """The checkpoint that a run goes back to. Raises UserError where there is none, or this has happened too often."""
+    from embodied_rl.checkpoint import find_last, load_checkpoint
+    from embodied_rl.errors import UserError
+
+    last = find_last(run_dir)
+    if last is None or num_restarts >= config.hybrid.max_restarts:
+        why = "There is no checkpoint yet" if last is None else f"It was begun anew {num_restarts} times already (hybrid.max_restarts)"
+        raise UserError(f"{lost} {why}. Go on with run_dir={run_dir} resume=auto.") from lost
+    checkpoint = load_checkpoint(last)
+    _announce(f"{lost} The run goes on from {last}, at {checkpoint.step:,} steps.")
+    return checkpoint
 
 
 def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> TrainConfig:
@@ -139,9 +171,12 @@ def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
         checkpoint = load_checkpoint(config.resume)
     if checkpoint is not None:
         run_dir = checkpoint.run_dir
+    elif config.resume == "auto" and run_dir.is_dir() and any(run_dir.iterdir()) and not _DEFAULT_NAME.fullmatch(run_dir.name):
+        # Killed before its first checkpoint: from the start again, in its own folder.
+        _announce(f"{run_dir} holds no checkpoint yet; its run begins again.")
     elif run_dir.exists() and any(run_dir.iterdir()):
         # Two runs that start within a second want the same default folder; one that the user named is not to be guessed about.
-        if find_last(run_dir) is not None and not re.fullmatch(r"\d{8}-\d{6}-seed\d+", run_dir.name):
+        if find_last(run_dir) is not None and not _DEFAULT_NAME.fullmatch(run_dir.name):
             raise UserError(f"run_dir={run_dir} already holds a run. Continue it with resume=auto, or choose another folder.")
         taken, run_dir = run_dir, next_free(run_dir)
         _announce(f"{taken} is not empty; this run goes to {run_dir}.")

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from embodied_rl.checkpoint import Checkpoint, check_compatible, check_tensors, checkpoint_name, save_checkpoint
+from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_compatible, checkpoint_name
 from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
@@ -26,17 +26,23 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import make_loggers
 from embodied_rl.methods import Experience, check_method, make_method, training_sim
+from embodied_rl.methods.domain_building import build_domains, start_domains, with_domains
+from embodied_rl.methods.domain_roles import RolePolicies
 from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.language_player import make_agent_generator, make_language_policy
+from embodied_rl.methods.multi_domain import DomainManagers
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.reporting import RunSummary, summarise, task_figures
+from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
+from embodied_rl.roles.assembly import check_roles, connect, start_player
+from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.rollout.program_manager import make_manager
 from embodied_rl.rollout.training_recording import FOLDER, TrainingRecorder
 from embodied_rl.sim.faults import NonFiniteSimulationError
 from embodied_rl.sim.instrumented import plain_spec
-from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.timeline import Timeline, span, timeline_to
 from embodied_rl.types import EpisodeSummary
@@ -44,6 +50,8 @@ from embodied_rl.versions import versions
 
 _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
+_EPISODE = "episode."
+"""Begins the names of running episodes in a checkpoint."""
 _INTERIM_SEEDS = 2**28
 """Offset of the seeds of evaluations during a run: choosing a checkpoint by them does not touch the final held-out seeds."""
 
@@ -67,6 +75,7 @@ class Trainer:
             UserError: the simulator rejects its configuration, packages or assets are missing.
             IncompatibleCheckpointError: the checkpoint does not fit.
         """
+        config = with_domains(config)
         self.config, self.run_dir, self.command = config, run_dir, command
         self._started = time.time() if started is None else started
         self.iteration = self.steps = 0
@@ -76,6 +85,7 @@ class Trainer:
         self._interim_success: float | None = None
         self._interim_return = -np.inf
         self._faults_told = 0
+        self._saved_episodes: dict[str, torch.Tensor] = {}
         self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
         self.warm_start: dict[str, Any] = {}
@@ -83,14 +93,19 @@ class Trainer:
         self.recorder: TrainingRecorder | None = None
         self.timeline: Timeline | None = None
         check_method(config)
+        check_roles(config)
         # The simulators start while this process builds its networks.
         sim = training_sim(config)
-        self.manager = EnvManager.from_config(
-            sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None, chunk_size=config.policy.chunk_size
+        self.manager: Any = (
+            start_domains(config)
+            or start_player(config)
+            or make_manager(
+                sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None, chunk_size=config.policy.chunk_size
+            )
         )
         self.spec = plain_spec(self.manager.spec)
         try:
-            self._build(None if checkpoint is None else checkpoint.path)
+            self._build(checkpoint)
             if checkpoint is not None:
                 self._load(checkpoint)
             self.loggers = make_loggers(
@@ -104,20 +119,31 @@ class Trainer:
             self.manager.close()
             raise
 
-    def _build(self, checkpoint: Path | None) -> None:
+    def _build(self, checkpoint: Checkpoint | None) -> None:
         config = self.config
         torch.manual_seed(config.seed)
         self.policy: Any
         self.generator: Generator
-        if config.policy.name == "language":
-            self.policy = make_language_policy(config, self.manager, self.run_dir, checkpoint)
+        if isinstance(self.manager, DomainManagers):
+            folder = None if checkpoint is None else checkpoint.path
+            self.policy, self.generator, self.method = build_domains(config, self.manager, self.run_dir, folder)
+        elif config.policy.name == "language":
+            base = None if checkpoint is None else base_of(checkpoint, config.policy.model, verify=False)
+            folder = None if checkpoint is None else checkpoint.path
+            self.policy = make_language_policy(config, self.manager, self.run_dir, folder, base)
             self.generator = make_agent_generator(config, self.policy, self.spec, self.run_dir)
         else:
             self.policy = build_policy(config.policy, self.spec)
             self.generator = make_generator(config.generation, self.policy)
-        self.method = make_method(config, self.manager, self.policy, self.generator, self.run_dir)
+        if isinstance(self.manager, RemotePlayer):
+            self.generator, self.manager.policy = self.manager, self.policy
+        if not isinstance(self.manager, DomainManagers):
+            self.method = make_method(config, self.manager, self.policy, self.generator, self.run_dir)
+            self.method = connect(config, self.method, self.manager)
         self._record_episodes()
         self.engine = make_engine(config.hybrid, self.policy, self.generator, self.method, self.manager)
+        self._saver = PolicySaver(self.policy, self.run_dir)
+        self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +156,9 @@ class Trainer:
         """
         self.engine.publish(version=self.iteration)
         self._clone_first()
-        self._restart_episodes()
+        self._begin_episodes()
+        if self.config.algorithm.warm_start is not None and self.iteration == 0:
+            self.save()  # what was cloned is not to be cloned again
         with self._interruptible(), self._dump_on_non_finite(), self._profiled():
             while not self._finished():
                 started = time.perf_counter()
@@ -149,6 +177,7 @@ class Trainer:
             self.method.finish()
             self.engine.publish(version=self.iteration)
         self.save()
+        self._writer.wait()
 
     def _clone_first(self) -> None:
         """The warm start of a robot's policy, once in a run; success on the final evaluation's seeds is measured before and after."""
@@ -158,6 +187,8 @@ class Trainer:
         before = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
         with self.engine.training():
             figures: dict[str, Any] = clone_expert(config, self.policy, self.run_dir)
+            if (sharded := getattr(self.method, "sharded", None)) is not None:
+                sharded.take_weights()
         self.engine.publish(version=self.iteration)
         after = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
         figures |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
@@ -232,6 +263,8 @@ class Trainer:
         evaluate_now, save_now = self._due(self.config.evaluation.every_steps), self._due(self.config.checkpoint.every_steps)
         if self._finished() or not (evaluate_now or save_now):
             return
+        within = self.config.checkpoint.within_episodes
+        running = cast(Any, self.method).episodes() if within and evaluate_now else {}
         if evaluate_now:
             episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=_INTERIM_SEEDS + self.config.evaluation.seed)
             success, mean_return = np.mean([e.success_once for e in episodes]), np.mean([e.episode_return for e in episodes])
@@ -240,9 +273,12 @@ class Trainer:
             self._interim_success, self._interim_return = figures.get("eval/success"), figures["eval/return"]
             self.metrics |= figures
             self.loggers.log(self.steps, figures)
+            if running:
+                cast(Any, self.method).take_up(running)
         if save_now:
             self.save()
-        self._restart_episodes()
+        if not within:
+            self._restart_episodes()
 
     def _due(self, every: int | None) -> bool:
         if every is None:
@@ -255,19 +291,23 @@ class Trainer:
     def evaluate(self, num_episodes: int, *, first_seed: int) -> list[EpisodeSummary]:
         """Play held-out seeds with the deterministic policy in the training run's own simulators, whose episodes are lost."""
         with self.engine.generation():
+            if isinstance(self.manager, RemotePlayer | DomainManagers):
+                return self.manager.evaluate(num_episodes, first_seed)
             return evaluate(self.manager, self.generator, num_episodes, first_seed=first_seed)
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment."""
+        """Write a checkpoint of this moment; with `checkpoint.asynchronous`, begin to. Raises UserError where it cannot be written."""
         score = self.metrics.get("eval/success", self.metrics.get("episode/success", self.metrics.get("episode/return", -np.inf)))
         is_best = score >= self.best
         self.best = max(self.best, score)
         self.engine.residency.onload_all()
-        return save_checkpoint(
-            self.run_dir,
+        learner, parts = save_method(self.method, self._writer, self.steps)
+        if self.config.checkpoint.within_episodes:
+            learner |= {f"{_EPISODE}{slot}": saved for slot, saved in cast(Any, self.method).episodes().items()}
+        self._writer.save(
             self.steps,
-            policy=self.policy.state_dict(),
-            learner=self.method.state_tensors(),
+            policy=self._saver.tensors(),
+            learner={**learner, **random_states()},
             state={
                 "iteration": self.iteration,
                 "wall_clock_s": self.wall_clock_s(),
@@ -275,14 +315,18 @@ class Trainer:
                 "recent": [list(episode) for episode in self.recent],
                 "algorithm": self.method.state_dict(),
                 "warm_start": self.warm_start,
+                "interim": {"success": self._interim_success, "return": None if self._interim_return == -np.inf else self._interim_return},
             },
             config=self.config,
             spec=self.spec,
             metrics=self.metrics,
             command=self.command,
             is_best=is_best,
-            describe=self.policy.save_description if isinstance(self.policy, LanguagePolicy) else None,
+            describe=self.policy.save_description if isinstance(self.policy, LanguagePolicy | RolePolicies) else None,
+            base=self._saver.base(),
+            parts=parts,
         )
+        return self.run_dir / "checkpoints" / checkpoint_name(self.steps)
 
     def _record_episodes(self) -> None:
         """Have a share of the training episodes written down, where that is asked for. Raises UserError where none are played."""
@@ -301,17 +345,23 @@ class Trainer:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         check_compatible(checkpoint, self.spec)
-        check_tensors(checkpoint, self.policy.state_dict())
-        self.policy.load_state_dict(checkpoint.policy)
+        load_policy(self.policy, checkpoint)
         state = checkpoint.state
         try:
-            self.method.load_state_tensors(checkpoint.learner)
+            load_method(self.method, checkpoint)
             self.method.load_state_dict(state["algorithm"])
             self.iteration, self.steps = int(state["iteration"]), checkpoint.step
             self._started -= float(state["wall_clock_s"])
             self.best = -np.inf if state["best"] is None else float(state["best"])
             self.recent.extend((bool(success), float(total), int(length)) for success, total, length in state["recent"])
             self.warm_start = dict(state.get("warm_start", {}))
+            self.metrics = dict(checkpoint.metrics)
+            if (interim := state.get("interim")) is not None:
+                self._interim_success = interim["success"]
+                self._interim_return = -np.inf if interim["return"] is None else float(interim["return"])
+            set_random_states(checkpoint.learner)
+            saved = {name.removeprefix(_EPISODE): part for name, part in checkpoint.learner.items() if name.startswith(_EPISODE)}
+            self._saved_episodes = saved if self.config.checkpoint.within_episodes else {}
         except (KeyError, TypeError, ValueError) as error:
             raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' cannot be resumed from: {error!r}.") from error
 
@@ -340,21 +390,38 @@ class Trainer:
         return time.time() - self._started
 
     def close(self) -> None:
-        if self.recorder is not None:
-            self.recorder.close()
-        self.loggers.close()
-        self.engine.close()
-        if isinstance(self.generator, AgentGenerator):
-            self.generator.close()
-        self.manager.close()
+        """End everything that was started, whatever of it fails to end; raises the first thing that did."""
+        with ExitStack() as stack:
+            stack.callback(self.manager.close)
+            if isinstance(self.generator, AgentGenerator):
+                stack.callback(self.generator.close)
+            stack.callback(self.engine.close)
+            stack.callback(self.loggers.close)
+            if self.recorder is not None:
+                stack.callback(self.recorder.close)
+            stack.callback(self._writer.wait)
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except (UserError, OSError) as late:
+            # A disk that is full is full for everything: the first failure is the one to tell.
+            if error is None:
+                raise
+            error.add_note(f"Ending the run failed too: {late}")
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin_episodes(self) -> None:
+        """New ones; or those that were running when the checkpoint was made, for as many slots."""
+        if len(self._saved_episodes) == self.manager.num_slots:
+            cast(Any, self.method).take_up(self._saved_episodes)
+            self._saved_episodes = {}
+        else:
+            self._restart_episodes()
 
     def _restart_episodes(self) -> None:
         self.method.restart(self.iteration)

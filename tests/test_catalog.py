@@ -30,6 +30,7 @@ from tests.short_run import one_line_error
 
 ROOT = Path(__file__).parents[1]
 MODULE_OF_EXTRA = {
+    "language": "transformers",
     "maniskill": "mani_skill",
     "metaworld": "metaworld",
     "robotics": "gymnasium_robotics",
@@ -38,6 +39,10 @@ MODULE_OF_EXTRA = {
     "robosuite": "robosuite",
     "libero": "libero",
     "text": "gem",
+    "textarena": "textarena",
+    "textworld": "textworld",
+    "alfworld": "alfworld",
+    "appworld": "appworld",
     "wandb": "wandb",
 }
 
@@ -72,7 +77,11 @@ def test_every_command_is_a_configuration(kind: str) -> None:
             assert config.sim.task == entry.task
             assert config.sim.extra == entry.extra
         elif kind == "experiments":
-            assert config.sim.extra == entry.extra
+            needed = {config.sim.extra, "language" if config.policy.name == "language" else None}
+            needed |= {domain.sim.extra for domain in config.domains.values()}
+            assert needed - {None} == set(entry.extra.split(",") if entry.extra else ())
+        elif kind == "policies":
+            assert entry.extra == ("language" if config.policy.name == "language" else None)
 
 
 @pytest.mark.parametrize("name", ["cartpole", "pixel_reach", "pusht_pixels"])
@@ -94,9 +103,9 @@ def test_a_command_chooses_a_policy_that_reads_what_the_simulator_shows(name: st
 
 def test_what_is_installed_is_what_python_finds() -> None:
     seen = {entry.extra: entry.installed for kind in KINDS for entry in entries(kind) if entry.extra is not None}
-    assert seen.keys() == MODULE_OF_EXTRA.keys()
+    assert {name for extra in seen for name in extra.split(",")} == MODULE_OF_EXTRA.keys()
     for extra, installed in seen.items():
-        assert installed == (importlib.util.find_spec(MODULE_OF_EXTRA[extra]) is not None), extra
+        assert installed == all(importlib.util.find_spec(MODULE_OF_EXTRA[name]) is not None for name in extra.split(",")), extra
 
 
 def test_what_is_missing_or_too_old_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

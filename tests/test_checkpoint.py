@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +17,19 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl import checkpoint as module
 from embodied_rl.checkpoint import (
+    CheckpointWriter,
     add_result_to_card,
+    base_of,
     check_compatible,
     check_tensors,
     find_last,
     load_checkpoint,
+    note_base,
     resume_command,
     save_checkpoint,
 )
+from embodied_rl.checkpoint import folder as module
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.sample_run import SPEC, make_config
@@ -298,3 +302,146 @@ def test_the_command_to_continue_keeps_the_overrides() -> None:
     command = "python -m embodied_rl.train sim=cartpole resume=auto total_steps=100 +policy.a=1 'run_dir=my runs/1'"
     expected = "python -m embodied_rl.train sim=cartpole +policy.a=1 'run_dir=my runs/1' 'resume=my runs/1' total_steps=200"
     assert resume_command(command, "my runs/1", total_steps=200) == expected
+
+
+# ---- what is on the disk ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["policy.safetensors", "learner.safetensors", "config.yaml", "model/config.json", "state.json"])
+def test_a_flipped_bit_is_refused_with_the_way_out(tmp_path: Path, name: str) -> None:
+    def describe(folder: Path) -> None:
+        (folder / "config.json").write_text('{"model_type": "toy"}')
+
+    before = save(tmp_path, 1000)
+    folder = save(tmp_path, 2000, describe=describe)
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    # Of numbers and texts alike: nothing else notices the lowest bit of a digit.
+    place = content.rindex(b"0.25") + 3 if name == "state.json" else len(content) - 3
+    content[place] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        load_checkpoint(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    assert "damaged" in message or "cannot be read" in message
+    if name != "config.yaml" or "damaged" in message:
+        assert f"resume={before}" in message
+    assert load_checkpoint(before).step == 1000
+    if name == "learner.safetensors":
+        assert load_checkpoint(folder, with_learner=False).step == 2000, "evaluation does not read it"
+
+
+def test_a_checkpoint_without_sums_is_read(tmp_path: Path) -> None:
+    """As they were written before there were any."""
+    folder = save(tmp_path)
+    document = json.loads((folder / "state.json").read_text())
+    del document["files"], document["sha256"]
+    (folder / "state.json").write_text(json.dumps(document))
+    assert load_checkpoint(folder).step == 1000
+
+
+FULL = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.test_checkpoint import save
+from embodied_rl.checkpoint import CheckpointWriter
+from embodied_rl.errors import UserError
+run = Path(sys.argv[1])
+save(run, 1, policy={"w": torch.full((2000,), 1.0)})
+if sys.argv[3] == "limit":
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+try:
+    save(run, 2, policy={"w": torch.full((200_000,), 2.0)})
+except UserError as error:
+    print("told:", error)
+else:
+    raise SystemExit("it was written all the same")
+"""
+
+
+@pytest.mark.parametrize("how", ["tmpfs", "limit"])
+def test_a_full_disk_is_one_error_and_the_last_checkpoint_stays(tmp_path: Path, how: str) -> None:
+    """A file system of 256 KiB, where this machine lets us mount one; and a limit on the size of files, which works everywhere."""
+    program, root = tmp_path / "full.py", str(Path(__file__).parents[1])
+    program.write_text(FULL)
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    run.mkdir()
+    command = f"{sys.executable} {program} {run} {root} {how} && cp -a {run} {kept} && ls -A {run}/checkpoints"
+    if how == "tmpfs":
+        mount = f"mount -t tmpfs -o size=256k tmpfs {run}"
+        if subprocess.run(["unshare", "-Urm", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
+            pytest.skip("file systems cannot be mounted here")
+        done = subprocess.run(["unshare", "-Urm", "sh", "-c", f"{mount} && {command}"], capture_output=True, text=True, check=False)
+    else:
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told, *left = done.stdout.splitlines()
+    assert told.startswith(f"told: Cannot write '{run}/checkpoints/step_000000002': ")
+    assert ("No space left on device" if how == "tmpfs" else "File too large") in told
+    assert sorted(left) == ["last", "step_000000001"], "nothing is left that would fill the disk further"
+    survivor = load_checkpoint(kept)
+    assert survivor.step == 1
+    assert survivor.policy["w"].unique().tolist() == [1.0]
+    assert os.readlink(kept / "checkpoints" / "last") == "step_000000001"
+
+
+def test_a_checkpoint_in_the_background_moves_the_link_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, original = threading.Event(), module._write_tensors
+
+    def slowly(path: Path, tensors: Any) -> None:
+        assert gate.wait(60)
+        original(path, tensors)
+
+    writer = CheckpointWriter(tmp_path, asynchronous=True)
+    arguments: dict[str, Any] = {
+        "state": {"iteration": 1}, "config": make_config(tmp_path), "spec": SPEC, "metrics": {}, "command": "train",
+    }  # fmt: skip
+    gate.set()
+    writer.save(1000, policy={"w": torch.ones(3)}, learner={}, **arguments)
+    writer.wait()
+    gate.clear()
+    monkeypatch.setattr(module, "_write_tensors", slowly)
+    weights = torch.full((3,), 2.0)
+    writer.save(2000, policy={"w": weights}, learner={}, **arguments)
+    weights.fill_(7.0)  # training goes on
+    assert find_last(tmp_path) == (tmp_path / "checkpoints" / "step_000001000").resolve()
+    gate.set()
+    writer.wait()
+    assert find_last(tmp_path) == (tmp_path / "checkpoints" / "step_000002000").resolve()
+    assert load_checkpoint(tmp_path).policy["w"].tolist() == [2.0, 2.0, 2.0], "what it was when the checkpoint was begun"
+    # What goes wrong in the background is told to whoever asks next, once.
+    monkeypatch.setattr(module, "_write_tensors", lambda path, tensors: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    writer.save(3000, policy={"w": weights}, learner={}, **arguments)
+    with pytest.raises(UserError, match=r"Cannot write .*step_000003000': No space left on device"):
+        writer.wait()
+    writer.wait()
+    assert find_last(tmp_path) == (tmp_path / "checkpoints" / "step_000002000").resolve()
+
+
+def test_the_base_of_an_adapter_is_looked_for_and_compared(tmp_path: Path) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"weights")
+    (base / "config.json").write_text("{}")
+    checkpoint = load_checkpoint(save(run, base=note_base(base, run)))
+    assert base_of(checkpoint) == base.resolve()
+    base.rename(tmp_path / "moved")
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"holds an adapter alone, and its base model is not there: .*/base'.*policy.model"
+    ):
+        base_of(checkpoint)
+    assert base_of(checkpoint, str(tmp_path / "moved")) == tmp_path / "moved"
+    (tmp_path / "moved" / "model.safetensors").write_bytes(b"Weights")
+    with pytest.raises(IncompatibleCheckpointError, match=r"is not the base model that it was trained on: of 'model.safetensors'"):
+        base_of(checkpoint, str(tmp_path / "moved"))
+    # A model within the run moves with it.
+    (run / "model").mkdir()
+    (run / "model" / "model.safetensors").write_bytes(b"weights")
+    save(run, 2000, base=note_base(run / "model", run))
+    run.rename(tmp_path / "elsewhere")
+    assert base_of(load_checkpoint(tmp_path / "elsewhere")) == (tmp_path / "elsewhere" / "model").resolve()
+    assert base_of(load_checkpoint(save(tmp_path / "whole"))) is None

@@ -228,7 +228,7 @@ def test_a_mistake_is_one_line(cartpole: Path, arguments: list[str], message: st
         ("state.json", lambda data: data[: len(data) // 2], "state.json' is not valid JSON"),
         ("state.json", lambda data: data.replace(b'"format_version": 1', b'"format_version": 99'), "has format version 99"),
         ("config.yaml", lambda data: data.replace(b"rollout_steps", b"rollout_stepz"), "Did you mean 'rollout_steps'?"),
-        ("config.yaml", lambda data: data.replace(b"- 16", b"- 32"), "does not fit the policy"),
+        ("config.yaml", lambda data: data.replace(b"- 16", b"- 32"), "config.yaml' is truncated or damaged"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line(

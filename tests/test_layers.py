@@ -35,8 +35,10 @@ FLOORS: dict[str, set[str]] = {
     "comparison": GROUND,
     "progress": set(),
     "http_server": {"errors"},
+    "sandbox": {"errors"},
+    "text_search": {"errors"},
     "compose": GROUND | {"config"},
-    "sim": GROUND | {"config"},
+    "sim": GROUND | {"config", "sandbox", "text_search"},
     "service": GROUND | {"config", "http_server", "sim"},
     "policies": GROUND | {"config"},
     "algorithms": GROUND | {"config"},
@@ -45,19 +47,36 @@ FLOORS: dict[str, set[str]] = {
     "loggers": GROUND | {"config", "video"},
     "generation": GROUND | {"config", "policies"},
     "proxy": GROUND | {"config", "generation", "http_server", "policies"},
-    "agents": GROUND | {"config", "generation"},
-    "rollout": GROUND | {"agents", "config", "episodes", "generation", "sim"},
+    "agents": GROUND | {"config", "generation", "sandbox", "text_search"},
+    "rollout": GROUND | {"agents", "config", "episodes", "generation", "proxy", "sim"},
     "hybrid": GROUND | {"config", "episodes", "generation", "policies", "algorithms"},
     "report_page": GROUND | {"config", "loggers"},
     "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},
     "filming": GROUND | {"config", "episodes", "generation", "sim", "video"},
+    "dialogue_films": GROUND | {"agents", "filming", "policies", "proxy", "rollout", "sim"},
     "evaluation_output": GROUND | {"config", "checkpoint", "comparison", "reporting"},
-    "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies"},
+    "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies", "resuming"},
     "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
     "offline_report": GROUND | {"episodes", "video"},
     "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "hybrid", "policies", "rollout", "sim"},
+    "roles": GROUND | {"algorithms", "config", "generation", "hybrid", "methods", "policies", "rollout", "sim"},
     "trainer": GROUND
-    | {"config", "checkpoint", "episodes", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "rollout", "sim"},
+    | {
+        "config",
+        "checkpoint",
+        "episodes",
+        "generation",
+        "hybrid",
+        "loggers",
+        "methods",
+        "policies",
+        "reporting",
+        "resuming",
+        "roles",
+        "rollout",
+        "sim",
+    },
+    "resuming": GROUND | {"config", "checkpoint", "hybrid", "policies"},
     "measuring": GROUND | {"config", "methods", "sim", "trainer"},
 }
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""
@@ -66,7 +85,7 @@ COMMAND_LINES = {"train", "evaluate", "render", "record", "replay", "offline_eva
 COMMAND_LINES |= {"serve_envs", "serve_agent", "plan", "__main__"}
 """The roof: they may import everything, each other too; nobody below may import them."""
 
-TORCH_FREE = ("sim", "service", "http_server", "types", "errors", "registry", "paths", "config", "files")
+TORCH_FREE = ("sim", "service", "http_server", "sandbox", "text_search", "types", "errors", "registry", "paths", "config", "files")
 
 
 def modules() -> dict[str, Path]:

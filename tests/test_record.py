@@ -77,6 +77,18 @@ def test_an_experts_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert list(info.spec.observation) == ["state"]
 
 
+def test_several_cameras_are_several_videos(tmp_path: Path) -> None:
+    cameras = ["images=40", "cameras=default,large,small", "policy=random"]
+    sim = ["sim=custom", "sim.name=two", "sim.target=tests.sim.test_film:TwoSizes"]
+    main([*sim, *cameras, "num_episodes=2", f"output={tmp_path / 'r'}"])
+    for episode in open_recording(tmp_path / "r"):
+        assert set(episode.images) == {"render", "large", "small"}
+        assert {len(part) for part in episode.images.values()} == {episode.num_steps + 1}
+        assert np.abs(np.asarray(episode.images["small"][:]).astype(int) - 2).max() <= 2, "mp4 for people is not exact"
+    found = {path.parent.name for path in (tmp_path / "r").rglob("*.mp4")}
+    assert found == {"images.render", "images.large", "images.small"}
+
+
 def test_a_checkpoints_samples_with_log_probabilities_and_values(tmp_path: Path, run_dir: Path) -> None:
     main([f"checkpoint={run_dir}", "sample=true", "num_episodes=6", "held_out=true", f"output={tmp_path / 'r'}", "sim.num_slots=3"])
     recording = open_recording(tmp_path / "r")
@@ -183,6 +195,9 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (["sim=key_door", "states=snapshots"], "states=snapshots must say after how many steps"),
         (["sim=key_door", "states=all"], "states=all is not a choice. Known: none, physics, snapshots:K"),
         (["sim=key_door", "images=big"], "images=big must be none, or the pixels"),
+        (["sim=key_door", "cameras=top"], "cameras=top needs images=SIZE"),
+        (["sim=key_door", "images=32", "cameras=top,top"], "cameras=top,top must be different names"),
+        (["sim=key_door", "images=32", "cameras=top"], "Task 'KeyDoor' has no camera 'top'"),
         (["sim=key_door", "resume=true"], "resume=true needs output=…"),
         (["sim=key_door", "checkpoint=nowhere"], "Checkpoint 'nowhere' does not exist"),
         (["sim=key_door", "sim.colour=red"], "'sim.colour' is not known"),
@@ -204,6 +219,7 @@ def test_what_is_shown() -> None:
     assert Showing.parse("none", "none") == Showing()
     assert Showing.parse("snapshots:12", "128") == Showing(snapshot_every=12, image_size=128)
     assert Showing.parse("physics", "none") == Showing(physics=True)
+    assert Showing.parse("none", "64", "default, wrist") == Showing(image_size=64, cameras=("default", "wrist"))
 
 
 def test_usage_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ is trained would not be what was sampled. ``memory`` and ``summarised`` write a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +43,12 @@ class Prompt:
     """[P] int64"""
     dropped: Dropped | None = None
     """None: nothing was left out."""
+    shown: tuple[Exchange, ...] = ()
+    """What stands before the message that is to be answered."""
+    message: str = ""
+    """That message, as text."""
+    images: tuple[np.ndarray, ...] = ()
+    """uint8 [H, W, 3] each, of the placeholders in `token_ids` (`embodied_rl.agents.sight`)."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +66,34 @@ class Conversation(Protocol):
         """The next turn's prompt."""
         ...
 
+    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
+        """What was sampled called tools, and `response` is what they gave: the prompt to go on with, in the same turn."""
+        ...
+
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
         """What was sampled after it, as ids and as text, and what the simulator got."""
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A message, and what was sampled after it."""
+
+    message: str
+    answer_ids: np.ndarray
+
+
 class Prompts:
     """Makes conversations, and the prompts' texts and tokens."""
 
-    def __init__(self, config: AgentConfig, tokenizer: PromptTokenizer, *, instruction: str | None, max_context: int) -> None:
+    def __init__(
+        self, config: AgentConfig, tokenizer: PromptTokenizer, *, instruction: str | None, max_context: int, tools: str = ""
+    ) -> None:
         """
         Args:
             instruction: the simulator's, for {instruction}.
             max_context: tokens of prompt and answer together.
+            tools: what is said about the tools, before the system's text.
 
         Raises:
             UserError: the context leaves no room for a prompt, or the model has no (usable) chat template.
@@ -85,7 +107,8 @@ class Prompts:
             )
         self.limit = room if config.max_prompt_tokens is None else min(config.max_prompt_tokens, room)
         """Most tokens of a prompt."""
-        self._system = config.system.format(instruction=self.instruction)
+        self._template = _template(config)
+        self._system = tools + _about_summary(config) + config.system.format(instruction=self.instruction)
         self.begin()  # a template that cannot be used is told now
 
     def begin(self) -> Conversation:
@@ -96,7 +119,7 @@ class Prompts:
 
     def message(self, observation: str, step: int, *, memory: str = "", summary: str = "") -> str:
         """The text of one message."""
-        return self.config.template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
+        return self._template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
 
     def opening(self, message: str) -> np.ndarray:
         """[n] int64: a conversation's first tokens, up to where the answer begins."""
@@ -127,6 +150,22 @@ class Prompts:
         ended = len(answer_ids) > 0 and len(token_ids) > 0 and int(answer_ids[-1]) == int(token_ids[0])
         return token_ids[1:] if ended else token_ids
 
+    def joined(self, shown: Sequence[Exchange], message: str) -> Prompt:
+        """Exchanges behind one another and a message to be answered; each sampled token stands there as it was sampled."""
+        parts = [self.opening(shown[0].message if shown else message)]
+        for index, exchange in enumerate(shown):
+            following = shown[index + 1].message if index + 1 < len(shown) else message
+            parts += [exchange.answer_ids, self.continuation(following, exchange.answer_ids)]
+        return Prompt(np.concatenate(parts).astype(np.int64), shown=tuple(shown), message=message)
+
+    def messages(self, prompt: Prompt) -> tuple[dict[str, str], ...]:
+        """A prompt as chat messages, for servers that apply a template of their own; answers are decoded for it."""
+        found = [{"role": "system", "content": self._system}] if self._system else []
+        for exchange in prompt.shown:
+            found.append({"role": "user", "content": exchange.message})
+            found.append({"role": "assistant", "content": self.tokenizer.decode(exchange.answer_ids)})
+        return (*found, {"role": "user", "content": prompt.message})
+
     def _encoded(self, text: str) -> np.ndarray:
         token_ids = self.tokenizer.encode(text)
         if len(token_ids) == 0:
@@ -136,12 +175,24 @@ class Prompts:
         return token_ids
 
 
-@dataclass
-class _Exchange:
-    """A past turn of a growing conversation."""
+def _template(config: AgentConfig) -> str:
+    """What is remembered stands before a template that does not name it."""
+    if config.strategy == "memory" and config.last_turns and "{memory" not in config.template:
+        return "{memory}" + config.template
+    if config.strategy == "summarised" and "{summary" not in config.template:
+        return "{summary}\n" + config.template
+    return config.template
 
-    message: str
-    answer_ids: np.ndarray
+
+def _about_summary(config: AgentConfig) -> str:
+    """How a summary is given, unless the prompt's own texts speak of it."""
+    tag = f"<{config.summary_tag}>"
+    if config.strategy != "summarised" or tag in config.system or tag in config.template:
+        return ""
+    return (
+        f"You will see nothing of what came before but the summary that you give: write {tag}what you need to remember"
+        f"</{config.summary_tag}> in every answer.\n"
+    )
 
 
 class _Growing:
@@ -149,37 +200,44 @@ class _Growing:
 
     def __init__(self, prompts: Prompts, last_turns: int | None) -> None:
         self._prompts, self._last_turns = prompts, last_turns
-        self._past: list[_Exchange] = []
+        self._past: list[list[Exchange]] = []
+        self._within: list[Exchange] = []
         self._message = ""
         self._step = 0
 
     def prompt(self, observation: str) -> Prompt | PromptTooLong:
         """See `Conversation.prompt`."""
         self._step += 1
-        self._message = self._prompts.message(observation, self._step)
-        wanted = len(self._past) if self._last_turns is None else min(self._last_turns, len(self._past))
-        return _fitted(self._prompts, wanted, self._tokens)
+        self._message, self._within = self._prompts.message(observation, self._step), []
+        return self._fitted()
+
+    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
+        """See `Conversation.tools_answered`."""
+        self._within.append(Exchange(self._message, token_ids))
+        self._message = response
+        return self._fitted()
 
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
         """See `Conversation.answered`."""
-        self._past.append(_Exchange(self._message, token_ids))
+        self._past.append([*self._within, Exchange(self._message, token_ids)])
+        self._within = []
 
-    def _tokens(self, num_turns: int) -> np.ndarray:
-        shown = self._past[len(self._past) - num_turns :]
-        first = shown[0].message if shown else self._message
-        parts = [self._prompts.opening(first)]
-        for index, exchange in enumerate(shown):
-            following = shown[index + 1].message if index + 1 < len(shown) else self._message
-            parts += [exchange.answer_ids, self._prompts.continuation(following, exchange.answer_ids)]
-        return np.concatenate(parts).astype(np.int64)
+    def _fitted(self) -> Prompt | PromptTooLong:
+        wanted = len(self._past) if self._last_turns is None else min(self._last_turns, len(self._past))
+        return _fitted(self._prompts, wanted, self._draft)
+
+    def _draft(self, num_turns: int) -> Prompt:
+        earlier = [exchange for turn in self._past[len(self._past) - num_turns :] for exchange in turn]
+        return self._prompts.joined([*earlier, *self._within], self._message)
 
 
 class _Rendered:
-    """``memory`` and ``summarised``: one message, written anew for each turn."""
+    """``memory`` and ``summarised``: one message, written anew for each turn; tools within a turn continue it token by token."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
         self._past: list[tuple[str, str]] = []
+        self._within: list[tuple[np.ndarray, str]] = []  # (what was sampled, what the tools gave)
         self._observation = ""
         self._summary = ""
         self._step = 0
@@ -187,37 +245,49 @@ class _Rendered:
     def prompt(self, observation: str) -> Prompt | PromptTooLong:
         """See `Conversation.prompt`."""
         self._step += 1
-        self._observation = observation
-        return _fitted(self._prompts, len(self._past), self._tokens)
+        self._observation, self._within = observation, []
+        return _fitted(self._prompts, len(self._past), self._draft)
+
+    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
+        """See `Conversation.tools_answered`."""
+        self._within.append((token_ids, response))
+        return _fitted(self._prompts, len(self._past), self._draft)
 
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
         """See `Conversation.answered`."""
         config = self._prompts.config
+        self._within = []
         if config.strategy == "summarised":
             found = tagged(answer, config.summary_tag)
             self._summary = self._summary if found is None else found[: config.summary_chars]
         elif config.last_turns:
             self._past = [*self._past, (self._observation, action)][-config.last_turns :]
 
-    def _tokens(self, num_turns: int) -> np.ndarray:
+    def _draft(self, num_turns: int) -> Prompt:
         first = self._step - len(self._past)
         items = [
             self._prompts.config.memory_item.format(observation=observation, action=action, step=first + index)
             for index, (observation, action) in enumerate(self._past)
         ]
         memory = "".join(items[len(items) - num_turns :])
-        return self._prompts.opening(self._prompts.message(self._observation, self._step, memory=memory, summary=self._summary))
+        messages = [
+            self._prompts.message(self._observation, self._step, memory=memory, summary=self._summary),
+            *(response for _, response in self._within),
+        ]
+        shown = [Exchange(message, answer_ids) for message, (answer_ids, _) in zip(messages, self._within, strict=False)]
+        return self._prompts.joined(shown, messages[-1])
 
 
-def _fitted(prompts: Prompts, num_turns: int, tokens: Callable[[int], np.ndarray]) -> Prompt | PromptTooLong:
-    """The prompt with as many of the past turns as fit, the newest ones; `tokens(n)` is the one with n of them."""
-    whole = tokens(num_turns)
-    if len(whole) <= prompts.limit:
-        return Prompt(whole)
+def _fitted(prompts: Prompts, num_turns: int, draft: Callable[[int], Prompt]) -> Prompt | PromptTooLong:
+    """The prompt with as many of the past turns as fit, the newest ones; `draft(n)` is the one with n of them."""
+    whole = draft(num_turns)
+    length = len(whole.token_ids)
+    if length <= prompts.limit:
+        return whole
     if prompts.config.overflow == "drop_oldest":
         for kept in range(num_turns - 1, -1, -1):
-            shorter = tokens(kept)
-            if len(shorter) <= prompts.limit:
-                return Prompt(shorter, Dropped(num_turns - kept, len(whole) - len(shorter)))
-        whole = tokens(0)
-    return PromptTooLong(len(whole), prompts.limit)
+            shorter = draft(kept)
+            if len(shorter.token_ids) <= prompts.limit:
+                return dataclasses.replace(shorter, dropped=Dropped(num_turns - kept, length - len(shorter.token_ids)))
+        length = len(draft(0).token_ids)
+    return PromptTooLong(length, prompts.limit)

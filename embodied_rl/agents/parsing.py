@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Reason = Literal["empty", "no_tag", "several_tags", "unknown_action", "cut"]
+from embodied_rl.agents.tool_calls import AnyCall
+
+Reason = Literal["empty", "no_tag", "several_tags", "unknown_action", "cut", "tool_limit"]
 """empty: nothing was answered. no_tag, several_tags: not exactly one tag. unknown_action: not one of the allowed ones. cut: the answer
-was as long as it may be, and what there is of it is no action."""
+was as long as it may be, and what there is of it is no action. tool_limit: it calls a tool, and no call is left."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,33 @@ class InvalidAction:
         return ""
 
 
-ParsedAction = ValidAction | InvalidAction
+@dataclass(frozen=True)
+class ToolRequest:
+    """An answer that calls tools; the simulator gets nothing, and waits."""
+
+    calls: tuple[AnyCall, ...]
+
+    @property
+    def text(self) -> str:
+        """What the simulator gets: nothing yet."""
+        return ""
+
+
+ParsedAction = ValidAction | InvalidAction | ToolRequest
 
 
 class ActionParser:
     """Reads answers as `AgentConfig.answer` says. Spaces around an action and its case do not matter where actions are listed."""
 
-    def __init__(self, *, tag: str | None, actions: Sequence[str] = ()) -> None:
+    def __init__(self, *, tag: str | None, actions: Sequence[str] = (), beside: str | None = None) -> None:
         """
         Args:
+            beside: ``<beside>…</beside>`` is no part of the action (a summary).
             tag: the action stands in ``<tag>…</tag>``; None: the whole answer is the action.
             actions: what may be answered; empty: any text.
         """
         self._tag = None if tag is None else re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
+        self._beside = None if beside is None else re.compile(rf"<{re.escape(beside)}>.*?</{re.escape(beside)}>", re.DOTALL | re.IGNORECASE)
         self._actions = {" ".join(action.lower().split()): action for action in actions}
 
     def parse(self, answer: str, *, cut: bool = False) -> ParsedAction:
@@ -53,7 +69,7 @@ class ActionParser:
         return InvalidAction("cut", answer) if cut and isinstance(result, InvalidAction) else result
 
     def _parse(self, answer: str) -> ParsedAction:
-        content = answer
+        content = answer = answer if self._beside is None else self._beside.sub("", answer)
         if self._tag is not None:
             found = self._tag.findall(answer)
             if len(found) != 1:

@@ -44,6 +44,8 @@ class Turn:
     """The simulator's."""
     dropped: Dropped | None = None
     """None: the prompt is whole."""
+    images: tuple[np.ndarray, ...] = ()
+    """uint8 [H, W, 3] each: the pictures of the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +107,8 @@ class TokenRow:
     """[S] float32 under the policy that sampled; 0 where `mask` is False."""
     turn: np.ndarray
     """[S] int64 number of the turn in its episode; 0 where `mask` is False."""
+    images: tuple[np.ndarray, ...] = ()
+    """uint8 [H, W, 3] each, in the order of their tokens."""
 
 
 def rows_of(turns: Sequence[Turn]) -> list[TokenRow]:
@@ -129,4 +133,4 @@ def _row(parts: Sequence[tuple[int, Turn]]) -> TokenRow:
     for number, part in parts:
         where = slice(len(part.prompt_ids), len(part.prompt_ids) + len(part.token_ids))
         mask[where], log_prob[where], turn[where] = True, part.log_prob, number
-    return TokenRow(token_ids, mask, log_prob, turn)
+    return TokenRow(token_ids, mask, log_prob, turn, last.images)

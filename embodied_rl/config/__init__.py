@@ -6,11 +6,14 @@ impossible combination is one `UserError` line with the choices. Derived quantit
 
 from __future__ import annotations
 
-from embodied_rl.config.agent import AgentConfig, WarmStartConfig
+from embodied_rl.config.agent import AgentConfig, ToolsConfig, WarmStartConfig
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, InitializedConfig, KlConfig, RewardConfig
+from embodied_rl.config.domains import DomainConfig, PlayerConfig
 from embodied_rl.config.files import config_file, config_folders, group_names, load_sim_config
-from embodied_rl.config.hybrid import HybridConfig, ShardingConfig
+from embodied_rl.config.flow import FlowNetworkConfig, FlowOptions, FlowPolicyConfig, PI0PolicyConfig
+from embodied_rl.config.hybrid import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, RewardWorkerConfig, ShardingConfig
 from embodied_rl.config.language import LanguageConfig, TinyModelConfig
+from embodied_rl.config.placement import PlacementConfig
 from embodied_rl.config.policy import AnyPolicyConfig, PolicyConfig
 from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
 from embodied_rl.config.run import (
@@ -23,7 +26,7 @@ from embodied_rl.config.run import (
     VideoConfig,
 )
 from embodied_rl.config.sim import SimConfig
-from embodied_rl.config.vla import FlowPolicyConfig, OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
+from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
 
 __all__ = [
     "AgentConfig",
@@ -31,7 +34,10 @@ __all__ = [
     "AnyPolicyConfig",
     "CheckpointConfig",
     "CloningConfig",
+    "DomainConfig",
     "EvaluationConfig",
+    "FlowNetworkConfig",
+    "FlowOptions",
     "FlowPolicyConfig",
     "GenerationConfig",
     "GroupsConfig",
@@ -43,14 +49,22 @@ __all__ = [
     "OffPolicyConfig",
     "OpenVLAOFTPolicyConfig",
     "OpenVLAPolicyConfig",
+    "PlayerConfig",
+    "PlacementConfig",
+    "PI0PolicyConfig",
     "PolicyConfig",
+    "RayConfig",
+    "RayCpusConfig",
+    "RayGpusConfig",
     "RecordConfig",
     "RecordedConfig",
     "RewardConfig",
+    "RewardWorkerConfig",
     "ShardingConfig",
     "SimConfig",
     "TinyVLAConfig",
     "TinyModelConfig",
+    "ToolsConfig",
     "TrainConfig",
     "VideoConfig",
     "WarmStartConfig",

@@ -53,10 +53,12 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         raise UserError(f"{where} must be a list, got {value!r}.")
     if origin is dict:
         if isinstance(value, Mapping):
-            return dict(value)
+            return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
         raise UserError(f"{where} must be a mapping, got {value!r}.")
     if dataclasses.is_dataclass(hint):
-        return build(hint, value, where)
+        # Some have short forms of their own.
+        from_value = getattr(hint, "from_value", None)
+        return build(hint, value, where) if from_value is None else from_value(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from embodied_rl.config.building import require
+from embodied_rl.config.placement import PlacementConfig
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,89 @@ class ShardingConfig:
 
 
 @dataclass(frozen=True)
+class RayCpusConfig:
+    """Logical CPUs of each role's actor; the roles together fit a machine of two cores."""
+
+    env: float = 1.0
+    """Simulators and what collects from them."""
+    generation: float = 0.25
+    """The policy that acts."""
+    reward: float = 0.25
+    """Of each reward worker."""
+    train: float = 0.5
+    """The policy that is trained."""
+
+    def __post_init__(self) -> None:
+        for name in ("env", "generation", "reward", "train"):
+            require(getattr(self, name) >= 0, f"hybrid.ray.cpus.{name}", ">= 0", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class RayGpusConfig:
+    """GPUs of each role's actor; parts of one may be shared (0.5)."""
+
+    env: float = 0.0
+    generation: float = 0.0
+    reward: float = 0.0
+    train: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("env", "generation", "reward", "train"):
+            require(getattr(self, name) >= 0, f"hybrid.ray.gpus.{name}", ">= 0", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """The roles of a run as actors of a Ray cluster."""
+
+    address: str | None = None
+    """Of a running cluster (``auto``, or ``host:port``); null: one is started on this machine, and ends with the run."""
+    cpus: RayCpusConfig = field(default_factory=RayCpusConfig)
+    gpus: RayGpusConfig = field(default_factory=RayGpusConfig)
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement of the roles on the nodes, where hybrid.placement names no devices (collocated: STRICT_PACK always)."""
+    start_timeout_s: float = 60.0
+    """Resources that others hold for so long, or actors that do not start, are an error."""
+
+    def __post_init__(self) -> None:
+        require(self.start_timeout_s > 0, "hybrid.ray.start_timeout_s", "> 0", self.start_timeout_s)
+
+
+@dataclass(frozen=True)
+class RewardWorkerConfig:
+    """Scores of whole episodes by somebody else than the simulator, while further ones are played."""
+
+    target: str
+    """``package.module:name``, called with an `Episode`, returns a number; or, where `kwargs` are given, called with them once to make
+    what is called with episodes. ``embodied_rl.rollout.judge:OpenAIJudge`` asks a language model over HTTP."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 1
+    """Episodes scored at a time: threads, or actors with hybrid.cluster=ray."""
+    combine: Literal["add", "replace"] = "add"
+    """add: the score is added to the last message's reward. replace: all other rewards become zero."""
+    timeout_s: float = 120.0
+    """An episode that is not scored after so long counts as failed, and is begun again while retries last."""
+
+    def __post_init__(self) -> None:
+        require(":" in self.target, "hybrid.reward_worker.target", "of the form package.module:name", self.target)
+        require(self.num_workers >= 1, "hybrid.reward_worker.num_workers", ">= 1", self.num_workers)
+        require(self.timeout_s > 0, "hybrid.reward_worker.timeout_s", "> 0", self.timeout_s)
+
+
+@dataclass(frozen=True)
 class HybridConfig:
     """Where generation and training run."""
 
-    placement: Literal["collocated"] = "collocated"
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """collocated: one process, in turns. disaggregated: a process of its own plays (simulators, generation), and this one trains. Also the
+    long forms that `python -m embodied_rl.plan` prints."""
+    cluster: Literal["local", "ray"] = "local"
+    """ray: simulators, generation, rewards and training are actors, on one machine or many (hybrid.ray)."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    reward_worker: RewardWorkerConfig | None = None
+    """Who scores whole episodes (methods on groups); null: the simulator's rewards alone."""
+    max_restarts: int = 3
+    """How often roles outside this process are begun anew in a run, when they end unexpectedly."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     """Threads of the learner on a CPU, of each rank with sharding; null: as many as there are cores, one with sharding."""
@@ -60,11 +140,17 @@ class HybridConfig:
     """Train on a mesh of ranks; null: in this process."""
 
     @property
+    def plays_apart(self) -> bool:
+        """Whether episodes are played outside the process of the training loop."""
+        return self.cluster == "ray" or self.placement.kind == "disaggregated"
+
+    @property
     def rank_threads(self) -> int | None:
         """Threads of one rank's learner; None: as many as there are cores."""
         return self.num_threads if self.sharding is None else self.num_threads or 1
 
     def __post_init__(self) -> None:
+        require(self.max_restarts >= 0, "hybrid.max_restarts", ">= 0", self.max_restarts)
         require(self.num_threads is None or self.num_threads >= 1, "hybrid.num_threads", ">= 1 or null", self.num_threads)
         require(len(set(self.offload)) == len(self.offload), "hybrid.offload", "without repetition", self.offload)
         require(

@@ -48,6 +48,8 @@ class LanguageConfig:
     """How sequences are laid out for teacher forcing. auto: packed where the model keeps packed sequences apart, else right."""
     max_tokens_per_micro_batch: int = 4096
     gradient_checkpointing: bool = False
+    images: tuple[str, ...] = ()
+    """Parts of an observation that are pictures, shown before its text (vision-language models)."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     name: Literal["language"] = "language"
 
@@ -65,7 +67,7 @@ class LanguageConfig:
     @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
-        return ("text",)
+        return ("text", *self.images)
 
     def __post_init__(self) -> None:
         require(self.lora_rank >= 0, "policy.lora_rank", ">= 0", self.lora_rank)

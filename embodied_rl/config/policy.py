@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from embodied_rl.config.building import require
+from embodied_rl.config.flow import FlowPolicyConfig, PI0PolicyConfig
 from embodied_rl.config.language import LanguageConfig
-from embodied_rl.config.vla import FlowPolicyConfig, OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
+from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
 
 
 @dataclass(frozen=True)
@@ -50,5 +51,7 @@ class PolicyConfig:
         return (self.observation_key,)
 
 
-AnyPolicyConfig = PolicyConfig | TinyVLAConfig | OpenVLAPolicyConfig | OpenVLAOFTPolicyConfig | FlowPolicyConfig | LanguageConfig
+AnyPolicyConfig = (
+    PolicyConfig | TinyVLAConfig | OpenVLAPolicyConfig | OpenVLAOFTPolicyConfig | FlowPolicyConfig | PI0PolicyConfig | LanguageConfig
+)
 """One of these; `name` says which."""

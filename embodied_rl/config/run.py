@@ -10,6 +10,7 @@ from typing import Any, Literal
 from embodied_rl.config.agent import AgentConfig
 from embodied_rl.config.algorithm import AlgorithmConfig
 from embodied_rl.config.building import build, require
+from embodied_rl.config.domains import DomainConfig, PlayerConfig, merged
 from embodied_rl.config.hybrid import HybridConfig
 from embodied_rl.config.policy import AnyPolicyConfig
 from embodied_rl.config.sim import SimConfig
@@ -25,9 +26,15 @@ class GenerationConfig:
     """Requests that sample at a time (tokens_torch, vllm)."""
     on_update: Literal["recompute", "keep"] = "recompute"
     """What becomes of the caches of requests in flight when weights change (tokens_torch, vllm)."""
+    mix: dict[str, PlayerConfig] = field(default_factory=dict)
+    """{name: another player of a share of the groups}, with metrics apart (language agents)."""
 
     def __post_init__(self) -> None:
         require(self.max_batch >= 1, "generation.max_batch", ">= 1", self.max_batch)
+        shares = sum(player.share for player in self.mix.values())
+        require(shares < 1, "generation.mix", "of shares that leave something to the run's own backend (their sum < 1)", shares)
+        for name in self.mix:
+            require(name.isidentifier(), "generation.mix", "of names made of letters, digits and _", name)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,11 @@ class CheckpointConfig:
     """Environment steps between checkpoints; null: at the end only."""
     keep_last: int = 2
     keep_best: bool = True
+    within_episodes: bool = False
+    """Save the running episodes too and go on within them, where the simulator's can be saved (rollouts of all slots); false: all slots
+    begin new episodes at a checkpoint, whether the run was interrupted there or not."""
+    asynchronous: bool = False
+    """Write in the background while training goes on; the link `last` moves when everything is written."""
 
     def __post_init__(self) -> None:
         require(self.every_steps is None or self.every_steps >= 1, "checkpoint.every_steps", ">= 1 or null", self.every_steps)
@@ -116,6 +128,8 @@ class TrainConfig:
     run_dir: str
     record: RecordConfig = RecordConfig()
     agent: AgentConfig = field(default_factory=AgentConfig)
+    domains: dict[str, DomainConfig] = field(default_factory=dict)
+    """{name: what is played there}: several domains in one run (docs/multi_domain.md); `sim` is not played then. Empty: `sim` alone."""
     seed: int = 1
     total_steps: int = 200_000
     """Environment steps to train for, at most."""
@@ -159,6 +173,22 @@ class TrainConfig:
             f"<= sim.num_slots * algorithm.rollout_steps ({self.decisions_per_iteration})",
             self.algorithm.minibatch_size,
         )
+
+    def for_domain(self, name: str) -> TrainConfig:
+        """The configuration of a run of one of the domains alone, with what is different there.
+
+        Raises:
+            UserError: a value of the domain makes no sense in its place.
+        """
+        domain = self.domains[name]
+        agent = build(AgentConfig, merged(dataclasses.asdict(self.agent), domain.agent), f"domains.{name}.agent")
+        algorithm = build(AlgorithmConfig, merged(dataclasses.asdict(self.algorithm), domain.algorithm), f"domains.{name}.algorithm")
+        policy = self.policy if domain.policy is None else domain.policy
+        backend = self.generation.backend if domain.backend is None else domain.backend
+        if domain.policy is not None and policy.name != "language":
+            backend = "torch"
+        generation = dataclasses.replace(self.generation, backend=backend, mix={})
+        return dataclasses.replace(self, sim=domain.sim, policy=policy, agent=agent, algorithm=algorithm, generation=generation, domains={})
 
     @property
     def decisions_per_iteration(self) -> int:

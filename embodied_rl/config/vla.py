@@ -1,4 +1,4 @@
-"""What vision-language-action policies and flow policies are built from, one dataclass for each kind."""
+"""What vision-language-action policies are built from, one dataclass for each kind; flow policies are in `flow`."""
 
 from __future__ import annotations
 
@@ -154,54 +154,6 @@ class OpenVLAOFTPolicyConfig(OpenVLAPolicyConfig):
     def chunk_size(self) -> int:
         """K"""
         return self.chunk
-
-
-@dataclass(frozen=True)
-class FlowPolicyConfig:
-    """The small flow-matching policy (see docs/flow_policies.md)."""
-
-    name: Literal["flow"] = "flow"
-    state_key: str | None = "state"
-    """Observation with the state vector; null: no state."""
-    image_key: str | None = None
-    """Observation with an image uint8 [height, width, 3]; null: no image."""
-    chunk: int = 4
-    """K: steps of an action chunk."""
-    method: Literal["flow_sde", "flow_noise", "dppo"] = "flow_noise"
-    """Which denoising steps are stochastic."""
-    num_steps: int = 5
-    """S: denoising steps of an action."""
-    noise_level: float = 0.5
-    """λ of the stochastic equation (flow_sde, dppo)."""
-    min_std: float = 0.08
-    max_std: float = 0.16
-    """flow_noise: bounds of the learned deviation, in units of normalised actions."""
-    std_floor: float = 0.1
-    """dppo: smallest deviation."""
-    hidden_sizes: tuple[int, ...] = (128, 128, 128)
-    """Of the velocity's network and of the critic."""
-    activation: Literal["tanh", "relu", "elu"] = "relu"
-    image_features: int = 128
-    cnn_channels: tuple[int, ...] = (16, 32, 32)
-    cnn_kernels: tuple[int, ...] = (4, 4, 4)
-    cnn_strides: tuple[int, ...] = (2, 2, 2)
-    time_features: int = 8
-    normalize_observation: bool = True
-
-    def __post_init__(self) -> None:
-        require(self.chunk >= 1, "policy.chunk", ">= 1", self.chunk)
-        require(self.num_steps >= 2, "policy.num_steps", ">= 2", self.num_steps)
-        require(self.state_key is not None or self.image_key is not None, "policy.state_key", "given where image_key is null", None)
-
-    @property
-    def chunk_size(self) -> int:
-        """K"""
-        return self.chunk
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Parts of an observation that the policy reads."""
-        return tuple(key for key in (self.state_key, self.image_key) if key is not None)
 
 
 def check_instruction(instruction: str | None) -> None:

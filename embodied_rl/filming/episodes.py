@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,30 @@ class Moment:
     """The policy's estimate of what is still to come; None: not known."""
     action: np.ndarray | None = None
     """[A] that led here, in the simulator's units; None before the first step."""
+    answer: str | None = None
+    """What a language agent said that led here; None for others, and before the first step."""
+    log_prob: float | None = None
+    """Of that answer: its tokens' together."""
+
+
+@dataclass
+class Spoken:
+    """One answer of a language agent, token by token."""
+
+    observation: str
+    prompt_ids: np.ndarray
+    """[P] int64"""
+    token_ids: np.ndarray
+    """[n] int64"""
+    log_prob: np.ndarray
+    """[n] float32"""
+    version: np.ndarray
+    """[n] int64"""
+    answer: str
+    parsed: Any
+    """`embodied_rl.agents.parsing.ParsedAction`"""
+    reward: float = 0.0
+    """Of the step that it led to; of several answers in one step (calls of tools) the last one's."""
 
 
 @dataclass
@@ -46,6 +71,10 @@ class FilmedEpisode:
     """One for each picture."""
     summary: EpisodeSummary | None = None
     """None while it is running."""
+    spoken: list[Spoken] = field(default_factory=list)
+    """A language agent's answers; none of others."""
+    final_text: str = ""
+    """What was seen last, of a task in words."""
 
     @property
     def finished(self) -> EpisodeSummary:

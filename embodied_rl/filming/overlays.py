@@ -14,8 +14,8 @@ from embodied_rl.filming.episodes import FilmedEpisode, Moment
 from embodied_rl.types import ActionSpec
 from embodied_rl.video import GREEN, TextLook, cut_text, overlay
 
-NAMES = ("task", "instruction", "step", "reward", "value", "actions", "success")
-DEFAULT = ("task", "step", "success")
+NAMES = ("task", "instruction", "step", "reward", "value", "actions", "answer", "success")
+DEFAULT = ("task", "step", "answer", "success")
 _PANEL, _AXIS, _BAR, _OFF, _LETTERS = (0, 0, 0, 150), (255, 255, 255, 130), (88, 166, 255, 255), (255, 255, 255, 70), (255, 255, 255)
 _INSTRUCTION_LINES = 2
 _BARS_WIDTH, _NARROWEST = 0.45, 2
@@ -68,7 +68,12 @@ def _numbers(episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> list
         parts.append(f"reward {moment.reward:.3f}")
     if "value" in overlays:
         parts.append("value –" if moment.value is None else f"value {moment.value:.2f}")
-    return [*lines, "   ".join(parts)] if parts else lines
+    if parts:
+        lines.append("   ".join(parts))
+    if "answer" in overlays and moment.answer is not None:
+        score = "" if moment.log_prob is None else f"log-prob {moment.log_prob:.2f}   "
+        lines.append(f"{score}“{' '.join(moment.answer.split())}”")
+    return lines
 
 
 def _wrapped(text: str, frame: np.ndarray) -> list[str]:

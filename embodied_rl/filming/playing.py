@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.filming.episodes import FilmedEpisode, Moment, beside_each_other, thinned
+from embodied_rl.filming.episodes import FilmedEpisode, Moment, Spoken, beside_each_other, thinned
 from embodied_rl.filming.selection import Selection
 from embodied_rl.generation.base import EpisodicGenerator, Generator
+from embodied_rl.generation.tokens import Completion
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, StepBatch
@@ -76,10 +77,14 @@ class EpisodicActor:
 
     def __init__(self, generator: EpisodicGenerator, num_slots: int) -> None:
         self._generator, self._num_slots = generator, num_slots
+        self._spoken: dict[int, list[Spoken]] = {}
+        if hasattr(generator, "on_answer"):
+            generator.on_answer = self._listen
 
     def act(self, observation: Observation, playing: Playing) -> np.ndarray:
         """See `Actor.act`: [slots] texts, empty for those that stand still."""
         slots = np.array([slot for slot, episode in enumerate(playing) if episode is not None])
+        self._spoken = {}
         self._generator.begin([slot for slot, episode in enumerate(playing) if episode is not None and episode[1] == 0])
         self._generator.send(slots, {key: part[slots] for key, part in observation.items()}, None)
         actions = np.full(self._num_slots, "", object)
@@ -89,6 +94,14 @@ class EpisodicActor:
     def values(self, observation: Observation) -> np.ndarray | None:
         """See `Actor.values`: it has none."""
         return None
+
+    def spoken(self, slot: int) -> list[Spoken]:
+        """What the last action of a slot was read from."""
+        return self._spoken.get(slot, [])
+
+    def _listen(self, slot: int, observation: str, prompt: Any, completion: Completion, answer: Any) -> None:
+        tokens = completion.token_ids, completion.log_prob, completion.version
+        self._spoken.setdefault(slot, []).append(Spoken(observation, prompt.token_ids, *tokens, answer.text, answer.parsed))
 
 
 def film(
@@ -155,6 +168,7 @@ class _Studio:
         self._running: dict[int, FilmedEpisode] = {}
         self._kept: dict[int, FilmedEpisode] = {}
         self._finished: list[FilmedEpisode] = []
+        self._final_texts: dict[int, str] = {}
         first = seeds[0]
         held_out = first >= HELD_OUT_START
         start = manager.reset(EpisodeSeeds.held_out(first - HELD_OUT_START) if held_out else EpisodeSeeds.given(first))
@@ -211,16 +225,28 @@ class _Studio:
     def _take_outcome(self, outcome: StepBatch, sent: list[int]) -> None:
         for key, part in outcome.observation.items():
             self._observation[key][sent] = part
+        if "text" in outcome.final_observation:
+            texts = outcome.final_observation["text"]
+            self._final_texts = {slot: str(texts[row]) for row, slot in enumerate(outcome.slots.tolist()) if outcome.done[row]}
         if outcome.aborted is not None and outcome.aborted.any():
             slot = int(outcome.slots[outcome.aborted][0])
             raise UserError(f"The episode of seed {self._seeds[self._current[slot]]} was given up: its simulator failed again and again.")
+        for slot, reward in zip(sent, outcome.reward.tolist(), strict=True):
+            if slot in self._running and (said := self._said(slot)):
+                said[-1].reward = reward
+                self._running[slot].spoken += said
         self._returns[sent] += outcome.reward
         self._lengths[sent] += 1
         self._success[sent] |= outcome.success
 
+    def _said(self, slot: int) -> list[Spoken]:
+        """What the last action was read from; empty where nobody speaks."""
+        return self._actor.spoken(slot) if isinstance(self._actor, EpisodicActor) else []
+
     def _finish(self, slot: int, summary: EpisodeSummary) -> None:
         episode = self._running.pop(slot)
         episode.summary = summary
+        episode.final_text = self._final_texts.get(slot, "")
         if isinstance(task := summary.final_info.get("task"), str):
             episode.task = task
         self._finished.append(episode)
@@ -254,6 +280,7 @@ class _Studio:
         self._take(slots, {}, None)
 
     def _take(self, slots: list[int], rewards: dict[int, float], actions: np.ndarray | None) -> None:
+        said = {slot: spoken for slot in slots if actions is not None and (spoken := self._said(slot))}
         values = self._actor.values(self._observation) if self._with_values and slots else None
         for slot in slots:
             (picture,) = self._manager.render([slot])
@@ -268,5 +295,7 @@ class _Studio:
                     success=bool(self._success[slot]),
                     value=None if values is None else float(values[slot]),
                     action=None if actions is None else np.array(actions[slot]),
+                    answer=said[slot][-1].answer if slot in said else None,
+                    log_prob=float(said[slot][-1].log_prob.sum(dtype=np.float64)) if slot in said else None,
                 )
             )

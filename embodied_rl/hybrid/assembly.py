@@ -23,7 +23,8 @@ def make_engine(config: HybridConfig, policy: Any, generator: Generator, method:
     """Engine with residency for a method's learner.
 
     Args:
-        method: its ``sharded`` (a `ShardedUpdater`), where it has one, trains; else its ``learner``.
+        method: its ``sharded`` (a `ShardedUpdater`) or ``trained_copy`` (a `TrainedCopy` elsewhere), where it has one, trains; else its
+            ``learner``.
 
     Raises:
         UserError: the method has nothing of what `config` wants to move, or cannot train on several ranks.
@@ -39,8 +40,9 @@ def make_engine(config: HybridConfig, policy: Any, generator: Generator, method:
         residency.register("simulators", Hooks(simulators.offload, simulators.onload))
     if "kv_cache" in config.offload:
         residency.register("kv_cache", _cache_of(generator))
-    if sharded is not None:
-        parameters, optimizer = list(sharded.rank.policy.parameters()), sharded.rank.optimizer
+    rank = getattr(sharded, "rank", None)
+    if rank is not None:
+        parameters, optimizer = list(rank.policy.parameters()), rank.optimizer
     else:
         updater = trained_by(method)
         parameters, optimizer = list(policy.parameters()), getattr(updater, "optimizer", None)
@@ -55,7 +57,8 @@ def make_engine(config: HybridConfig, policy: Any, generator: Generator, method:
                 "Leave it out; there is nothing to gain."
             )
         residency.register("optimizer", Tensors(lambda: optimizer_tensors(optimizer)))
-    return HybridEngine(policy, generator, trained=sharded, residency=residency)
+    elsewhere = getattr(method, "trained_copy", None)
+    return HybridEngine(policy, generator, trained=sharded if elsewhere is None else elsewhere, residency=residency)
 
 
 def _cache_of(generator: Any) -> Hooks:

@@ -100,7 +100,7 @@ class EpisodeLearner:
         config = self.config
         rate = config.learning_rate * (max(1.0 - progress, 0.0) if config.lr_schedule == "linear" else 1.0)
         for group in self._adam.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("scale", 1.0)
         inputs = self._inputs(batch, credit, log_prob, reference)
         generator = np.random.default_rng(np.random.SeedSequence(seed))
         rows = credit.mask.any(1).nonzero().squeeze(-1).numpy()

@@ -14,44 +14,54 @@ from embodied_rl.algorithms.composition import compose, method_options
 from embodied_rl.algorithms.episodes import EpisodeBatch
 from embodied_rl.algorithms.kl import kl_estimate, kl_loss
 from embodied_rl.algorithms.losses import entropy_bonus, value_loss
+from embodied_rl.algorithms.units import at_level
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.hybrid import fsdp
 from embodied_rl.hybrid.rank import EpisodeStep, Rank
 
 INPUT, OBSERVATION = "input.", "observation."
+OF_DECISIONS = ("value", "returns", "decisions")
+"""Inputs that stay [n, T] whatever a ratio belongs to."""
 
 
 class EpisodeObjective:
-    """Any loss of the table on some episodes of a minibatch, divided by the whole minibatch's counts: parts add up, metrics too."""
+    """Any loss of the table on some episodes of a minibatch, divided by the whole minibatch's counts: parts add up, metrics too.
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self.config, self.info = config, compose(config).loss
+    T decisions of U units are T·U entries of a row, as of `PolicyEpisodeLearner`.
+    """
+
+    def __init__(self, config: AlgorithmConfig, steps: Tensor) -> None:
+        """`steps`: [L] step of the chunk that each action unit belongs to."""
+        self.config, self.info, self.steps = config, compose(config).loss, steps
         self.aggregation = Aggregation(config.aggregation or self.info.default_aggregation, config.horizon)  # type: ignore[arg-type]
         self.options: dict[str, Any] = method_options(self.info, config.loss_options, config)
 
     def __call__(self, policy: nn.Module, tensors: Mapping[str, Tensor], step: EpisodeStep) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and metrics of the episodes of `pack_episodes`, of which `tensors` holds some rows."""
-        config, count, num_steps = self.config, step.num_units, step.num_steps
-        part = below(tensors, INPUT)
-        mask, at = part["mask"], (tensors["row"], tensors["column"])
+        config, count, num_steps, steps = self.config, step.num_units, step.num_steps, self.steps
+        part, unit_mask = below(tensors, INPUT), tensors.get("unit_mask")
+        mask, decisions, at = part["mask"], part["decisions"], (tensors["row"], tensors["column"])
         evaluation = policy.evaluate(below(tensors, OBSERVATION), tensors["action"])  # type: ignore[operator]
 
         def scatter(flat: Tensor) -> Tensor:
-            return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).index_put(at, flat)
+            """[m] → [n, T], [m, U] → [n, T·U]."""
+            shape = (*decisions.shape, *flat.shape[1:])
+            return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(at, flat).flatten(1)
 
-        log_prob, entropy = scatter(evaluation.log_prob.sum(-1)), scatter(evaluation.entropy.sum(-1))
+        log_prob = scatter(at_level(evaluation.log_prob.float(), config.ratio, unit_mask, steps))
+        entropy = scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, steps))
         given = {name: part[name] for name in (*self.info.inputs, *self.info.optional_inputs) if name in part}
         shared: dict[str, Any] = {"mask": mask, "aggregation": self.aggregation, "denominator": count}
         loss, metrics = self.info.load()(**{**given, "log_prob": log_prob}, **self.options, **shared)
-        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, mask=mask, denominator=num_steps)
+        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, mask=decisions, denominator=num_steps)
         total, metrics = loss + config.entropy_coef * entropy_part, {**metrics, **entropy_metrics}
         if "returns" in part:
             value_part, value_metrics = value_loss(
-                value=scatter(evaluation.value),
+                value=scatter(evaluation.value.float()),
                 returns=part["returns"],
                 old_value=part["value"],
                 clip=config.value_clip,
-                mask=mask,
+                mask=decisions,
                 denominator=num_steps,
             )
             total, metrics = total + config.value_coef * value_part, {**metrics, **value_metrics}
@@ -61,7 +71,7 @@ class EpisodeObjective:
         with torch.no_grad():
             before = part.get("old_log_prob", part["behaviour_log_prob"])
             moved = kl_estimate(log_prob=before, reference_log_prob=log_prob.detach(), kind="k3")
-            metrics["approx_kl"] = torch.where(mask, moved, torch.zeros_like(moved)).sum() / num_steps
+            metrics["approx_kl"] = torch.where(mask, moved, torch.zeros_like(moved)).sum() / (step.num_entries or num_steps)
         return total, metrics
 
 
@@ -69,7 +79,8 @@ class EpisodeRank:
     """One rank's steps on episodes; every method is collective."""
 
     def __init__(self, rank: Rank) -> None:
-        self.rank, self.objective = rank, EpisodeObjective(rank.config)
+        assert rank.objective is not None, "a policy that acts by itself"
+        self.rank, self.objective = rank, EpisodeObjective(rank.config, rank.objective.steps)
 
     def step(self, tensors: Mapping[str, Tensor], step: EpisodeStep) -> tuple[dict[str, float], bool]:
         """Take one step on this rank's episodes (`pack_episodes`); metrics of the whole minibatch, with ``grad_norm`` and ``loss``.
@@ -87,8 +98,7 @@ class EpisodeRank:
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
             return loss
 
-        for group in rank.optimizer.param_groups:
-            group["lr"] = step.learning_rate
+        rank.set_learning_rate(step.learning_rate)
         rank.optimizer.zero_grad(set_to_none=True)
         fsdp.accumulate(rank.policy, [lambda start=start, stop=stop: loss_of(start, stop) for start, stop in step.parts])  # type: ignore[misc]
         names = sorted(sums)
@@ -105,14 +115,17 @@ def pack_episodes(
     batch: EpisodeBatch, inputs: Mapping[str, Tensor], chosen: np.ndarray, counts: np.ndarray, keys: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """Some episodes as named tensors: ``input.<name>`` [n, L] or [n], and flat over their m steps ``observation.<key>``, ``action``,
-    ``row`` (0 … n − 1) and ``column``. An episode may come twice; what does not count has an empty mask."""
+    ``row`` (0 … n − 1), ``column`` and ``unit_mask``. An episode may come twice; what does not count has an empty mask."""
     own = {name: value[torch.from_numpy(chosen)] for name, value in inputs.items()}
-    own["mask"] = own["mask"] & torch.from_numpy(counts)[:, None]
+    for name in ("mask", "decisions"):
+        own[name] = own[name] & torch.from_numpy(counts)[:, None]
     steps = [(batch.row == int(episode)).nonzero().squeeze(-1) for episode in chosen]
     flat = torch.cat(steps)
     row = torch.repeat_interleave(torch.arange(len(chosen)), torch.tensor([len(part) for part in steps]))
     tensors = {f"{INPUT}{name}": value for name, value in own.items()}
     tensors |= {f"{OBSERVATION}{key}": batch.observation[key][flat] for key in keys}
+    if batch.unit_mask is not None:
+        tensors["unit_mask"] = batch.unit_mask[flat]
     return {**tensors, "action": batch.action[flat], "row": row, "column": batch.column[flat]}
 
 
@@ -120,10 +133,12 @@ def episodes_between(tensors: Mapping[str, Tensor], start: int, stop: int) -> di
     """Episodes `start` to `stop` of what `pack_episodes` made, cut to the longest of them."""
     inside = ((tensors["row"] >= start) & (tensors["row"] < stop)).nonzero().squeeze(-1)
     longest = int(tensors["column"][inside].max()) + 1 if len(inside) else 1
+    units = tensors[f"{INPUT}mask"].shape[1] // tensors[f"{INPUT}decisions"].shape[1]
     found = {}
     for name, tensor in tensors.items():
         if name.startswith(INPUT):
-            found[name] = tensor[start:stop, :longest] if tensor.dim() == 2 else tensor[start:stop]
+            width = longest if name.removeprefix(INPUT) in OF_DECISIONS else longest * units
+            found[name] = tensor[start:stop, :width] if tensor.dim() == 2 else tensor[start:stop]
         else:
             found[name] = tensor[inside] - start if name == "row" else tensor[inside]
     return found

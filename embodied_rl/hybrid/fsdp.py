@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -192,11 +192,16 @@ def whole(tensor: Tensor) -> Tensor:
     return cast(DTensor, tensor).full_tensor()
 
 
-def gather_named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of parameters and buffers, one at a time; a collective call that every rank must exhaust."""
+def gather_named(module: nn.Module, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of parameters and buffers, one at a time; a collective call that every rank must exhaust.
+
+    Args:
+        wanted: names; None: all.
+    """
     reshard(module)
     for name, tensor in module.state_dict(keep_vars=True).items():
-        yield name, whole(tensor)
+        if wanted is None or name in wanted:
+            yield name, whole(tensor)
 
 
 def own_slice(tensor: DTensor) -> tuple[slice, ...]:

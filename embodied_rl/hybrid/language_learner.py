@@ -7,56 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.algorithms.aggregation import Aggregation, global_denominator
-from embodied_rl.algorithms.composition import Composition, method_options
-from embodied_rl.algorithms.kl import kl_estimate, kl_loss
-from embodied_rl.algorithms.losses import behaviour_cloning_loss, entropy_bonus
+from embodied_rl.algorithms.composition import Composition
+from embodied_rl.algorithms.losses import behaviour_cloning_loss
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.hybrid.adam import NamedAdam
 from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.hybrid.threads import compute_threads
+from embodied_rl.hybrid.token_objective import ReferenceLogProbs, TokenBatch, TokenObjective
 from embodied_rl.hybrid.updater import Minibatches, NonFiniteLossError
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.policies.packing import TokenSequence
 
+__all__ = ["LanguageLearner", "ReferenceLogProbs", "TokenBatch"]
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """Rows of tokens with what losses read of them; entries are 0 where `mask` is False."""
-
-    sequences: tuple[TokenSequence, ...]
-    mask: Tensor
-    """[R, S] bool: sampled tokens that are learned from."""
-    advantage: Tensor
-    """[R, S]"""
-    behaviour_log_prob: Tensor
-    """[R, S] under the policy that sampled."""
-    chunk_id: Tensor
-    """[R, S] int64 number of the turn in its episode."""
-    positive: Tensor
-    """[R] bool: rows of episodes that succeeded."""
-
-    @property
-    def num_rows(self) -> int:
-        """R"""
-        return len(self.sequences)
-
-
-@dataclass(frozen=True)
-class ReferenceLogProbs:
-    """What is computed once before an update's first step."""
-
-    present: Tensor | None
-    """[R, S] under the policy as it is; None: neither the loss nor a KL term needs it."""
-    reference: Tensor | None
-    """[R, S] under the policy that the run began with; None: there is no KL term."""
+_REFERENCE = "reference."
 
 
 class LanguageLearner:
@@ -92,8 +61,8 @@ class LanguageLearner:
             eps=config.adam_eps,
             max_grad_norm=config.max_grad_norm,
         )
-        self.aggregation = Aggregation(config.aggregation or composition.loss.default_aggregation, config.horizon)  # type: ignore[arg-type]
-        self._options: dict[str, Any] = method_options(composition.loss, config.loss_options, config)
+        self._objective = TokenObjective(config, composition, self.device)
+        self.aggregation = self._objective.aggregation
         self._has_reference = False
 
     # ---- without gradients ------------------------------------------------------------------------------------------
@@ -153,27 +122,35 @@ class LanguageLearner:
 
     def gradient(self, batch: TokenBatch, log_probs: ReferenceLogProbs, rows: np.ndarray, kl_coef: float = 0.0) -> dict[str, float]:
         """Add the gradient of one minibatch (row numbers [n]) to the parameters' ``grad``, micro-batch by micro-batch; its metrics."""
-        denominator = global_denominator(batch.mask[torch.from_numpy(rows)], aggregation=self.aggregation)
+        denominator = self._denominator(batch, rows)
         total: dict[str, float] = {}
         for part in self.policy.micro_batches([batch.sequences[row] for row in rows]):
-            loss, metrics = self._objective(batch, log_probs, torch.from_numpy(rows[part]), denominator, kl_coef)
+            loss, metrics = self._objective(self.policy, batch, log_probs, torch.from_numpy(rows[part]), denominator, kl_coef)
             loss.backward()
             for name, value in (metrics | {"loss": loss.detach()}).items():
                 total[name] = total.get(name, 0.0) + float(value)
         return total
 
+    def _denominator(self, batch: TokenBatch, rows: np.ndarray) -> Tensor:
+        """What the loss of a minibatch is divided by. This process knows the whole of it, also where ranks divide it."""
+        return self.aggregation.count(batch.mask[torch.from_numpy(rows)]).clamp(min=1)
+
     def _step(self, batch: TokenBatch, log_probs: ReferenceLogProbs, rows: np.ndarray, rate: float, kl_coef: float) -> dict[str, float]:
         self._adam.optimizer.zero_grad(set_to_none=True)
         figures = self.gradient(batch, log_probs, rows, kl_coef)
         norm = self._apply(figures["loss"], rate)
-        if not (math.isfinite(norm) and math.isfinite(figures["loss"])):
-            error = NonFiniteLossError(
-                f"The {self.config.loss} loss is {figures['loss']} and its gradient's norm {norm} on {len(rows)} rows of tokens.", rows
-            )
-            chosen = torch.from_numpy(rows)
-            error.batch = {name: getattr(batch, name)[chosen].numpy() for name in ("mask", "advantage", "behaviour_log_prob", "chunk_id")}
-            raise error
+        self._check_finite(batch, rows, figures["loss"], norm)
         return {**figures, "grad_norm": norm}
+
+    def _check_finite(self, batch: TokenBatch, rows: np.ndarray, loss: float, norm: float) -> None:
+        if math.isfinite(norm) and math.isfinite(loss):
+            return
+        error = NonFiniteLossError(
+            f"The {self.config.loss} loss is {loss} and its gradient's norm {norm} on {len(rows)} rows of tokens.", rows
+        )
+        chosen = torch.from_numpy(rows)
+        error.batch = {name: getattr(batch, name)[chosen].numpy() for name in ("mask", "advantage", "behaviour_log_prob", "chunk_id")}
+        raise error
 
     def _apply(self, loss: float, rate: float) -> float:
         """Clip and step with the gradients that lie in the parameters, unless something is not finite; the norm before clipping."""
@@ -184,44 +161,6 @@ class LanguageLearner:
             self._adam.optimizer.step()
         self._adam.optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def _objective(
-        self, batch: TokenBatch, log_probs: ReferenceLogProbs, rows: Tensor, denominator: Tensor, kl_coef: float
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of one micro-batch; parts of a minibatch add up."""
-        sequences = [batch.sequences[int(row)] for row in rows]
-        evaluation = self.policy.evaluate(sequences)
-        inputs, mask = self._inputs(batch, log_probs, rows, evaluation.log_prob.shape[1])
-        info = self.composition.loss
-        shared: dict[str, Any] = {"mask": mask, "denominator": denominator, "aggregation": self.aggregation}
-        given = {name: inputs[name] for name in (*info.inputs, *info.optional_inputs) if name in inputs}
-        loss, metrics = info.load()(**{**given, "log_prob": evaluation.log_prob}, **self._options, **shared)
-        entropy_part, entropy_metrics = entropy_bonus(entropy=evaluation.entropy, **shared)
-        total = loss + self.config.entropy_coef * entropy_part
-        metrics = {**metrics, **entropy_metrics}
-        if "reference_log_prob" in inputs and self.config.kl.place == "loss":
-            kl_part, kl_metrics = kl_loss(
-                log_prob=evaluation.log_prob, reference_log_prob=inputs["reference_log_prob"], kind=self.config.kl.kind, **shared
-            )
-            total, metrics = total + kl_coef * kl_part, {**metrics, **kl_metrics}
-        with torch.no_grad():
-            before = inputs.get("old_log_prob", inputs["behaviour_log_prob"])
-            moved = kl_estimate(log_prob=before, reference_log_prob=evaluation.log_prob, kind="k3")
-            metrics["approx_kl"] = self.aggregation.mean(moved, mask, denominator)
-        return total, metrics
-
-    def _inputs(self, batch: TokenBatch, log_probs: ReferenceLogProbs, rows: Tensor, width: int) -> tuple[dict[str, Tensor], Tensor]:
-        """{name: [n, width] or [n]} that losses ask for by name, and the mask."""
-        entries = {
-            "advantage": batch.advantage,
-            "behaviour_log_prob": batch.behaviour_log_prob,
-            "chunk_id": batch.chunk_id,
-            "old_log_prob": log_probs.present,
-            "proximal_log_prob": log_probs.present,
-            "reference_log_prob": log_probs.reference,
-        }
-        chosen = {name: value[rows, :width].to(self.device) for name, value in entries.items() if value is not None}
-        return {**chosen, "positive": batch.positive[rows].to(self.device)}, batch.mask[rows, :width].to(self.device)
 
     # ---- behaviour cloning ------------------------------------------------------------------------------------------
 
@@ -243,8 +182,11 @@ class LanguageLearner:
                     rows = minibatches.permutation[start:stop]
                     losses.append(self._clone_step([sequences[row] for row in rows], learning_rate * (1.0 - 0.9 * done / total), rows))
                     done += 1
-        self._adam.optimizer.state.clear()
+        self._forget_moments()
         return float(np.mean(losses))
+
+    def _forget_moments(self) -> None:
+        self._adam.optimizer.state.clear()
 
     def _clone_step(self, sequences: list[TokenSequence], rate: float, rows: np.ndarray) -> float:
         count = float(sum(int(sequence.mask.sum()) for sequence in sequences))
@@ -256,24 +198,36 @@ class LanguageLearner:
             loss.backward()
             value += float(loss.detach())
         norm = self._apply(value, rate)
-        if not (math.isfinite(norm) and math.isfinite(value)):
-            raise NonFiniteLossError(f"The cross-entropy is {value} and its gradient's norm {norm} on {len(rows)} rows of tokens.", rows)
+        check_cloning(value, norm, rows)
         return value
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Adam's state, and the reference model where one is kept."""
-        kept = self.policy.reference_state() if self._has_reference else {}
-        return {**self._adam.state_tensors(), **{f"reference.{name}": tensor for name, tensor in kept.items()}}
+        return {**self._adam.state_tensors(), **self._reference_tensors()}
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         """Continue exactly. Raises KeyError or ValueError when the state is another policy's."""
-        reference = {name.removeprefix("reference."): value for name, value in state.items() if name.startswith("reference.")}
+        self._adam.load_state_tensors(self._take_reference(state))
+
+    def _reference_tensors(self) -> dict[str, Tensor]:
+        kept = self.policy.reference_state() if self._has_reference else {}
+        return {f"{_REFERENCE}{name}": tensor for name, tensor in kept.items()}
+
+    def _take_reference(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take the reference model out of a state; what is left is the optimizer's."""
         if self.config.kl.coef > 0:
             self.keep_reference()
-            self.policy.load_reference_state(reference)
-        self._adam.load_state_tensors({name: value for name, value in state.items() if not name.startswith("reference.")})
+            kept = {name.removeprefix(_REFERENCE): value for name, value in state.items() if name.startswith(_REFERENCE)}
+            self.policy.load_reference_state(kept)
+        return {name: value for name, value in state.items() if not name.startswith(_REFERENCE)}
+
+
+def check_cloning(loss: float, norm: float, rows: np.ndarray) -> None:
+    """Raises NonFiniteLossError unless both are finite."""
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        raise NonFiniteLossError(f"The cross-entropy is {loss} and its gradient's norm {norm} on {len(rows)} rows of tokens.", rows)
 
 
 def _mismatch(batch: TokenBatch, log_probs: ReferenceLogProbs) -> dict[str, float]:

@@ -43,7 +43,7 @@ class PolicyEpisodeLearner(EpisodeLearner):
     ) -> None:
         super().__init__(policy, config, composition, device, num_threads)  # type: ignore[arg-type]
         self._adam: PolicyUpdater = PolicyUpdater(policy, config, self.device, precision)
-        self.precision = precision
+        self.precision, self._steps = precision, self._adam.steps
         self.units = {"chunk": 1, "action": self._adam.layout.chunk_size, "token": self._adam.layout.num_units}[config.ratio]
         """U"""
         self._entries: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ class PolicyEpisodeLearner(EpisodeLearner):
                 parts.append(policy.evaluate(seen, batch.action[start : start + _ROWS].to(self.device)).log_prob.float().cpu())
         flat = torch.cat(parts)
         self._entries["reference" if policy is self.reference else "present"] = flat
-        return batch.scatter(at_level(flat, "chunk", batch.unit_mask, self._adam.steps.cpu()))
+        return batch.scatter(at_level(flat, "chunk", batch.unit_mask, self._steps.cpu()))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
@@ -81,7 +81,7 @@ class PolicyEpisodeLearner(EpisodeLearner):
         inputs |= {"decisions": credit.mask}
         if self.config.ratio == "chunk":
             return inputs
-        steps = self._adam.steps.cpu()
+        steps = self._steps.cpu()
         assert batch.unit_log_prob is not None, "the batch was made from episodes"
         own = {"behaviour_log_prob": batch.unit_log_prob}
         own |= {name: self._entries["present"] for name in ("old_log_prob", "proximal_log_prob") if name in inputs}
@@ -164,8 +164,8 @@ class PolicyEpisodeLearner(EpisodeLearner):
             whole = torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put((row, column), flat)
             return whole.flatten(1)
 
-        log_prob = scatter(at_level(evaluation.log_prob.float(), config.ratio, unit_mask, self._adam.steps))
-        entropy = scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, self._adam.steps))
+        log_prob = scatter(at_level(evaluation.log_prob.float(), config.ratio, unit_mask, self._steps))
+        entropy = scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, self._steps))
         given = {name: part[name] for name in (*info.inputs, *info.optional_inputs) if name in part}
         loss, metrics = info.load()(
             **{**given, "log_prob": log_prob}, **self._options, mask=mask, aggregation=self.aggregation, denominator=counts["loss"]

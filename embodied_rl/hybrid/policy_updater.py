@@ -43,6 +43,61 @@ def _role_of_actor_critic(name: str) -> Role:
     return "value" if name.startswith("critic") else "backbone"
 
 
+class PolicyObjective:
+    """PPO's loss of some rows of a minibatch, divided by the counts of the whole: parts add up, metrics too."""
+
+    def __init__(self, policy: Policy, config: AlgorithmConfig, device: torch.device, precision: Precision = "float32") -> None:
+        """`policy` says how its actions are made up; which one is evaluated is told with each call."""
+        self.config, self.device, self.precision = config, device, precision
+        self.layout = layout_of(policy)
+        self.steps = unit_steps(self.layout.num_units, self.layout.chunk_size, max(policy.spec.action.dim, 1)).to(device)
+        """[L] step of the chunk that each action unit belongs to."""
+        self.aggregation = Aggregation(config.aggregation or "token-mean", config.horizon)
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        """What the sums over a whole minibatch are divided by."""
+        mask = mask_at_level(batch.unit_mask, self.config.ratio, self.steps.to(batch.advantage.device))
+        return {
+            "policy": float(self._entries(batch) if mask is None else self.aggregation.count(mask).clamp(min=1)),
+            "value": float(batch.returns.numel() if batch.value_mask is None else batch.value_mask.sum().clamp(min=1)),
+            "rows": float(batch.num_rows),
+        }
+
+    def _entries(self, batch: Batch) -> int:
+        per_row = {"chunk": 1, "action": self.layout.chunk_size, "token": self.layout.num_units}[self.config.ratio]
+        return batch.num_rows * (per_row if self.aggregation.mode == "token-mean" else 1)
+
+    def __call__(self, policy: Policy, batch: Batch, counts: dict[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of the rows of `batch`; advantages come whitened, where the algorithm whitens them."""
+        config, steps = self.config, self.steps
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            evaluation = policy.evaluate(batch.observation, batch.action)
+        level = config.ratio
+        policy_part, metrics = ppo_clip_loss(
+            log_prob=at_level(evaluation.log_prob.float(), level, batch.unit_mask, steps),
+            old_log_prob=at_level(batch.log_prob, level, batch.unit_mask, steps),
+            advantage=spread(batch.advantage, level, steps),
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            mask=mask_at_level(batch.unit_mask, level, steps),
+            denominator=counts["policy"],
+            aggregation=self.aggregation,
+        )
+        value_part, value_metrics = value_loss(
+            value=evaluation.value.float(),
+            returns=batch.returns,
+            old_value=batch.value,
+            clip=config.value_clip,
+            mask=batch.value_mask,
+            denominator=counts["value"],
+        )
+        entropy = at_level(evaluation.entropy.float(), "chunk", batch.unit_mask, steps)
+        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, denominator=counts["rows"])
+        loss = policy_part + config.value_coef * value_part + config.entropy_coef * entropy_part
+        return loss, {**metrics, **value_metrics, **entropy_metrics}
+
+
 class PolicyUpdater(AutogradUpdater):
     """Any `Policy`. Implements `Updater`.
 
@@ -57,10 +112,8 @@ class PolicyUpdater(AutogradUpdater):
             parameter_groups(policy, config), lr=config.learning_rate, betas=BETAS, eps=config.adam_eps, fused=True
         )
         self.precision = precision
-        self.layout = layout_of(policy)
-        self.steps = unit_steps(self.layout.num_units, self.layout.chunk_size, max(policy.spec.action.dim, 1)).to(device)
-        """[L] step of the chunk that each action unit belongs to."""
-        self.aggregation = Aggregation(config.aggregation or "token-mean", config.horizon)
+        self.objective = PolicyObjective(policy, config, device, precision)
+        self.layout, self.steps = self.objective.layout, self.objective.steps
 
     def begin(self, batch: Batch) -> None:
         self._batch = moved(batch, self.device)
@@ -87,62 +140,21 @@ class PolicyUpdater(AutogradUpdater):
     def accumulate(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the gradient of a minibatch to the parameters', part by part; the loss and metrics of the whole."""
         batch = self._with_advantages(batch)
-        mask = mask_at_level(batch.unit_mask, self.config.ratio, self.steps)
-        counts = {
-            "policy": float(self._entries(batch) if mask is None else self.aggregation.count(mask).clamp(min=1)),
-            "value": float(batch.returns.numel() if batch.value_mask is None else batch.value_mask.sum().clamp(min=1)),
-            "rows": float(batch.num_rows),
-        }
+        counts = self.objective.counts(batch)
         size = self.config.micro_batch_size or batch.num_rows
         total = torch.zeros((), device=self.device)
         sums: dict[str, Tensor] = {}
         for start in range(0, batch.num_rows, size):
             part = chosen_rows(batch, torch.arange(start, min(start + size, batch.num_rows), device=self.device))
-            loss, metrics = self._objective(part, counts)
+            loss, metrics = self.objective(self.policy, part, counts)
             loss.backward()
             total += loss.detach()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
         return total, sums
 
-    def _entries(self, batch: Batch) -> int:
-        per_row = {"chunk": 1, "action": self.layout.chunk_size, "token": self.layout.num_units}[self.config.ratio]
-        return batch.num_rows * (per_row if self.aggregation.mode == "token-mean" else 1)
-
     def _with_advantages(self, batch: Batch) -> Batch:
-        if self.config.normalize_advantage != "minibatch":
-            return batch
-        whitened = whiten(batch.advantage.cpu().contiguous(), None if batch.value_mask is None else batch.value_mask.cpu())
-        return batch.replaced(advantage=whitened.to(self.device))
-
-    def _objective(self, batch: Batch, counts: dict[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
-        config, steps = self.config, self.steps
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            evaluation = self.policy.evaluate(batch.observation, batch.action)
-        level = config.ratio
-        policy_part, metrics = ppo_clip_loss(
-            log_prob=at_level(evaluation.log_prob.float(), level, batch.unit_mask, steps),
-            old_log_prob=at_level(batch.log_prob, level, batch.unit_mask, steps),
-            advantage=spread(batch.advantage, level, steps),
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-            mask=mask_at_level(batch.unit_mask, level, steps),
-            denominator=counts["policy"],
-            aggregation=self.aggregation,
-        )
-        value_part, value_metrics = value_loss(
-            value=evaluation.value.float(),
-            returns=batch.returns,
-            old_value=batch.value,
-            clip=config.value_clip,
-            mask=batch.value_mask,
-            denominator=counts["value"],
-        )
-        entropy = at_level(evaluation.entropy.float(), "chunk", batch.unit_mask, steps)
-        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, denominator=counts["rows"])
-        loss = policy_part + config.value_coef * value_part + config.entropy_coef * entropy_part
-        return loss, {**metrics, **value_metrics, **entropy_metrics}
+        return batch if self.config.normalize_advantage != "minibatch" else whitened(batch)
 
     @torch.no_grad()
     def values(self, observation: dict[str, Any]) -> np.ndarray:
@@ -159,6 +171,12 @@ class PolicyUpdater(AutogradUpdater):
                 part = {key: tensor[start : start + size].to(self.device) for key, tensor in ready.items()}
                 parts.append(self.policy.value(part).float().cpu().numpy())
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def whitened(batch: Batch) -> Batch:
+    """The batch with advantages of mean 0 and deviation 1."""
+    mask = None if batch.value_mask is None else batch.value_mask.cpu()
+    return batch.replaced(advantage=whiten(batch.advantage.cpu().contiguous(), mask).to(batch.advantage.device))
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:

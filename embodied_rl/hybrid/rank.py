@@ -9,22 +9,24 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.losses import entropy_bonus, ppo_clip_loss, value_loss
 from embodied_rl.config import AlgorithmConfig, ShardingConfig
 from embodied_rl.hybrid import fsdp
-from embodied_rl.hybrid.updater import BETAS, METRICS, select_rows
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.hybrid.policy_updater import PolicyObjective, chosen_rows, parameter_groups
+from embodied_rl.hybrid.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
+from embodied_rl.hybrid.updater import BETAS, METRICS
+from embodied_rl.policies.language import LanguagePolicy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,8 +37,8 @@ class Step:
 
     parts: list[tuple[int, int]]
     """Half-open ranges of this rank's rows, one per micro-batch; as many on every rank."""
-    denominator: float
-    """Rows of the whole minibatch, over all ranks."""
+    counts: dict[str, float]
+    """Of the whole minibatch, over all ranks (`PolicyObjective.counts`)."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,26 @@ class EpisodeStep:
     """Steps of the whole minibatch."""
     kl_coef: float
     learning_rate: float
+    num_entries: float = 0.0
+    """Probability ratios of the whole minibatch; 0: as many as steps."""
 
 
 class Rank:
     """A policy's part on this rank."""
 
-    def __init__(self, policy: ActorCritic, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
+    def __init__(self, policy: Any, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
         """Cut `policy`, in place; all ranks give equal ones. Raises UserError as `fsdp.shard` does."""
         self.config, self.sharding, self.device = config, sharding, device
         self.mesh = fsdp.make_mesh(sharding, device.type)
-        self.policy = fsdp.shard(policy.to(device), self.mesh, sharding)
+        sharded: Any = fsdp.shard(policy.to(device), self.mesh, sharding)
+        self.policy = sharded
         self.parameters = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.Adam(
-            list(self.parameters.values()), lr=config.learning_rate, betas=BETAS, eps=config.adam_eps, fused=not sharding.cpu_offload
+            parameter_groups(self.policy, config), lr=config.learning_rate, betas=BETAS, eps=config.adam_eps, fused=not sharding.cpu_offload
         )
+        # Tokens of texts have an objective of their own (`TokenRank`).
+        self.objective = None if isinstance(self.policy, LanguagePolicy) else PolicyObjective(self.policy, config, device)
+        self.saving: SavingCheckpoint | None = None
         self._data_group = None if sharding.num_tensor_shards == 1 else self.mesh["replicate", "shard"]._flatten("data").get_group()
 
     # ---- training ---------------------------------------------------------------------------------------------------
@@ -76,8 +84,7 @@ class Rank:
             [M, len(METRICS) + 1] of the whole minibatches: the metrics and the loss. The steps end at the first that is not finite,
             which is not taken; its figures are the last row.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.set_learning_rate(learning_rate)
         rows = rows.mapped(lambda tensor: tensor.to(self.device))
         figures = []
         for step in steps:
@@ -86,14 +93,19 @@ class Rank:
                 break
         return np.stack(figures)
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of the schedule; parts of the policy with a rate of their own keep its ratio to it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate * group["scale"]
+
     def _step(self, rows: Batch, step: Step) -> np.ndarray:
         totals = torch.zeros(len(METRICS), dtype=torch.float64)
 
         def loss_of(start: int, stop: int) -> Tensor:
             nonlocal totals
-            index = torch.arange(start, stop, device=self.device)
-            assert rows.mask is not None
-            loss, metrics = masked_objective(self.policy, select_rows(rows, index), rows.mask[start:stop], self.config, step.denominator)
+            assert self.objective is not None
+            part = without_fillers(chosen_rows(rows, torch.arange(start, stop, device=self.device)))
+            loss, metrics = self.objective(self.policy, part, step.counts)
             named = {**metrics, "grad_norm": loss.detach()}
             totals = totals + torch.stack([named[name].double().cpu() for name in METRICS])
             return loss
@@ -120,7 +132,7 @@ class Rank:
         """[n] float32 values of this rank's observations, `chunk` of them at a time; n is the same on every rank."""
         num_rows = len(next(iter(observation.values())))
         parts = [
-            self.policy.value({key: part[start : start + chunk].to(self.device) for key, part in observation.items()}).float().cpu()  # type: ignore[operator]
+            self.policy.value({key: part[start : start + chunk].to(self.device) for key, part in observation.items()}).float().cpu()
             for start in range(0, num_rows, chunk)
         ]
         return torch.cat(parts) if parts else torch.zeros(0)
@@ -135,13 +147,14 @@ class Rank:
             own[name].copy_(value)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor), one at a time."""
-        return fsdp.gather_named(self.policy)
+        """(name, whole tensor) of what is trained, one at a time."""
+        return fsdp.gather_named(self.policy, self.parameters.keys())
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take whole tensors; no rank talks to another."""
         fsdp.load_named(self.policy, tensors)
 
+    @torch.no_grad()
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's state as `AutogradUpdater.state_tensors` names it, whole, on the host."""
         fsdp.reshard(self.policy)
@@ -151,8 +164,8 @@ class Rank:
             for key in _MOMENTS:
                 zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
                 state[f"{key}.{name}"] = fsdp.whole(entry[key]).cpu().clone() if entry else zeros
-            if entry:
-                step = _local(entry["step"]).detach().cpu().to(torch.int64)
+            if entry:  # parameters that the loss does not touch stay behind
+                step = torch.maximum(step, _local(entry["step"]).detach().cpu().to(torch.int64))
         return {"step": step, **state}
 
     @torch.no_grad()
@@ -165,35 +178,49 @@ class Rank:
                 fsdp.fill(moment, state[f"{key}.{name}"])
             self.optimizer.state[parameter] = {"step": state["step"].to(_local(parameter).device, torch.float32).clone(), **moments}
 
+    def forget_moments(self) -> None:
+        """Begin the optimizer anew; no rank talks to another."""
+        self.optimizer.state.clear()
 
-def masked_objective(
-    policy: nn.Module, batch: Batch, mask: Tensor, config: AlgorithmConfig, denominator: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's loss of some rows of a minibatch, divided by the whole minibatch's `denominator`: parts add up, metrics too.
+    def save_parts(self, folder: Path) -> SavingCheckpoint:
+        """Begin to write this rank's part of the optimizer's state, when the one before is written."""
+        if self.saving is not None:
+            self.saving.finish()
+        self.saving = save_sharded(folder, self._parts(), asynchronous=True)
+        return self.saving
 
-    Advantages come whitened, where the algorithm whitens them: a part does not know the others' mean.
-    """
-    evaluation = policy.evaluate(batch.observation, batch.action)  # type: ignore[operator]
-    shared = {"mask": mask, "denominator": denominator}
-    policy_part, metrics = ppo_clip_loss(
-        log_prob=evaluation.log_prob.sum(-1),
-        old_log_prob=batch.log_prob.sum(-1),
-        advantage=batch.advantage,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-        **shared,  # type: ignore[arg-type]
-    )
-    value_part, value_metrics = value_loss(
-        value=evaluation.value,
-        returns=batch.returns,
-        old_value=batch.value,
-        clip=config.value_clip,
-        **shared,  # type: ignore[arg-type]
-    )
-    entropy_part, entropy_metrics = entropy_bonus(entropy=evaluation.entropy.sum(-1), **shared)  # type: ignore[arg-type]
-    loss = policy_part + config.value_coef * value_part + config.entropy_coef * entropy_part
-    return loss, {**metrics, **value_metrics, **entropy_metrics}
+    @torch.no_grad()
+    def load_parts(self, folder: Path) -> None:
+        """Take up this rank's part of what any number of ranks wrote. Raises IncompatibleCheckpointError."""
+        found = {name: torch.zeros_like(tensor) for name, tensor in self._parts().items()}
+        load_sharded(folder, found)
+        for name, parameter in self.parameters.items():
+            self.optimizer.state[parameter] = {
+                "step": found["step"].to(_local(parameter).device, torch.float32),
+                **{key: found[f"{key}.{name}"] for key in _MOMENTS},
+            }
+
+    def _parts(self) -> dict[str, Tensor]:
+        """Named as `optimizer_state`, each tensor as it is cut."""
+        fsdp.reshard(self.policy)
+        parts: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.int64)}
+        for name, parameter in self.parameters.items():
+            entry = self.optimizer.state.get(parameter)
+            parts |= {f"{key}.{name}": entry[key] if entry else torch.zeros_like(parameter).detach() for key in _MOMENTS}
+            if entry:
+                parts["step"] = torch.maximum(parts["step"], _local(entry["step"]).detach().cpu().to(torch.int64))
+        return parts
+
+
+def without_fillers(batch: Batch) -> Batch:
+    """Rows that `mask` leaves out, which only make all ranks compute equally often, count for nothing in any sum."""
+    if batch.mask is None or bool(batch.mask.all()):
+        return batch.replaced(mask=None)
+    counted = batch.mask
+    units = torch.ones(batch.log_prob.shape, dtype=torch.bool, device=counted.device) if batch.unit_mask is None else batch.unit_mask
+    values = torch.ones(batch.returns.shape, dtype=torch.bool, device=counted.device) if batch.value_mask is None else batch.value_mask
+    wide = counted if values.dim() == 1 else counted[:, None]
+    return replace(batch, mask=None, unit_mask=units & counted[:, None], value_mask=values & wide)
 
 
 @contextlib.contextmanager

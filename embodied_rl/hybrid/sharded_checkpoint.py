@@ -11,6 +11,7 @@ Nothing is unpickled (torch's own distributed checkpoints keep their metadata in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets
@@ -36,6 +37,7 @@ from embodied_rl.hybrid import fsdp
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
 _POLL_S = 0.01
+_FAILED = ".failed"
 
 
 @dataclass
@@ -49,6 +51,10 @@ class SavingCheckpoint:
     @property
     def done(self) -> bool:
         return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Until nothing is written any more, whatever came of it."""
+        self._thread.join()
 
     def wait(self, timeout_s: float | None = None) -> Path:
         """The folder, when it is whole.
@@ -99,10 +105,14 @@ def save_sharded(
                 _finish(partial, final, description, dict(metadata or {}), num_ranks, timeout_s)
             else:
                 _await(lambda: not partial.exists(), timeout_s, f"rank 0 did not finish checkpoint '{final}'")
-        except OSError as error:
-            failure.append(cannot_write(final, error))
+        except (OSError, SafetensorError) as error:
+            failure.append(cannot_write(final, error if isinstance(error, OSError) else OSError(str(error))))
         except BaseException as error:  # told by `wait`, in the thread that asked
             failure.append(error)
+        if failure and rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # it takes room, and the others wait for its end
+        elif failure:
+            _tell_failure(partial, rank, failure[0])
 
     saving = SavingCheckpoint(final, threading.Thread(target=write, name="checkpoint", daemon=False), failure)
     saving._thread.start()
@@ -134,6 +144,14 @@ def load_sharded(folder: Path | str, tensors: Mapping[str, Tensor], *, verify: b
         if local.numel():
             _fill(folder, index, name, local, start, verified if verify else None)
     return dict(index["metadata"])
+
+
+def read_whole(folder: Path | str, *, verify: bool = True) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, put together. Raises IncompatibleCheckpointError as `load_sharded` does."""
+    described = read_index(folder)["tensors"]
+    tensors = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in described.items()}
+    load_sharded(folder, tensors, verify=verify)
+    return tensors
 
 
 def read_index(folder: Path | str) -> dict[str, Any]:
@@ -266,10 +284,27 @@ def _write_part(partial: Path, rank: int, parts: dict[str, Tensor], entries: dic
     write_atomic(partial / f"rank_{rank:05d}.json", json.dumps({"parts": entries, "sha256": _sha256(path), "bytes": path.stat().st_size}))
 
 
+def _tell_failure(partial: Path, rank: int, error: BaseException) -> None:
+    """So that rank 0 need not wait for a part that will never come. An empty file, where there is no room for the reason."""
+    path = partial / f"rank_{rank:05d}{_FAILED}"
+    with contextlib.suppress(OSError):
+        path.touch()
+        path.write_text(str(error), encoding="utf-8")
+
+
+def _all_there(partial: Path, notes: list[Path]) -> bool:
+    """Raises UserError where a rank says that it failed."""
+    for note in notes:
+        failed = note.with_suffix(_FAILED)
+        if failed.is_file():
+            raise UserError(failed.read_text(encoding="utf-8") or f"Rank {note.stem} cannot write its part: is the disk full?")
+    return all(note.is_file() for note in notes)
+
+
 def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: dict[str, Any], num_ranks: int, timeout_s: float) -> None:
     notes = [partial / f"rank_{rank:05d}.json" for rank in range(num_ranks)]
     try:
-        _await(lambda: all(note.is_file() for note in notes), timeout_s, f"not every rank wrote its part of checkpoint '{final}'")
+        _await(lambda: _all_there(partial, notes), timeout_s, f"not every rank wrote its part of checkpoint '{final}'")
     except UserError:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -12,18 +12,18 @@ from torch import Tensor
 from embodied_rl.algorithms.composition import Composition
 from embodied_rl.algorithms.episodes import EpisodeBatch
 from embodied_rl.config import AlgorithmConfig, HybridConfig
-from embodied_rl.hybrid.episode_learner import EpisodeLearner
 from embodied_rl.hybrid.episode_rank import EpisodeRank, pack_episodes
+from embodied_rl.hybrid.policy_episode_learner import PolicyEpisodeLearner
 from embodied_rl.hybrid.rank import EpisodeStep
 from embodied_rl.hybrid.sharded_updater import ShardedUpdater, plan_rows
 from embodied_rl.hybrid.updater import Minibatches
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy
 
 
-class ShardedEpisodeLearner(EpisodeLearner):
-    """`EpisodeLearner` over the ranks of `hybrid.sharding`; values and log-probabilities before the update are the whole policy's."""
+class ShardedEpisodeLearner(PolicyEpisodeLearner):
+    """`PolicyEpisodeLearner` over the ranks of `hybrid.sharding`; log-probabilities before the update are the whole policy's."""
 
-    def __init__(self, policy: ActorCritic, config: AlgorithmConfig, composition: Composition, hybrid: HybridConfig) -> None:
+    def __init__(self, policy: Policy, config: AlgorithmConfig, composition: Composition, hybrid: HybridConfig) -> None:
         """Start the ranks. Raises as `ShardedUpdater`."""
         super().__init__(policy, config, composition, hybrid.device, hybrid.rank_threads)
         self.sharded = ShardedUpdater(policy, config, hybrid, self.device)
@@ -36,20 +36,21 @@ class ShardedEpisodeLearner(EpisodeLearner):
         return super().update(*args, **kwargs)
 
     def _step(self, batch: EpisodeBatch, inputs: dict[str, Tensor], rows: np.ndarray, kl_coef: float) -> dict[str, float]:
-        sharded, mask = self.sharded, inputs["mask"][torch.from_numpy(rows)]
+        sharded, mask, decisions = self.sharded, *(inputs[name][torch.from_numpy(rows)] for name in ("mask", "decisions"))
         whole = Minibatches(rows, [(0, len(rows))])
         step = EpisodeStep(
             parts=[],
             num_units=float(self.aggregation.count(mask).clamp(min=1)),
-            num_steps=float(mask.sum().clamp(min=1)),
+            num_steps=float(decisions.sum().clamp(min=1)),
+            num_entries=float(mask.sum().clamp(min=1)),
             kl_coef=kl_coef,
-            learning_rate=sharded.optimizer.param_groups[0]["lr"],
+            learning_rate=sharded.optimizer.param_groups[0]["lr"] / sharded.optimizer.param_groups[0]["scale"],
         )
 
         def part_of(index: int) -> tuple[EpisodeStep, dict[str, Tensor]]:
-            chosen, counts, steps = plan_rows(whole, index, sharded.num_parts, sharded.sharding.micro_batch_size)
-            tensors = pack_episodes(batch, inputs, chosen, counts, self.policy.observation_keys)
-            return dataclasses.replace(step, parts=steps[0].parts), tensors
+            chosen, counts, parts = plan_rows(whole, index, sharded.num_parts, sharded.sharding.micro_batch_size)
+            tensors = pack_episodes(batch, inputs, chosen, counts, tuple(batch.observation))
+            return dataclasses.replace(step, parts=parts[0]), tensors
 
         sharded.send_parts("episodes", part_of)
         own, tensors = part_of(0)

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from torch import Tensor
 from torch import distributed as dist
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.config import AlgorithmConfig, PolicyConfig, ShardingConfig
-from embodied_rl.config.building import build
+from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, LanguageConfig, ShardingConfig
+from embodied_rl.config.building import build, convert
 from embodied_rl.hybrid.episode_rank import EpisodeRank
 from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.rank import EpisodeStep, Rank, Step, join
-from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.hybrid.token_rank import TokenRank, TokenStep
+from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.language import build_language_policy
 from embodied_rl.types import SimSpec
 
-BATCH_FIELDS = ("action", "log_prob", "advantage", "returns", "value", "mask")
+BATCH_FIELDS = ("action", "log_prob", "advantage", "returns", "value", "mask", "unit_mask", "value_mask")
 OBSERVATION = "observation."
 
 
@@ -50,22 +53,35 @@ def start(link: Link) -> Rank:
     torch.set_num_threads(setup["num_threads"])
     index, sharding = int(setup["rank"]), build(ShardingConfig, setup["sharding"], "hybrid.sharding")
     device = torch.device("cuda", index) if setup["device"] == "cuda" else torch.device("cpu")
-    policy = build_policy(build(PolicyConfig, setup["policy"], "policy"), SimSpec.from_dict(setup["spec"]))
+    policy = build_described(setup)
     policy.load_state_dict(dict(weights))
     link.send({"here": True})  # what fails so far is known at once; the others wait for each other from here on
     join(setup["store"], index, sharding.num_ranks, device, setup["timeout_s"])
     return Rank(policy, build(AlgorithmConfig, setup["algorithm"], "algorithm"), sharding, device)
 
 
+def build_described(description: Mapping[str, Any]) -> Any:
+    """The policy that `rank_group.description_of` described, with weights that are to be replaced. Raises UserError."""
+    config = convert(AnyPolicyConfig, description["policy"], "policy")
+    if isinstance(config, LanguageConfig):
+        policy = build_language_policy(config, weights=False)
+        # Whether a model keeps packed sequences apart was tried with the real weights.
+        policy.layout = description["layout"]
+        return policy
+    return build_policy(config, SimSpec.from_dict(description["spec"]))
+
+
 def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """Do one thing together with the other ranks; tensors to be sent back, or None."""
     what = message["do"]
     if what == "epoch":
-        steps = [Step([tuple(part) for part in parts], denominator) for parts, denominator in message["steps"]]
+        steps = [Step([tuple(part) for part in step["parts"]], step["counts"]) for step in message["steps"]]
         rank.epoch(unpack(tensors), steps, message["learning_rate"])
     elif what == "episodes":
         told = {**message["step"], "parts": [tuple(part) for part in message["step"]["parts"]]}
         EpisodeRank(rank).step(tensors, EpisodeStep(**told))
+    elif what == "tokens":
+        TokenRank(rank).step(tensors, TokenStep(**message["step"]))
     elif what == "buffers":
         rank.set_buffers(tensors)
     elif what == "values":
@@ -79,7 +95,15 @@ def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) ->
         rank.optimizer_state()
     elif what == "load_optimizer_state":
         rank.load_optimizer_state(tensors)
+    elif what == "forget_moments":
+        rank.forget_moments()
+    elif what == "save_parts":
+        rank.save_parts(Path(message["folder"]))  # rank 0 tells what went wrong
+    elif what == "load_parts":
+        rank.load_parts(Path(message["folder"]))
     elif what == "leave":
+        if rank.saving is not None:
+            rank.saving.finish()
         dist.destroy_process_group()
     else:
         raise ValueError(f"unknown request {what!r}")

@@ -136,8 +136,8 @@ class AutogradUpdater:
             entry = self.optimizer.state.get(parameter)
             for key in ("exp_avg", "exp_avg_sq"):
                 state[f"{key}.{name}"] = entry[key].detach().cpu().clone() if entry else torch.zeros(parameter.shape, dtype=parameter.dtype)
-            if entry:
-                step = entry["step"].detach().cpu().to(torch.int64)
+            if entry:  # parameters that the loss does not touch stay behind
+                step = torch.maximum(step, entry["step"].detach().cpu().to(torch.int64))
         return {"step": step, **state}
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:

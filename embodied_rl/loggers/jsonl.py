@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +30,7 @@ class JsonlLogger(Logger):
                     self.path.rename(next_free(self.path))
                 else:
                     _keep_until(self.path, resume_step)
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
@@ -38,8 +40,13 @@ class JsonlLogger(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": int(step), "time_unix_s": round(time.time(), 3), **finite}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = (json.dumps({"step": int(step), "time_unix_s": round(time.time(), 3), **finite}, allow_nan=False) + "\n").encode()
+        try:
+            # Without a buffer: what could not be written is not tried again when the file is closed.
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
         self._file.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.errors import MissingExtraError
+from embodied_rl.files import next_free
 from embodied_rl.loggers.base import Logger
 
 VIDEO_TAG = "video"
@@ -26,7 +27,10 @@ class TensorBoardLogger(Logger):
         except ModuleNotFoundError as error:
             raise MissingExtraError("Logger 'tensorboard'", "all", error) from error
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        folder = run_dir / "tensorboard"
+        if resume_step is None and folder.exists():
+            folder.rename(next_free(folder))  # of an earlier attempt at this run, as `metrics.jsonl` is kept
+        self._writer = EventFileWriter(str(folder))
         if resume_step is not None:
             # TensorBoard drops what earlier files of this folder hold from this step on.
             restart = Event(wall_time=time.time(), step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))

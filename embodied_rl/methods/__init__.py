@@ -18,12 +18,15 @@ from embodied_rl.methods.agents import AgentMethod, check_agent
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import CloningMethod, DaggerMethod
 from embodied_rl.methods.demonstrations import expert_of, training_sim
+from embodied_rl.methods.domain_building import check_domains, with_domains
 from embodied_rl.methods.groups import GroupMethod, make_starts, queue_config
 from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
+from embodied_rl.methods.programs import ProgramMethod, check_programs
 from embodied_rl.methods.rollout import RolloutMethod
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.rollout.agent_generator import AgentGenerator
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
+from embodied_rl.sim.text.program import is_program
 
 __all__ = [
     "AgentMethod",
@@ -45,13 +48,17 @@ __all__ = [
 
 def check_method(config: TrainConfig) -> None:
     """Raises UserError for what makes no sense together, or is not there, before any simulator is started."""
+    config = with_domains(config)
     algorithm = config.algorithm
     compose(algorithm)
     if algorithm.groups is not None:
         queue_config(algorithm.groups)
         build_filters(algorithm.groups.filters)
-    elif algorithm.initialized.share > 0:
+    elif algorithm.initialized.share > 0 and not config.domains:
         raise UserError("algorithm.initialized is about groups of whole episodes: choose a method with groups (algorithm=grpo, say).")
+    if config.domains:
+        check_domains(config)
+        return
     if algorithm.off_policy is not None:
         _check_off_policy(config)
     if config.recording and not algorithm.learns_from_recordings and algorithm.warm_start is None:
@@ -65,11 +72,29 @@ def check_method(config: TrainConfig) -> None:
         for path in config.recording:
             open_recording(path).close()
     _check_kinds(config)
+    if config.checkpoint.within_episodes:
+        _check_within_episodes(config)
     training_sim(config)
+
+
+def _check_within_episodes(config: TrainConfig) -> None:
+    algorithm, why = config.algorithm, ""
+    if algorithm.groups is not None:
+        why = f"algorithm={algorithm.name} plays whole episodes, of which those in flight are begun again from their seeds"
+    elif not algorithm.on_policy:
+        why = f"algorithm={algorithm.name} learns from recordings"
+    elif config.hybrid.plays_apart:
+        why = "with this placement the episodes are played in another process"
+    elif config.record.share > 0:
+        why = f"record.share={config.record.share:g} writes episodes from their beginning"
+    if why:
+        raise UserError(f"checkpoint.within_episodes is about PPO's rollouts of all slots, and {why}. Set it false.")
 
 
 def _check_kinds(config: TrainConfig) -> None:
     """Texts and actions are generated, and learned from, each in their own way."""
+    if is_program(config.sim):
+        check_programs(config)
     if config.policy.name == "language":
         check_agent(config)
         return
@@ -103,18 +128,22 @@ def _check_chunks(config: TrainConfig) -> None:
     if isinstance(policy, PolicyConfig):
         if algorithm.ratio == "action" or algorithm.advantage in ("gae_action", "gae_chunk"):
             raise UserError("algorithm.ratio=action and advantages of chunks need a policy that acts in chunks (policy=tiny_vla, say).")
+        for name in ("value_learning_rate", "head_learning_rate", "micro_batch_size"):
+            if algorithm.groups is not None and getattr(algorithm, name) is not None:
+                raise UserError(
+                    f"algorithm.{name} is not offered for policy.name='{policy.name}' with groups, whose small networks learn at one rate: "
+                    f"set algorithm.{name}=null (a critic of large returns: algorithm.reward.scale)."
+                )
         return
     who = f"policy.name='{policy.name}'"
-    if algorithm.off_policy is not None or (algorithm.cloning is not None and algorithm.cloning.dagger):
+    if algorithm.off_policy is not None:
         raise UserError(
-            f"algorithm={algorithm.name} needs the simulator's own actions step by step; {who} gives others: take ppo, grpo or bc."
+            f"algorithm={algorithm.name} needs the simulator's own actions step by step; {who} gives others: take ppo, grpo, bc or dagger."
         )
     if algorithm.initialized.share > 0:
         raise UserError(f"algorithm.initialized replays actions step by step; {who} gives others: set algorithm.initialized.share=0.")
     if config.record.share > 0:
         raise UserError(f"record.share={config.record.share:g} writes actions step by step; {who} gives others: set record.share=0.")
-    if config.hybrid.sharding is not None:
-        raise UserError(f"hybrid.sharding trains actor-critics and language models; {who} is trained in this process: set it null.")
     of_actions = getattr(policy, "value", "chunk") == "action"
     if of_actions != (algorithm.advantage == "gae_action") and algorithm.cloning is None:
         raise UserError(
@@ -142,11 +171,14 @@ def _check_off_policy(config: TrainConfig) -> None:
         raise UserError("algorithm.off_policy.recorded_share is about minibatches with fresh steps: leave it at 0 with fresh=false.")
 
 
-def make_method(config: TrainConfig, manager: EnvManager, policy: Any, generator: Generator, run_dir: Path) -> Method:
+def make_method(config: TrainConfig, manager: Any, policy: Any, generator: Generator, run_dir: Path) -> Method:
     """What the configuration asks for. Raises UserError for a combination that makes no sense."""
     algorithm = config.algorithm
     if isinstance(policy, LanguagePolicy):
         assert isinstance(generator, AgentGenerator), "the trainer makes one for a language policy"
+        if isinstance(manager, ProgramManager):
+            assert isinstance(generator, ProgramGenerator), "programs have a proxy"
+            return ProgramMethod(config, manager, policy, generator, run_dir)
         return AgentMethod(config, manager, policy, generator, run_dir)
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod

@@ -14,6 +14,7 @@ from torch import Tensor
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, rows_of
+from embodied_rl.algorithms.composition import Composition
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.filters import build_filters
@@ -21,6 +22,8 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.hybrid.language_learner import LanguageLearner, ReferenceLogProbs, TokenBatch
+from embodied_rl.hybrid.rank_group import RankGroup
+from embodied_rl.hybrid.sharded_language import ShardedLanguageLearner
 from embodied_rl.methods.base import Experience
 from embodied_rl.methods.groups import queue_config
 from embodied_rl.methods.warm_start import WarmStart
@@ -40,11 +43,14 @@ _DIALOGUES_SHOWN = 12
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    turns: EpisodeBatch
+class PreparedTurns:
+    """Turns with their credit, as tokens."""
+
     tokens: TokenBatch
-    credit: Credit
     log_probs: ReferenceLogProbs
+    num_turns: int
+    """Those that are learned from."""
+    metrics: dict[str, float]
 
 
 class AgentMethod:
@@ -57,15 +63,9 @@ class AgentMethod:
         self.config = config
         self.algorithm = EpisodeMethod(config.algorithm)
         composition = self.algorithm.composition
-        self.learner = LanguageLearner(
-            policy,
-            config.algorithm,
-            composition,
-            config.hybrid.device,
-            config.hybrid.num_threads,
-            # In the same precision by the same code, of the weights of this very version.
-            trust_sampled=config.generation.backend == "tokens_torch" and groups.max_staleness == 0,
-        )
+        # In the same precision by the same code, of the weights of this very version.
+        trust = config.generation.backend == "tokens_torch" and groups.max_staleness == 0
+        self.learner, self.sharded = _make_learner(config, policy, composition, trust_sampled=trust)
         self._queue_config = queue_config(groups)
         self._filters = build_filters(groups.filters)
         self._domains = DomainMixture.single(manager.spec.task)
@@ -93,20 +93,11 @@ class AgentMethod:
         finished = [(episode.success, episode.game_return, episode.num_messages) for episode in episodes]
         return Experience(sum(episode.num_messages for episode in episodes), finished, {}, groups)
 
-    def prepare(self, experience: Experience) -> _Prepared:
-        groups: list[EpisodeGroup] = experience.data
-        turns, (rows, owner) = turn_batch(groups), token_rows(agent_episodes(groups))
-        # The sequences are the same whatever the credit is, and a KL term in the reward needs their log-probabilities first.
-        everything = Credit(torch.zeros(turns.shape), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
-        log_probs = self.learner.log_probs(token_batch(rows, owner, everything))
-        values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
-        in_reward = self.config.algorithm.kl.coef > 0 and self.config.algorithm.kl.place == "reward"
-        present, reference = (of_turns(part, rows, owner, turns.shape) for part in (log_probs.present, log_probs.reference))
-        credit = self.algorithm.prepare(turns, values, present if in_reward else None, reference if in_reward else None)
-        return _Prepared(turns, token_batch(rows, owner, credit), credit, log_probs)
+    def prepare(self, experience: Experience) -> PreparedTurns:
+        return prepare_turns(self.algorithm, self.learner, experience.data)
 
-    def update(self, prepared: _Prepared, *, iteration: int, steps: int) -> dict[str, float]:
-        num_turns = max(int(prepared.credit.mask.sum()), 1)
+    def update(self, prepared: PreparedTurns, *, iteration: int, steps: int) -> dict[str, float]:
+        num_turns = max(prepared.num_turns, 1)
         stats = self.learner.update(
             prepared.tokens,
             prepared.log_probs,
@@ -118,7 +109,7 @@ class AgentMethod:
         if "kl" in stats and self.config.algorithm.kl.place == "loss":
             self.algorithm.adapt(stats["kl"], num_turns)
             stats["kl_coef"] = self.algorithm.kl_coefficient.value
-        return {**stats, **prepared.credit.metrics}
+        return {**stats, **prepared.metrics}
 
     def published(self, version: int) -> None:
         self.queue.published(version)
@@ -181,6 +172,18 @@ class AgentMethod:
         )
 
 
+def _make_learner(
+    config: TrainConfig, policy: LanguagePolicy, composition: Composition, *, trust_sampled: bool
+) -> tuple[LanguageLearner, RankGroup | None]:
+    """The learner, and its ranks where it has several."""
+    hybrid = config.hybrid
+    if hybrid.sharding is None:
+        arguments = (policy, config.algorithm, composition, hybrid.device, hybrid.num_threads)
+        return LanguageLearner(*arguments, trust_sampled=trust_sampled), None
+    sharded = ShardedLanguageLearner(policy, config.algorithm, composition, hybrid, trust_sampled=trust_sampled)
+    return sharded, sharded.sharded
+
+
 def check_agent(config: TrainConfig) -> None:
     """Raises UserError for what a language agent cannot do, before any simulator is started."""
     algorithm = config.algorithm
@@ -203,12 +206,24 @@ def check_agent(config: TrainConfig) -> None:
             "algorithm.warm_start of a language agent clones a scripted player: set algorithm.warm_start.player, such as "
             "embodied_rl.sim.text.frozenlake:player, or algorithm.warm_start=null."
         )
-    if config.hybrid.sharding is not None:
-        raise UserError("hybrid.sharding is not offered for policy=language yet: set hybrid=local.")
     if algorithm.initialized.share > 0:
         raise UserError("algorithm.initialized is offered for robots' policies: set algorithm.initialized.share=0.")
     if config.record.share > 0:
         raise UserError("record.share is offered for robots' policies: set record.share=0.")
+
+
+def prepare_turns(algorithm: EpisodeMethod, learner: LanguageLearner, groups: Sequence[EpisodeGroup]) -> PreparedTurns:
+    """Credit of the turns of groups, and its tokens."""
+    turns, (rows, owner) = turn_batch(groups), token_rows(agent_episodes(groups))
+    # The sequences are the same whatever the credit is, and a KL term in the reward needs their log-probabilities first.
+    everything = Credit(torch.zeros(turns.shape), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
+    log_probs = learner.log_probs(token_batch(rows, owner, everything))
+    values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
+    kl = algorithm.config.kl
+    in_reward = kl.coef > 0 and kl.place == "reward"
+    present, reference = (of_turns(part, rows, owner, turns.shape) for part in (log_probs.present, log_probs.reference))
+    credit = algorithm.prepare(turns, values, present if in_reward else None, reference if in_reward else None)
+    return PreparedTurns(token_batch(rows, owner, credit), log_probs, int(credit.mask.sum()), dict(credit.metrics))
 
 
 def agent_episodes(groups: Sequence[EpisodeGroup]) -> list[AgentEpisode]:
@@ -274,7 +289,7 @@ def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) 
     learned = sampled & credit.mask[episode[:, None], turns]
     advantage = credit.advantage[episode[:, None], turns]
     return TokenBatch(
-        sequences=tuple(TokenSequence(row.token_ids, row.mask) for row in rows),
+        sequences=tuple(TokenSequence(row.token_ids, row.mask, row.images) for row in rows),
         mask=learned,
         advantage=torch.where(learned, advantage, torch.zeros_like(advantage)),
         behaviour_log_prob=torch.from_numpy(log_prob),

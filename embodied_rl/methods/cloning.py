@@ -20,7 +20,7 @@ from embodied_rl.hybrid.cloning_learner import CloningLearner
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.policies.base import Policy
+from embodied_rl.policies.base import Policy, layout_of
 from embodied_rl.policies.heads import SquashedGaussian
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
 from embodied_rl.sim.instrumented import EXPERT
@@ -144,7 +144,8 @@ class DaggerMethod(CloningMethod):
     """DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after). Implements `Method`.
 
     The first iteration clones the recorded episodes; each later one lets the policy play `rollout_steps` steps of every slot by its
-    mode, adds what the expert would have done in each state, and learns from all of it. Steps are environment steps.
+    mode, adds what the expert would have done in each state, and learns from all of it. Steps are environment steps. Of a policy that
+    acts in chunks the expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
     """
 
     def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator, run_dir: Path) -> None:
@@ -155,8 +156,10 @@ class DaggerMethod(CloningMethod):
             rollout_steps=config.algorithm.rollout_steps,
             num_groups=config.sim.pipeline_groups,
             seed=config.seed,
+            layout=layout_of(policy),
         )
-        self._observation: dict[str, np.ndarray] = {key: part.numpy() for key, part in nothing_seen(policy).items()}
+        texts = {key: np.empty(0, object) for key in policy.observation_keys if key not in policy.spec.tensors}
+        self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}
         self._action = np.zeros((0, manager.spec.action.dim), manager.spec.action.dtype)
 
     def collect(self, iteration: int) -> Experience:
@@ -173,11 +176,12 @@ class DaggerMethod(CloningMethod):
         if rollout is None:
             return None
         assert self.train is not None
-        answers = rollout.observation[EXPERT].reshape(rollout.num_steps, -1)
+        asked = rollout.reward.size
+        answers = rollout.observation[EXPERT].reshape(asked, -1)
         margin = self.train.options.action_margin
         self._action = np.concatenate([self._action, normalise_actions(answers, self.policy.spec.action, margin=margin)])
         for key, part in self._observation.items():
-            seen = rollout.observation[key].reshape(rollout.num_steps, *part.shape[1:])
+            seen = rollout.observation[key].reshape(asked, *part.shape[1:])
             self._observation[key] = np.concatenate([part.astype(seen.dtype), seen])
         return None
 
@@ -196,8 +200,12 @@ class DaggerMethod(CloningMethod):
 
     def _answered(self, rows: np.ndarray) -> Transitions:
         observation = {key: part[rows] for key, part in self._observation.items()}
-        nothing = np.zeros(len(rows), np.float32)
-        return Transitions(observation, self._action[rows], nothing, nothing, observation)
+        nothing, action, executed = np.zeros(len(rows), np.float32), self._action[rows], None
+        assert self.train is not None
+        if (chunk := self.train.options.window) is not None:
+            action = np.pad(action[:, None], ((0, 0), (0, chunk - 1), (0, 0)))
+            executed = np.arange(chunk) < np.ones((len(rows), 1))
+        return Transitions(observation, action, nothing, nothing, observation, executed)
 
     def finish(self) -> None:
         """The last weights have seen the most answers."""
@@ -210,10 +218,23 @@ class DaggerMethod(CloningMethod):
         return {**super().metrics(), "data/labels": float(self._recorded_steps() + len(self._action))}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        answered = {f"answered.observation.{key}": torch.from_numpy(part) for key, part in self._observation.items()}
+        vectors = {key: part for key, part in self._observation.items() if part.dtype != object}
+        answered = {f"answered.observation.{key}": torch.from_numpy(part) for key, part in vectors.items()}
         return {**super().state_tensors(), **answered, "answered.action": torch.from_numpy(self._action)}
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         super().load_state_tensors({name: value for name, value in state.items() if not name.startswith("answered.")})
-        self._observation = {key: state[f"answered.observation.{key}"].numpy() for key in self._observation}
+        vectors = [key for key, part in self._observation.items() if part.dtype != object]
+        self._observation |= {key: state[f"answered.observation.{key}"].numpy() for key in vectors}
         self._action = state["answered.action"].numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Texts are in no tensor: an answer's instruction is its number among those that were seen."""
+        known = {key: list(dict.fromkeys(part.tolist())) for key, part in self._observation.items() if part.dtype == object}
+        texts = {key: {"known": texts, "number": [texts.index(one) for one in self._observation[key]]} for key, texts in known.items()}
+        return {**super().state_dict(), "texts": texts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for key, told in state.get("texts", {}).items():
+            self._observation[key] = np.array([*told["known"], None], object)[told["number"]]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch
 from embodied_rl.algorithms.filters import build_filters
@@ -34,7 +35,7 @@ from embodied_rl.rollout.start_sources import record_expert, shown_expert
 from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import EpisodeGroup, SimSpec
+from embodied_rl.types import ActionLayout, EpisodeGroup, SimSpec
 
 _EXPERT_TRIES = 3
 """Episodes that an expert may play for each one that is wanted."""
@@ -52,8 +53,7 @@ class GroupMethod:
     """Any advantage and loss of the tables, on whole episodes in groups. Implements `Method`."""
 
     def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator) -> None:
-        groups = config.algorithm.groups
-        assert groups is not None, "RolloutMethod is for runs without groups"
+        assert config.algorithm.groups is not None, "RolloutMethod is for runs without groups"
         self.config = config
         self.algorithm = EpisodeMethod(config.algorithm)
         composition = self.algorithm.composition
@@ -62,28 +62,18 @@ class GroupMethod:
         self._prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None
         self.sharded = None
         if hybrid.sharding is not None:
-            self.learner = ShardedEpisodeLearner(policy, config.algorithm, composition, hybrid)  # type: ignore[arg-type]  # it checks
+            self.learner = ShardedEpisodeLearner(policy, config.algorithm, composition, hybrid)
             self.sharded = self.learner.sharded
+            self._prepare = functools.partial(prepare_observation, policy)
         elif isinstance(policy, ActorCritic) and not is_needed(config.algorithm, hybrid.precision):
             self.learner = EpisodeLearner(policy, config.algorithm, composition, hybrid.device, hybrid.num_threads)
         else:
             self.learner = PolicyEpisodeLearner(policy, config.algorithm, composition, hybrid.device, hybrid.num_threads, hybrid.precision)
             self._prepare = functools.partial(prepare_observation, policy)
-        self._queue_config = queue_config(groups)
-        self._filters = build_filters(groups.filters)
-        self._domains = DomainMixture.single(manager.spec.task)
+        self._task = manager.spec.task
         self.queue = self._new_queue()
         self.starts = make_starts(config, manager.spec)
-        self.collector = GroupCollector(
-            manager,
-            generator,
-            self.queue,
-            seed=config.seed,
-            min_ready=1 if groups.max_staleness else None,
-            greedy_member="greedy_baseline" in composition.advantage.needs,
-            starts=self.starts,
-            layout=layout_of(policy),
-        )
+        self.collector = make_group_collector(config, manager, generator, self.queue, layout_of(policy), self.starts)
 
     @property
     def finished(self) -> bool:
@@ -96,11 +86,15 @@ class GroupMethod:
     def collect(self, iteration: int) -> Experience:
         groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
         episodes = [episode for group in groups for episode in group.episodes]
-        batch = EpisodeBatch.of(groups, self._prepare)
+        batch = self.batch(groups)
         # Success rates, and what is chosen by them, are of ordinary starts.
         ordinary = [episode for episode in episodes if episode.metadata.get("start", {}).get("source") is None]
         finished = [(episode.success, episode.episode_return, episode.num_steps) for episode in ordinary]
         return Experience(sum(episode.num_steps for episode in episodes), finished, batch.observation, batch)
+
+    def batch(self, groups: list[EpisodeGroup]) -> EpisodeBatch:
+        """Groups as `prepare` takes them, in an `Experience`."""
+        return EpisodeBatch.of(groups, self._prepare)
 
     def prepare(self, experience: Experience) -> _Prepared:
         batch: EpisodeBatch = experience.data
@@ -142,7 +136,7 @@ class GroupMethod:
     def metrics(self) -> dict[str, float]:
         wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
         counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
-        return counts | ({} if self.starts is None else self.starts.metrics())
+        return {**counts, **({} if self.starts is None else self.starts.metrics()), **self.collector.metrics()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()
@@ -197,7 +191,38 @@ class GroupMethod:
             )
 
     def _new_queue(self) -> GroupQueue:
-        return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._domains, filters=self._filters)
+        return make_group_queue(self.config, self._task)
+
+
+def make_group_queue(config: TrainConfig, task: str) -> GroupQueue:
+    """The queue that a configuration describes, for groups of one task."""
+    groups = config.algorithm.groups
+    assert groups is not None, "a method on groups"
+    filters = build_filters(groups.filters)
+    return GroupQueue(queue_config(groups), seed=config.seed, domains=DomainMixture.single(task), filters=filters)
+
+
+def make_group_collector(
+    config: TrainConfig,
+    manager: EnvManager,
+    generator: Generator,
+    queue: GroupQueue,
+    layout: ActionLayout,
+    starts: StartLibrary | None = None,
+) -> GroupCollector:
+    """The collector that a configuration describes, in whatever process the simulators are."""
+    groups = config.algorithm.groups
+    assert groups is not None, "a method on groups"
+    return GroupCollector(
+        manager,
+        generator,
+        queue,
+        seed=config.seed,
+        min_ready=1 if groups.max_staleness else None,
+        greedy_member="greedy_baseline" in compose(config.algorithm).advantage.needs,
+        starts=starts,
+        layout=layout,
+    )
 
 
 def queue_config(groups: GroupsConfig) -> GroupQueueConfig:

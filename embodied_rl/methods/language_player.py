@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from embodied_rl.agents.agent import Agent
+from embodied_rl.agents.sight import Sight
+from embodied_rl.agents.tool_calls import response_text, tools_text
+from embodied_rl.agents.tools.runner import ToolRunner
 from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.generation.scripted_tokens import RandomTokens
@@ -17,19 +21,30 @@ from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.model_folder import max_context
 from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import SimSpec
+from embodied_rl.sim.text.program import is_program
+from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
 
 MODEL_FOLDER = "model"
 """In a run's folder: the tiny model as it was made. In a checkpoint: the model's configuration and tokenizer."""
 
 
-def make_language_policy(config: TrainConfig, manager: EnvManager, run_dir: Path, checkpoint: Path | None) -> LanguagePolicy:
+def make_language_policy(
+    config: TrainConfig,
+    manager: EnvManager,
+    run_dir: Path,
+    checkpoint: Path | None,
+    base: Path | None = None,
+    further: Sequence[tuple[AgentConfig, EnvManager]] = (),
+) -> LanguagePolicy:
     """The policy of a run; a resumed one's weights are loaded by the caller.
 
     Args:
         manager: shows the texts that a tiny model's tokenizer must know; its episodes are lost.
         checkpoint: the folder of the checkpoint that the run is continued from.
+        base: the model's folder, where that checkpoint holds an adapter alone.
+        further: other domains that the policy plays: agents and their simulators.
 
     Raises:
         UserError: the simulator does not speak, or the model cannot be loaded.
@@ -37,22 +52,28 @@ def make_language_policy(config: TrainConfig, manager: EnvManager, run_dir: Path
     """
     language = config.policy
     assert isinstance(language, LanguageConfig), "policy.name says so"
-    _check_texts(manager.spec)
+    for _, speaking in ((config.agent, manager), *further):
+        _check_texts(speaking.spec)
     if checkpoint is not None:
-        return read_language_policy(config, checkpoint)
+        return read_language_policy(config, checkpoint, base=base)
     if language.model is None:
-        language = dataclasses.replace(language, model=str(_make_tiny(config, language, manager, run_dir / MODEL_FOLDER)))
+        texts = [text for agent, speaking in ((config.agent, manager), *further) for text in _texts(agent, speaking)]
+        language = dataclasses.replace(language, model=str(_make_tiny(config, language, texts, run_dir / MODEL_FOLDER)))
     return build_language_policy(language)
 
 
-def read_language_policy(config: TrainConfig, checkpoint: Path, tensors: Mapping[str, Tensor] | None = None) -> LanguagePolicy:
-    """The policy that a checkpoint's folder describes, with `tensors` for weights; None: random ones.
+def read_language_policy(
+    config: TrainConfig, checkpoint: Path, tensors: Mapping[str, Tensor] | None = None, *, base: Path | None = None
+) -> LanguagePolicy:
+    """The policy that a checkpoint's folder describes, with `tensors` for weights; None: random ones, or those of the model in `base`.
 
     Raises:
         IncompatibleCheckpointError: the folder or the tensors are not a language policy's.
     """
     language = config.policy
     assert isinstance(language, LanguageConfig), "policy.name says so"
+    if base is not None:
+        return build_language_policy(dataclasses.replace(language, model=str(base)))
     folder = checkpoint / MODEL_FOLDER
     if not (folder / "config.json").is_file():
         raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint}' is incomplete: {MODEL_FOLDER}/config.json is missing.")
@@ -63,14 +84,43 @@ def read_language_policy(config: TrainConfig, checkpoint: Path, tensors: Mapping
 
 
 def make_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec) -> Agent:
-    """The agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does."""
-    return Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=max_context(policy.hf_config))
+    """The agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does, and for pictures that it cannot see."""
+    sight = _make_sight(policy, spec)
+    agent = Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=max_context(policy.hf_config))
+    agent.sight = sight
+    return agent
+
+
+def _make_sight(policy: LanguagePolicy, spec: SimSpec) -> Sight | None:
+    """How the policy sees the pictures of `LanguageConfig.images`; None: it is to see none."""
+    keys = policy.config.images
+    if not keys:
+        return None
+    if policy.vision is None:
+        raise UserError(
+            f"policy.images={list(keys)}: model '{policy.config.model or 'tiny'}' ({policy.hf_config.model_type}) reads texts alone. Name "
+            "a vision-language model (policy.model=…: Qwen2-VL and its successors, LLaVA-1.5), or set policy.images=[]."
+        )
+    for key in keys:
+        part = spec.observation.get(key)
+        pictures = (isinstance(part, VariableSpec) and part.kind == "array") or (
+            isinstance(part, TensorSpec) and part.dtype == "uint8" and len(part.shape) == 3 and part.shape[2] == 3
+        )
+        if not pictures:
+            known = ", ".join(spec.observation)
+            raise UserError(f"policy.images: '{key}' is no picture [H, W, 3] uint8 of task '{spec.task}', whose observation has: {known}.")
+    vision = policy.vision
+    placeholder = policy.tokenizer.decode(vision.placeholder_ids(), skip_special_tokens=False) + "\n"
+    return Sight(tuple(keys), placeholder, vision.image_token_id, vision.expand)
 
 
 def make_agent_generator(config: TrainConfig, policy: LanguagePolicy, spec: SimSpec, run_dir: Path) -> AgentGenerator:
     """The agent with its own token backend, which `publish` fills with the policy's weights."""
-    backend = _make_backend(config.generation, policy, run_dir, seed=config.seed)
-    return AgentGenerator(make_agent(config.agent, policy, spec), backend, policy.named_weights)
+    backend = make_backend(config.generation, policy, run_dir, seed=config.seed)
+    agent = make_agent(config.agent, policy, spec)
+    if is_program(config.sim):
+        return ProgramGenerator(agent, policy.tokenizer, backend, policy.named_weights, secrets.token_urlsafe(24))
+    return AgentGenerator(agent, backend, policy.named_weights)
 
 
 def make_random_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec, seed: int) -> AgentGenerator:
@@ -82,7 +132,7 @@ def make_random_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec
     return AgentGenerator(agent, backend, temperature=1.0, seed=seed)
 
 
-def _make_backend(config: GenerationConfig, policy: LanguagePolicy, run_dir: Path, *, seed: int) -> TokenBackend:
+def make_backend(config: GenerationConfig, policy: LanguagePolicy, run_dir: Path, *, seed: int) -> TokenBackend:
     if config.backend == "vllm":
         from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
 
@@ -103,7 +153,7 @@ def _check_texts(spec: SimSpec) -> None:
         )
 
 
-def _make_tiny(config: TrainConfig, language: LanguageConfig, manager: EnvManager, folder: Path) -> Path:
+def _make_tiny(config: TrainConfig, language: LanguageConfig, texts: Iterable[str], folder: Path) -> Path:
     from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
     from embodied_rl.policies.word_tokenizer import word_tokenizer
 
@@ -116,13 +166,25 @@ def _make_tiny(config: TrainConfig, language: LanguageConfig, manager: EnvManage
         intermediate_size=tiny.intermediate_size,
         max_context=tiny.max_context,
     )
-    return make_tiny_model(folder, (), shape=shape, seed=config.seed, tokenizer=word_tokenizer(_texts(config.agent, manager)))
+    return make_tiny_model(folder, (), shape=shape, seed=config.seed, tokenizer=word_tokenizer(texts))
+
+
+def _about_tools(agent: AgentConfig) -> list[str]:
+    """What is read and written about tools."""
+    if not agent.tools:
+        return []
+    tools = ToolRunner.make(agent.tools, agent.tool_options)
+    try:
+        return [tools_text(tools.toolbox.schemas()), response_text(["error: there is no tool"])]
+    finally:
+        tools.close()
 
 
 def _texts(agent: AgentConfig, manager: EnvManager) -> Iterable[str]:
     """What will be read and written: first observations, instruction, templates and actions, in small letters too."""
-    shown: list[Any] = list(manager.reset().observation["text"])
+    shown: list[Any] = manager.texts() if isinstance(manager, ProgramManager) else list(manager.reset().observation["text"])
     told = [*map(str, shown), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
     told += [f"<{tag}></{tag}>" for tag in (agent.tag, agent.summary_tag)]
+    told += _about_tools(agent)
     manager.discard()
     return [*told, *(action.lower() for action in agent.actions)]

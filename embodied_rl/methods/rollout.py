@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import Policy, layout_of, prepare_observation
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import Rollout
+from embodied_rl.types import ActionLayout, Rollout
 
 
 class RolloutMethod:
@@ -39,14 +40,7 @@ class RolloutMethod:
             precision=hybrid.precision,
         )
         self._policy, self._algorithm = policy, PPO(config.algorithm)
-        self.collector = RolloutCollector(
-            manager,
-            generator,
-            rollout_steps=config.algorithm.rollout_steps,
-            num_groups=config.sim.pipeline_groups,
-            seed=config.seed,
-            layout=layout_of(policy),
-        )
+        self.collector = make_rollout_collector(config, manager, generator, layout_of(policy))
 
     @property
     def finished(self) -> bool:
@@ -84,11 +78,19 @@ class RolloutMethod:
         self._algorithm.restart_episodes()
         self.collector.restart(seed_round=iteration)
 
+    def episodes(self) -> dict[str, Tensor]:
+        """The running episodes of all slots, as bytes [n] uint8 by slot. Raises UserError where the simulator's cannot be saved."""
+        return {f"{slot}": torch.frombuffer(bytearray(saved), dtype=torch.uint8) for slot, saved in enumerate(self.collector.episodes())}
+
+    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
+        """Go on within what `episodes` gave. Raises SnapshotError."""
+        self.collector.take_up([episodes[str(slot)].numpy().tobytes() for slot in range(len(episodes))])
+
     def finish(self) -> None:
         pass
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        return self.collector.metrics()
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()
@@ -101,3 +103,15 @@ class RolloutMethod:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state)
+
+
+def make_rollout_collector(config: TrainConfig, manager: EnvManager, generator: Generator, layout: ActionLayout) -> RolloutCollector:
+    """The collector that a configuration describes, in whatever process the simulators are."""
+    return RolloutCollector(
+        manager,
+        generator,
+        rollout_steps=config.algorithm.rollout_steps,
+        num_groups=config.sim.pipeline_groups,
+        seed=config.seed,
+        layout=layout,
+    )

@@ -41,6 +41,7 @@ class WarmStart:
         self._seed, self._task = config.seed, manager.spec.task
         self._manager, self._learner, self._generator = manager, learner, generator
         self._figures: dict[str, float] = {}
+        self._episodes: list[AgentEpisode] = []
         self._done = self.options is None
 
     def run(self, version: int) -> None:
@@ -52,10 +53,8 @@ class WarmStart:
         """
         if self._done or self.options is None:
             return
-        before = self._success()
-        assert self.options.player is not None, "the configuration was checked"
-        episodes = self._play(load_target(self.options.player))
-        sequences = [TokenSequence(row.token_ids, row.mask) for episode in episodes for row in rows_of(episode.turns)]
+        before = self.success()
+        sequences = self.sequences()
         loss = self._learner.clone(
             sequences,
             num_epochs=self.options.num_epochs,
@@ -64,14 +63,30 @@ class WarmStart:
             seed=self._seed,
         )
         self._generator.publish(version)
+        self.note(before, self.success(), loss)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to clone that was not cloned yet."""
+        return not self._done
+
+    def sequences(self) -> list[TokenSequence]:
+        """Successful episodes of the player, as rows of tokens. Raises as `run`."""
+        assert self.options is not None, "there is a warm start"
+        assert self.options.player is not None, "the configuration was checked"
+        self._episodes = self._play(load_target(self.options.player))
+        return [TokenSequence(row.token_ids, row.mask, row.images) for episode in self._episodes for row in rows_of(episode.turns)]
+
+    def note(self, before: float, after: float, loss: float) -> None:
+        """It is done: what came of it."""
         self._figures = {
             "warm_start/success_before": before,
-            "warm_start/success_after": self._success(),
-            "warm_start/episodes": float(len(episodes)),
-            "warm_start/turns": float(sum(episode.num_messages for episode in episodes)),
+            "warm_start/success_after": after,
+            "warm_start/episodes": float(len(self._episodes)),
+            "warm_start/turns": float(sum(episode.num_messages for episode in self._episodes)),
             "warm_start/loss": loss,
         }
-        self._done = True
+        self._done, self._episodes = True, []
 
     def metrics(self) -> dict[str, float]:
         """Success on held-out seeds before and after, and what was learned from."""
@@ -84,7 +99,8 @@ class WarmStart:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._done, self._figures = bool(state["done"]) or self.options is None, dict(state["figures"])
 
-    def _success(self) -> float:
+    def success(self) -> float:
+        """Share of held-out episodes that succeed now."""
         assert self.options is not None, "there is a warm start"
         episodes = evaluate(self._manager, self._generator, self.options.measured_episodes, first_seed=_SEEDS)
         return float(np.mean([episode.success_once for episode in episodes]))

@@ -54,7 +54,8 @@ class Policy(Protocol):
       policy says ``action_units = "normalised"``;
     - ``prepare(observation) -> TensorObservation``: arrays and texts of the simulator to tensors, once (see `prepare_observation`);
     - ``cloning_loss(observation, action [B, K, A], mask [B, K]) -> [B]``: what imitation minimises;
-    - ``role_of(name) -> Role``: which learning rate a parameter has.
+    - ``role_of(name) -> Role``: which learning rate a parameter has;
+    - ``base_folder``: the model's folder whose weights stay as they are (LoRA), so that checkpoints need not hold them.
     """
 
     spec: SimSpec
@@ -128,6 +129,23 @@ def given_action(policy: Policy, action: np.ndarray) -> np.ndarray:
     if getattr(policy, "action_units", "simulator") == "normalised":
         chunk = policy.spec.action.denormalise(chunk)
     return chunk if chunk.shape[1] > 1 else chunk[:, 0]
+
+
+def saved_tensors(policy: Any) -> dict[str, Tensor]:
+    """What a checkpoint holds of a policy: its whole state, or with a ``base_folder`` what is trained, and buffers."""
+    state: dict[str, Tensor] = policy.state_dict()
+    if getattr(policy, "base_folder", None) is None:
+        return state
+    kept = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    kept |= {name for name, _ in policy.named_buffers()}
+    return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def load_saved(policy: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Take up what `saved_tensors` gave. Raises KeyError where names differ."""
+    if (differing := saved_tensors(policy).keys() ^ tensors.keys()) != set():
+        raise KeyError(f"{sorted(differing)[0]} is not a tensor of both the policy and what was saved")
+    policy.load_state_dict(dict(tensors), strict=False)
 
 
 def image_of(spec: SimSpec, key: str, option: str) -> TensorSpec:

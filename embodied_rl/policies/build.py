@@ -19,7 +19,9 @@ def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
     Raises:
         UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
     """
-    return BUILDERS[config.name](config, spec)
+    policy: Any = BUILDERS[config.name](config, spec)
+    policy.built_from = config  # another process builds the same (`embodied_rl.hybrid.rank_group`)
+    return policy
 
 
 def _actor_critic(config: Any, spec: SimSpec) -> Policy:
@@ -35,12 +37,18 @@ def _tiny_vla(config: Any, spec: SimSpec) -> Policy:
 
 
 def _flow(config: Any, spec: SimSpec) -> Policy:
-    from embodied_rl.policies.flow.network import FlowNetworkConfig, build_flow_policy
-    from embodied_rl.policies.flow.options import FlowOptions
+    from embodied_rl.config import FlowNetworkConfig, FlowOptions
+    from embodied_rl.policies.flow.network import build_flow_policy
 
     network = FlowNetworkConfig(**{field.name: getattr(config, field.name) for field in fields(FlowNetworkConfig)})
     options = FlowOptions(**{field.name: getattr(config, field.name) for field in fields(FlowOptions)})
     return build_flow_policy(network, options, spec)
+
+
+def _pi0(config: Any, spec: SimSpec) -> Policy:
+    from embodied_rl.policies.flow.pi0 import build_pi0
+
+    return build_pi0(config, spec)
 
 
 def _openvla(config: Any, spec: SimSpec) -> Policy:
@@ -54,6 +62,7 @@ BUILDERS: dict[str, Callable[[Any, SimSpec], Policy]] = {
     "flow": _flow,
     "openvla": _openvla,
     "openvla_oft": _openvla,
+    "pi0": _pi0,
     "tiny_vla": _tiny_vla,
 }
 """{`policy.name`: what builds it}"""

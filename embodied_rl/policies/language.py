@@ -72,6 +72,11 @@ class LanguagePolicy(nn.Module):
         return hasattr(self.model, "peft_config")
 
     @property
+    def base_folder(self) -> Path | None:
+        """The model that LoRA is trained on; None without LoRA."""
+        return Path(self.config.folder) if self.has_lora else None
+
+    @property
     def hf_config(self) -> Any:
         """transformers' configuration of the whole model."""
         return self.base.config
@@ -275,9 +280,11 @@ class LanguagePolicy(nn.Module):
         return language_weights.save_model(self, Path(folder))
 
     def save_description(self, folder: str | Path) -> None:
-        """The model's configuration and its tokenizer, without weights: what `build_language_policy(…, weights=False)` reads."""
+        """Configuration, tokenizer and image processor, without weights: what `build_language_policy(…, weights=False)` reads."""
         self.hf_config.save_pretrained(str(folder))
         self.tokenizer.save(folder)
+        if self.vision is not None:
+            self.vision.save(folder)
 
     def save_adapter(self, folder: str | Path) -> Path:
         """The LoRA adapter as peft writes it, and the value head. Raises UserError when there is no LoRA."""
@@ -325,8 +332,8 @@ def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     log_probs = torch.log_softmax(logits.float(), dim=-1)
-    # A logit of -inf (a token that the model excludes) has p log p = 0.
-    terms = torch.where(torch.isfinite(log_probs), log_probs.exp() * log_probs, torch.zeros_like(log_probs))
+    # A logit of -inf (a token that the model excludes) has p log p = 0; put before the product, or its gradient would be 0 times infinity.
+    terms = log_probs.exp() * log_probs.masked_fill(~torch.isfinite(log_probs), 0.0)
     return log_probs.gather(-1, target[:, None]).squeeze(-1), -terms.sum(-1)
 
 

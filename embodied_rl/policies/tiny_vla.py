@@ -178,12 +178,16 @@ class TinyVLAPolicy(nn.Module):
         if self.training and self.config.cloning_shift > 0:
             ready["image"] = random_shift(ready["image"], self.config.cloning_shift)
         memory = self._memory(ready)
-        tokens = torch.from_numpy(self.tokens.encode(action.cpu().numpy())).flatten(1).to(memory[0].device)
+        tokens = self.units_of(action).to(memory[0].device)
         loss = -self._scores(memory, tokens).log_prob(tokens)
         if mask is None:
             return loss.mean(-1)
         counted = mask.to(loss.device).repeat_interleave(self.spec.action.dim, dim=1)
         return torch.where(counted, loss, torch.zeros_like(loss)).sum(-1) / counted.sum(-1).clamp_min(1)
+
+    def units_of(self, action: Tensor) -> Tensor:
+        """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""
+        return torch.from_numpy(self.tokens.encode(action.cpu().numpy())).flatten(1)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's units."""

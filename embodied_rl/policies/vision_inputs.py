@@ -52,6 +52,17 @@ class VisionInputs:
             raise UserError(f"Cannot read the image processor in '{folder}': {first_line(error)}") from error
         return VisionInputs(processor, config)
 
+    def save(self, folder: str | Path) -> None:
+        """Write the image processor's files into a model folder."""
+        self._processor.save_pretrained(str(folder))
+
+    def placeholder_ids(self) -> list[int]:
+        """Tokens that stand for one image in a text, before `expand`: those that begin and end an image, where the model has them."""
+        first, last = (getattr(self._config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
+        if isinstance(first, int) and isinstance(last, int):
+            return [first, self.image_token_id, last]
+        return [self.image_token_id]
+
     def tensors(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """{"pixel_values": …, "image_grid_thw": [I, 3]} of I images uint8 [H, W, 3]; the grids only where the model has them.
 

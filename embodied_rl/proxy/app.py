@@ -6,7 +6,7 @@ import re
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from embodied_rl.http_server import (
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.proxy.captured import CapturedSession
 from embodied_rl.proxy.chat import ChatAnswer, ChatRequest, answer_message, openai_error, plain_message, read_chat
-from embodied_rl.proxy.pump import BackendPump
-from embodied_rl.proxy.sessions import Prompt, Session, SessionBook, SessionLimits
+from embodied_rl.proxy.pump import BackendPump, SharedBackend
+from embodied_rl.proxy.sessions import Prompt, Session, SessionBook, SessionLimits, SessionSampling
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable with the token that opens, rewards and ends sessions."""
@@ -93,6 +93,8 @@ class AgentProxy:
         self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and is_loopback(host))
         self._finished: deque[CapturedSession] = deque()
         self._pump = BackendPump(backend)
+        self.shared_backend = SharedBackend(self._pump, backend)
+        """The backend for others than the proxy, as long as it is open."""
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], Reply | EventStream]] = {
             ("GET", "/v1/models"): self._models,
             ("POST", "/v1/chat/completions"): self._chat,
@@ -120,6 +122,29 @@ class AgentProxy:
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """New weights between two decoding steps; answers in flight go on with them. Raises UserError as the backend's own does."""
         self._pump.call(lambda backend: backend.load_weights(version, tensors))
+
+    def open_session(self, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> tuple[str, str]:
+        """A new session for a program of one's own: (its name, its key). Raises UserError where there is no room."""
+        name, key = f"session-{secrets.token_hex(8)}", f"sk-{secrets.token_urlsafe(24)}"
+        try:
+            self._book.open(name, key, metadata, sampling)
+        except HttpProblem as problem:
+            raise UserError(problem.message) from problem
+        return name, key
+
+    def num_turns(self, name: str) -> int:
+        """Answers of an open session so far; 0 where it has ended."""
+        session = self._book.sessions.get(name)
+        return 0 if session is None else session.num_turns
+
+    def end_session(self, name: str) -> CapturedSession | None:
+        """End an open session and hand it to the caller, not to `take_finished`. None: it has ended already."""
+        session = self._book.sessions.get(name)
+        if session is None:
+            return None
+        captured, first = session.end("close")
+        self._book.forget(session)
+        return captured if first else None
 
     def take_finished(self) -> list[CapturedSession]:
         """Sessions that ended since the last call, oldest first; none where they are written to a folder."""
@@ -206,13 +231,14 @@ class AgentProxy:
         if request.method != "POST" or action is None:
             raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
         body = request.body
-        reward = body.get("reward", None if action == "reward" else 0.0)
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not np.isfinite(reward):
+        reward = body.get("reward")
+        said = reward is not None or action == "reward"  # a session may end without a word of how it went
+        if said and (isinstance(reward, bool) or not isinstance(reward, int | float) or not np.isfinite(reward)):
             raise HttpProblem(400, "invalid_request", f"'reward' must be a finite number, got {reward!r:.80}.")
         for key in ("turn", "reward_id"):
             if not isinstance(body.get(key), str | None):
                 raise HttpProblem(400, "invalid_request", f"'{key}' must be a text, got {body[key]!r:.80}.")
-        total = session.give(float(reward), body.get("turn"), body.get("reward_id"))
+        total = session.total_reward if reward is None else session.give(float(reward), body.get("turn"), body.get("reward_id"))
         if action == "end":
             self._finish(session, "client")
         return Reply({"id": session.name, "turns": session.num_turns, "reward": total})
@@ -223,7 +249,7 @@ class AgentProxy:
         with self._tokenizer_lock:  # fast tokenizers are not for several threads at once
             prompt = self._prompt(session, chat)
             stop_ids = (*self._options.stop_ids, *(self._stop_id(text) for text in chat.stop))
-        completion = self._complete(prompt, chat, stop_ids, gone)
+        completion = self._complete(session, prompt, chat, stop_ids, gone)
         with self._tokenizer_lock:
             return self._keep(session, chat, prompt, completion, stop_ids)
 
@@ -239,21 +265,29 @@ class AgentProxy:
             raise HttpProblem(400, "unsupported_parameter", f"'stop' must be a text of one token here; {text!r} has {len(found)}.")
         return int(found[0])
 
-    def _complete(self, prompt: Prompt, chat: ChatRequest, stop_ids: tuple[int, ...], gone: Callable[[], bool]) -> Completion:
-        options = self._options
-        own = options.policy_sampling
-        asked = GenerationRequest(
+    def _complete(
+        self, session: Session, prompt: Prompt, chat: ChatRequest, stop_ids: tuple[int, ...], gone: Callable[[], bool]
+    ) -> Completion:
+        options, fixed = self._options, session.sampling
+        asked = (chat.temperature, chat.top_p, chat.top_k, chat.seed)
+        if options.policy_sampling:
+            asked = (1.0, 1.0, 0, chat.seed)
+        if fixed is not None:
+            cut = (1.0, 0) if fixed.temperature == 0 else (fixed.top_p, fixed.top_k)
+            asked = (fixed.temperature, *cut, fixed.request_seed(session.next_request()))
+        temperature, top_p, top_k, seed = asked
+        request = GenerationRequest(
             request_id=0,
             prompt_ids=prompt.token_ids,
             max_new_tokens=min(chat.max_new_tokens or options.max_new_tokens, options.max_new_tokens),
-            temperature=1.0 if own else chat.temperature,
-            top_p=1.0 if own else chat.top_p,
-            top_k=0 if own else chat.top_k,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
             stop_ids=stop_ids,
-            seed=chat.seed,
+            seed=seed,
         )
         try:
-            completion = self._pump.complete(asked, gone)
+            completion = self._pump.complete(request, gone)
         except UserError as error:
             raise HttpProblem(400, "invalid_request", str(error)) from error
         except RuntimeError as error:

@@ -105,6 +105,8 @@ class CapturedSession:
     """client: told to end. idle: nobody asked anything any more. close: the server went down."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """As it was given when the session was opened."""
+    num_rewards: int = 0
+    """How often a reward was given, to the session or to a turn; 0: nobody said how it went."""
 
     @property
     def total_reward(self) -> float:
@@ -155,6 +157,7 @@ class CapturedSession:
             "reward": self.reward,
             "ended_by": self.ended_by,
             "metadata": dict(self.metadata),
+            "num_rewards": self.num_rewards,
             "turns": [
                 {
                     "completion_id": turn.completion_id,
@@ -191,7 +194,12 @@ class CapturedSession:
             for turn in data["turns"]
         ]
         return CapturedSession(
-            session=data["session"], turns=tuple(turns), reward=data["reward"], ended_by=data["ended_by"], metadata=data["metadata"]
+            session=data["session"],
+            turns=tuple(turns),
+            reward=data["reward"],
+            ended_by=data["ended_by"],
+            metadata=data["metadata"],
+            num_rewards=int(data.get("num_rewards", 0)),
         )
 
     def save(self, folder: Path) -> Path:

@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
@@ -151,3 +151,28 @@ def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
+
+
+class SharedBackend:
+    """A pump's backend for those who own the weights while programs use it: each call happens in the pump's thread, between two polls."""
+
+    def __init__(self, pump: BackendPump, backend: TokenBackend) -> None:
+        self._pump, self._backend = pump, backend
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample now."""
+        return self._backend.version
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """See `TokenBackend.load_weights`; requests in flight go on with the new weights."""
+        self._pump.call(lambda backend: backend.load_weights(version, tensors))
+
+    def __getattr__(self, name: str) -> Any:
+        """What only some backends have: letting their cache go and bringing it back."""
+        if name not in ("release_memory", "restore_memory", "device", "cache_bytes"):
+            raise AttributeError(name)
+        found = getattr(self._backend, name)
+        if not callable(found):
+            return self._pump.call(lambda backend: getattr(backend, name))
+        return lambda: self._pump.call(lambda backend: getattr(backend, name)())

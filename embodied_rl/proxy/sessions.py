@@ -31,17 +31,36 @@ class Prompt:
     """Turn whose prompt and sampled tokens these begin with, as they were."""
 
 
+@dataclass(frozen=True)
+class SessionSampling:
+    """How every answer of a session is sampled, whatever its program asks for: training wants to know what was drawn from."""
+
+    seed: int
+    """With a request's number in its session, all that its randomness depends on."""
+    temperature: float = 1.0
+    """0 takes the likeliest tokens."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+
+    def request_seed(self, number: int) -> int:
+        """Of the session's request number 0, 1, …: 63 bits."""
+        return int(np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)[0] >> 1)
+
+
 class Session:
     """Thread-safe: one agent program may ask several things at once."""
 
-    def __init__(self, name: str, metadata: Mapping[str, Any] | None = None) -> None:
-        self.name, self.metadata = name, dict(metadata or {})
+    def __init__(self, name: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> None:
+        self.name, self.metadata, self.sampling = name, dict(metadata or {}), sampling
         self.last_used = time.monotonic()
         self.in_flight = 0
         self._lock = threading.Lock()
         self._turns: list[CapturedTurn] = []
         self._by_history: dict[str, int] = {}
         self._reward = 0.0
+        self._num_rewards = 0
+        self._num_requests = 0
         self._reward_ids: set[str] = set()
         self._captured: CapturedSession | None = None
 
@@ -49,7 +68,19 @@ class Session:
     def num_turns(self) -> int:
         return len(self._turns)
 
+    @property
+    def total_reward(self) -> float:
+        """All rewards so far, the turns' included."""
+        with self._lock:
+            return self._reward + sum(turn.reward for turn in self._turns)
+
     # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def next_request(self) -> int:
+        """Number of a request that is about to be sampled: 0, 1, …"""
+        with self._lock:
+            self._num_requests += 1
+            return self._num_requests - 1
 
     def begin(self) -> None:
         """A request comes in. Raises HttpProblem 409 where the session has ended."""
@@ -126,6 +157,7 @@ class Session:
                 if self._captured is not None:
                     raise HttpProblem(409, "session_ended", f"Session '{self.name}' has ended; its reward stands.")
                 self._give(reward, completion_id)
+                self._num_rewards += 1
                 self._reward_ids.update([] if reward_id is None else [reward_id])
             return self._reward + sum(turn.reward for turn in self._turns)
 
@@ -144,7 +176,12 @@ class Session:
         """What there is so far."""
         with self._lock:
             return self._captured or CapturedSession(
-                session=self.name, turns=tuple(self._turns), reward=self._reward, ended_by=ended_by, metadata=self.metadata
+                session=self.name,
+                turns=tuple(self._turns),
+                reward=self._reward,
+                ended_by=ended_by,
+                metadata=self.metadata,
+                num_rewards=self._num_rewards,
             )
 
     def end(self, ended_by: str) -> tuple[CapturedSession, bool]:
@@ -153,7 +190,7 @@ class Session:
         with self._lock:
             first = self._captured is None
             if first:
-                self._captured = captured = replace(captured, turns=tuple(self._turns), reward=self._reward)
+                self._captured = captured = replace(captured, turns=tuple(self._turns), reward=self._reward, num_rewards=self._num_rewards)
             return self._captured or captured, first
 
 
@@ -207,18 +244,18 @@ class SessionBook:
     """How many sessions each free key has had."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def open(self, name: str, key: str, metadata: Mapping[str, Any] | None = None) -> Session:
+    def open(self, name: str, key: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> Session:
         """A new session behind a key. Raises HttpProblem where there is no room, or the name is taken."""
         with self.lock:
-            return self._open(name, key, metadata)
+            return self._open(name, key, metadata, sampling)
 
-    def _open(self, name: str, key: str, metadata: Mapping[str, Any] | None) -> Session:
+    def _open(self, name: str, key: str, metadata: Mapping[str, Any] | None, sampling: SessionSampling | None = None) -> Session:
         if len(self.sessions) >= self.limits.max_sessions:
             message = f"{len(self.sessions)} sessions are open, which is as many as this proxy holds; end some."
             raise HttpProblem(429, "too_many_sessions", message, headers={"Retry-After": "2"})
         if name in self.sessions:
             raise HttpProblem(409, "session_exists", f"Session '{name}' is open already.")
-        session = self.sessions[name] = Session(name, metadata)
+        session = self.sessions[name] = Session(name, metadata, sampling)
         self.keys[key] = name
         return session
 

@@ -1,9 +1,11 @@
 """The pump between text environments and a token backend: it plays what the group queue asks for and hands whole episodes in.
 
 ```
-   EnvManager.recv ──▶ prompt ──▶ TokenBackend.submit        a slot waits in one of three places: its simulator's step,
-          ▲                               │                  its answer's tokens, or idle for the queue's next episode;
-          └── send ◀── parse ◀── poll ◀───┘                  whatever is ready moves on
+   EnvManager.recv ──▶ prompt ──▶ TokenBackend.submit        a slot waits in one of four places: its simulator's step,
+          ▲               ▲              │                   its answer's tokens, its tools, or idle for the queue's next
+          │             tools            │                   episode; whatever is ready moves on
+          │               ▲              │
+          └── send ◀── parse ◀── poll ◀──┘
 ```
 """
 
@@ -11,13 +13,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from embodied_rl.agents.agent import Agent
+from embodied_rl.agents.agent import Agent, Answer
 from embodied_rl.agents.conversation import Conversation, Prompt, PromptTooLong
-from embodied_rl.agents.parsing import InvalidAction, ParsedAction
+from embodied_rl.agents.parsing import InvalidAction, ToolRequest
+from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.generation.tokens import Completion, TokenBackend
 from embodied_rl.rollout.collector import CollectorTimes
@@ -27,19 +32,20 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeGroup, StepBatch
 
 _TICK_EVERY_S = 1.0
+_GLANCE_S = 0.002
+"""How long one side is waited for while another may be ready first."""
 _SEEDS = 23
 """Stream of randomness: the seeds of requests."""
 
 
 @dataclass
 class _Answered:
-    """A turn whose action is with the simulator."""
+    """A turn whose action is with the simulator, or whose calls are with the tools."""
 
     observation: str
     prompt: Prompt
     completion: Completion
-    answer: str
-    parsed: ParsedAction
+    answer: Answer
 
 
 @dataclass
@@ -48,9 +54,12 @@ class _Playing:
 
     assignment: Assignment
     conversation: Conversation
+    budget: ToolBudget
     greedy: bool
     turns: list[Turn] = field(default_factory=list)
     observation: str = ""
+    images: list[np.ndarray] = field(default_factory=list)
+    """All that were seen so far."""
     prompt: Prompt | None = None
     answered: _Answered | None = None
     success: bool = False
@@ -73,22 +82,28 @@ class AgentCollector:
         seed: int,
         min_ready: int | None = None,
         greedy_member: bool = False,
+        trained: bool = True,
+        temperature: float | None = None,
     ) -> None:
         """
         Args:
+            trained: False: nobody learns from the episodes, so that answers in text alone are taken, and log-probabilities are 0.
+            temperature: in place of the agent's.
             greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
         self.manager, self.agent, self.backend, self.queue = manager, agent, backend, queue
         self.seed, self.min_ready = seed, min_ready
         self.times = CollectorTimes()
-        self._greedy_member = greedy_member
+        self._greedy_member, self._trained, self._temperature = greedy_member, trained, temperature
         self._playing: dict[int, _Playing] = {}
         self._idle = list(range(manager.num_slots))
         self._requests: dict[int, int] = {}  # {request: slot}
+        self._tools: dict[int, Future[str]] = {}  # {slot: what its tools will give}
         self._next_id = 0
         self._in_step = 0
         self._counts: Counter[str] = Counter()
         self._ticked_at = time.monotonic()
+        self._waited = 0.0
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """Play until the queue has a batch for the weights `version`; the episodes are `AgentEpisode`s.
@@ -97,22 +112,39 @@ class AgentCollector:
             SimFault: see EnvManager.
             BatchNeverFullError: the queue rejects too many groups, or waited too long.
         """
-        waited, started = 0.0, time.perf_counter()
+        self.take_waited()
+        started = time.perf_counter()
         while (groups := self.queue.take(version)) is None:
-            self._begin_idle()
-            if not self._in_step and not self._requests:
+            if not self.pump():
                 raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
-            if self._in_step:
-                before = time.perf_counter()
-                # Who has tokens to sample meanwhile does not stand and wait for a simulator.
-                self._take_steps(
-                    self.manager.recv(min_ready=self.min_ready, timeout_s=0.0 if self._overlaps and self._requests else _TICK_EVERY_S)
-                )
-                waited += time.perf_counter() - before
-            self._take_answers()
-            self._tick()
+        waited = self.take_waited()
         self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
         return groups
+
+    def take_waited(self) -> float:
+        """Seconds that it stood and waited for simulators since the last call of this."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def pump(self, patience_s: float = _TICK_EVERY_S) -> bool:
+        """Move on what is ready, or everything in lockstep; False: no episode is running.
+
+        Args:
+            patience_s: how long to wait where nothing is ready; in lockstep everything is waited for.
+        """
+        self._begin_idle()
+        if not self._playing:
+            return False
+        if self._in_step:
+            before = time.perf_counter()
+            # Who has tokens to sample meanwhile does not stand and wait for a simulator.
+            wait_s = None if not self._overlaps else 0.0 if self._requests or self._tools else patience_s
+            self._take_steps(self.manager.recv(min_ready=self.min_ready, timeout_s=wait_s))
+            self._waited += time.perf_counter() - before
+        self._take_answers(patience_s)
+        self._take_tools(patience_s)
+        self._tick()
+        return True
 
     def restart(self, queue: GroupQueue) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
@@ -121,14 +153,19 @@ class AgentCollector:
         self.queue = queue
         self._playing.clear()
         self._requests.clear()
+        for future in self._tools.values():
+            future.cancel()
+        self._tools.clear()
         self._idle, self._in_step = list(range(self.manager.num_slots)), 0
 
     def figures(self) -> dict[str, float]:
-        """Since the last call: turns, tokens of prompts and answers a turn, and the shares of invalid answers by reason."""
+        """Since the last call: turns, tokens of prompts and answers a turn, the shares of invalid answers by reason and of those that call
+        tools; and how each tool was used (`ToolRunner.figures`)."""
         counts, self._counts = self._counts, Counter()
         turns = max(counts["turns"], 1)
         shares = {name: value / turns for name, value in counts.items() if name != "turns"}
-        return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **shares}
+        used = {} if self.agent.tools is None else {"tool_turns": 0.0, **self.agent.tools.figures()}
+        return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **used, **shares}
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +178,7 @@ class AgentCollector:
         while self._idle and (assignment := self.queue.next_assignment()) is not None:
             slot = self._idle.pop(0)
             greedy = self._greedy_member and assignment.member == 0
-            self._playing[slot] = _Playing(assignment, self.agent.begin(), greedy)
+            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), greedy)
             begun.append((slot, assignment.seed))
         if begun:
             slots, seeds = zip(*sorted(begun), strict=True)
@@ -176,7 +213,7 @@ class AgentCollector:
     def _take_steps(self, batch: StepBatch) -> None:
         """Note what came of the actions; ask for the answers of the episodes that go on."""
         self._in_step -= len(batch.slots)
-        ended = {episode.slot for episode in batch.episodes}
+        ended = {episode.slot: episode for episode in batch.episodes}
         asking: list[int] = []
         for row, slot in enumerate(batch.slots.tolist()):
             playing = self._playing[slot]
@@ -185,18 +222,24 @@ class AgentCollector:
                 self.queue.failed(playing.assignment, "its simulator failed")
                 continue
             if playing.answered is not None:
-                self._note_turn(playing, float(batch.reward[row]), bool(batch.success[row]))
-            if slot in ended:
+                self._note_turn(playing, float(batch.reward[row]), success=bool(batch.success[row]))
+            if slot in ended and (why := ended[slot].final_info.get("failure")):
+                # Nobody could say how good it was: that is no bad mark.
+                self._counts["unscored"] += 1
+                self._stop(slot)
+                self.queue.failed(playing.assignment, str(why))
+            elif slot in ended:
                 final = str(batch.final_observation["text"][row])
                 self._finish(slot, terminated=bool(batch.terminated[row]), truncated=bool(batch.truncated[row]), final_text=final)
             elif self.queue.should_stop(playing.assignment):
                 self._stop(slot)
             else:
-                playing.observation = str(batch.observation["text"][row])
+                playing.observation = self.agent.look(batch.observation, row, playing.images)
+                playing.budget.begin_turn()
                 asking.append(slot)
-        self._ask(asking)
+        self._ask(asking, lambda playing: playing.conversation.prompt(playing.observation))
 
-    def _note_turn(self, playing: _Playing, reward: float, success: bool) -> None:
+    def _note_turn(self, playing: _Playing, reward: float, *, success: bool) -> None:
         answered = playing.answered
         assert answered is not None, "an action was sent"
         playing.answered = None
@@ -209,22 +252,23 @@ class AgentCollector:
                 token_ids=completion.token_ids,
                 log_prob=completion.log_prob,
                 version=completion.version,
-                answer=answered.answer,
-                parsed=answered.parsed,
-                reward=reward - self.agent.penalty(answered.parsed),
+                answer=answered.answer.text,
+                parsed=answered.answer.parsed,
+                reward=reward - self.agent.penalty(answered.answer.parsed),
                 game_reward=reward,
                 dropped=answered.prompt.dropped,
+                images=answered.prompt.images,
             )
         )
         self.queue.progressed(playing.assignment)
 
     # ---- the model's side -------------------------------------------------------------------------------------------
 
-    def _ask(self, slots: list[int]) -> None:
+    def _ask(self, slots: list[int], prompt_of: Callable[[_Playing], Prompt | PromptTooLong]) -> None:
         requests = []
         for slot in slots:
             playing = self._playing[slot]
-            prompt = playing.conversation.prompt(playing.observation)
+            prompt = self.agent.show(prompt_of(playing), playing.images)
             if isinstance(prompt, PromptTooLong):
                 self._counts["too_long"] += 1
                 self._finish(slot, terminated=False, truncated=True, final_text=playing.observation)
@@ -233,19 +277,21 @@ class AgentCollector:
             whose = playing.assignment
             key = (self.seed, whose.group, whose.member, whose.attempt, len(playing.turns), _SEEDS)
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-            temperature = 0.0 if playing.greedy else None
+            temperature = 0.0 if playing.greedy else self._temperature
             requests.append(self.agent.request(self._next_id, prompt, playing.observation, seed=seed, temperature=temperature))
             self._requests[self._next_id] = slot
             self._next_id += 1
         self.backend.submit(requests)
 
-    def _take_answers(self) -> None:
-        """Read what was sampled and send the actions."""
+    def _take_answers(self, patience_s: float) -> None:
+        """Read what was sampled; send the actions, and start the tools."""
         if not self._requests:
             return
         self._give_up_superfluous()
         wanted = len(self._requests) if self.min_ready is None else 1
-        wait_s = 0.0 if self._overlaps and self._in_step else None
+        wait_s = None
+        if self._overlaps:
+            wait_s = 0.0 if self._in_step else _GLANCE_S if self._tools else patience_s
         actions: dict[int, str] = {}
         for completion in self.backend.poll(min_ready=wanted, timeout_s=wait_s):
             slot = self._requests.pop(completion.request_id, None)
@@ -254,28 +300,59 @@ class AgentCollector:
             playing = self._playing[slot]
             if completion.finish_reason == "aborted" or self.queue.should_stop(playing.assignment):
                 self._stop(slot)
-            elif not completion.trainable:
+            elif completion.finish_reason == "failed" or (self._trained and not completion.trainable):
                 self._stop(slot)
                 why = "no tokens with log-probabilities" if completion.failure is None else completion.failure.message
                 self.queue.failed(playing.assignment, f"its answer failed: {why}")
             else:
-                actions[slot] = self._read(playing, completion)
+                completion = completion if self._trained else _for_show(completion, playing.assignment.version, self.agent.stop_ids)
+                answer = self._read(playing, completion)
+                if isinstance(answer.parsed, ToolRequest):
+                    assert self.agent.tools is not None, "without tools no answer calls any"
+                    self._tools[slot] = self.agent.tools.start(answer.parsed.calls, playing.budget)
+                else:
+                    playing.conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
+                    actions[slot] = answer.parsed.text
         if actions:
             slots = sorted(actions)
             self.manager.send(slots, [actions[slot] for slot in slots])
             self._in_step += len(slots)
 
-    def _read(self, playing: _Playing, completion: Completion) -> str:
+    def _read(self, playing: _Playing, completion: Completion) -> Answer:
         assert playing.prompt is not None, "an answer was asked for"
-        answer = self.agent.read(completion)
-        playing.answered = _Answered(playing.observation, playing.prompt, completion, answer.text, answer.parsed)
-        playing.conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
+        answer = self.agent.read(completion, playing.budget)
+        playing.answered = _Answered(playing.observation, playing.prompt, completion, answer)
         counts = {"turns": 1, "prompt_tokens": len(playing.prompt.token_ids), "answer_tokens": completion.num_tokens}
         counts |= {"dropped": int(playing.prompt.dropped is not None)}
         if isinstance(answer.parsed, InvalidAction):
             counts |= {"invalid": 1, f"invalid_{answer.parsed.reason}": 1}
+        counts |= {"tool_turns": int(isinstance(answer.parsed, ToolRequest))} if self.agent.tools is not None else {}
         self._counts.update(counts)
-        return answer.parsed.text
+        return answer
+
+    def _take_tools(self, patience_s: float) -> None:
+        """Take what the tools gave as turns without a reward, and ask for the answers that follow; all of them together in lockstep."""
+        if not self._tools:
+            return
+        if self._overlaps:
+            wait(self._tools.values(), 0.0 if self._in_step or self._requests else patience_s, FIRST_COMPLETED)
+        else:
+            wait(self._tools.values())
+        ready = {slot: self._tools.pop(slot).result() for slot in sorted(self._tools) if self._tools[slot].done()}
+        asking = []
+        for slot in ready:
+            if self.queue.should_stop(self._playing[slot].assignment):
+                self._stop(slot)
+            else:
+                asking.append(slot)
+        prompts: dict[int, Prompt | PromptTooLong] = {}
+        for slot in asking:
+            playing = self._playing[slot]
+            assert playing.answered is not None, "its answer called tools"
+            prompts[id(playing)] = playing.conversation.tools_answered(playing.answered.completion.token_ids, ready[slot])
+            self._note_turn(playing, 0.0, success=False)
+            playing.observation = ready[slot]
+        self._ask(asking, lambda playing: prompts[id(playing)])
 
     def _give_up_superfluous(self) -> None:
         """End the answers of episodes that nobody needs any more; they come back from `poll` as aborted."""
@@ -287,3 +364,12 @@ class AgentCollector:
         if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:
             self._ticked_at = time.monotonic()
             self.queue.tick()  # what it gives up is dropped when its slot comes back
+
+
+def _for_show(completion: Completion, version: int, stop_ids: tuple[int, ...]) -> Completion:
+    """An answer that nobody learns from, as a turn: at least one token, log-probabilities of 0, and of the present weights' age."""
+    token_ids = completion.token_ids if completion.num_tokens else np.array(stop_ids[:1] or (0,), np.int64)
+    zeros = np.zeros(len(token_ids), np.float32)
+    text = completion.text if completion.num_tokens or completion.text is not None else ""
+    versions = np.full(len(token_ids), version, np.int64)
+    return replace(completion, token_ids=token_ids, log_prob=zeros, sampling_log_prob=zeros, version=versions, text=text)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from embodied_rl.agents.agent import Agent
-from embodied_rl.agents.conversation import Conversation, PromptTooLong
-from embodied_rl.agents.parsing import InvalidAction
+from embodied_rl.agents.agent import Agent, Answer
+from embodied_rl.agents.conversation import Conversation, Prompt, PromptTooLong
+from embodied_rl.agents.parsing import InvalidAction, ToolRequest
+from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import texts
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch
-from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.generation.tokens import Completion, TokenBackend
 from embodied_rl.types import Observation
 
 _FIRST_ID = 2**40
@@ -28,8 +30,11 @@ class _Playing:
     """An episode of one slot."""
 
     conversation: Conversation
+    budget: ToolBudget
     opening: str | None = None
     """Its first observation."""
+    images: list[np.ndarray] = field(default_factory=list)
+    """All that were seen so far."""
     num_turns: int = 0
 
     def next_seed(self, seed: int, text: str) -> int:
@@ -69,32 +74,49 @@ class AgentGenerator:
         self._conversations: dict[int, _Playing] = {}
         self._next_id = _FIRST_ID
         self._acted: deque[ActedBatch] = deque()
+        self.on_answer: Callable[[int, str, Prompt, Completion, Answer], object] | None = None
+        """Told of every answer: slot, what was seen, the prompt, its tokens, what they mean. For films and pages of dialogues."""
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
 
     def begin(self, slots: Iterable[int]) -> None:
         """New episodes begin in these slots."""
         for slot in slots:
-            self._conversations[int(slot)] = _Playing(self.agent.begin())
+            self._conversations[int(slot)] = _Playing(self.agent.begin(), self.agent.budget())
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """Ask for the actions of slots whose episodes were begun; `observation` holds ``text`` [n]."""
-        requests, asked = [], {}
-        answers: dict[int, str] = {}
-        for row, slot in enumerate(slots.tolist()):
-            text = str(observation["text"][row])
+        looked = ((row, slot, self._conversations[slot].images) for row, slot in enumerate(slots.tolist()))
+        seen = {slot: self.agent.look(observation, row, images) for row, slot, images in looked}
+        prompts: dict[int, Prompt | PromptTooLong] = {}
+        for slot, text in seen.items():
             playing = self._conversations[slot]
-            prompt = playing.conversation.prompt(text)
+            playing.budget.begin_turn()
+            prompts[slot] = playing.conversation.prompt(text)
+        answers: dict[int, str] = {}
+        while prompts:  # again where answers call tools
+            prompts, seen = self._answer(prompts, seen, answers)
+        chosen: Sequence[str] = [answers[slot] for slot in slots.tolist()]
+        self._acted.append(ActedBatch(slots.copy(), texts(chosen), np.zeros((len(slots), 1), np.float32), self.version))
+
+    def _answer(
+        self, prompts: Mapping[int, Prompt | PromptTooLong], seen: Mapping[int, str], answers: dict[int, str]
+    ) -> tuple[dict[int, Prompt | PromptTooLong], dict[int, str]]:
+        """Sample answers to {slot: prompt}; put actions into `answers`; {slot: prompt} and {slot: text} of those that called tools."""
+        requests, asked = [], {}
+        prompts = {slot: self.agent.show(prompt, self._conversations[slot].images) for slot, prompt in prompts.items()}
+        for slot, prompt in prompts.items():
             self._num_turns += 1
             if isinstance(prompt, PromptTooLong):
                 self._num_too_long += 1
                 answers[slot] = ""
                 continue
             self._num_dropped += prompt.dropped is not None
-            seed = playing.next_seed(self._seed, text)
-            requests.append(self.agent.request(self._next_id, prompt, text, seed=seed, temperature=self.temperature))
+            seed = self._conversations[slot].next_seed(self._seed, seen[slot])
+            requests.append(self.agent.request(self._next_id, prompt, seen[slot], seed=seed, temperature=self.temperature))
             asked[self._next_id] = slot
             self._next_id += 1
         self.backend.submit(requests)
+        with_tools: dict[int, tuple[Future[str], np.ndarray]] = {}
         while asked:
             for completion in self.backend.poll(min_ready=len(asked)):
                 slot_of = asked.pop(completion.request_id, None)
@@ -102,12 +124,25 @@ class AgentGenerator:
                     continue  # of somebody who gave up
                 if completion.finish_reason in ("failed", "aborted"):
                     raise UserError(f"The token backend failed: {completion.failure or completion.finish_reason}.")
-                answer = self.agent.read(completion)
+                playing = self._conversations[slot_of]
+                answer = self.agent.read(completion, playing.budget)
+                if self.on_answer is not None:
+                    asked_with = prompts[slot_of]
+                    assert isinstance(asked_with, Prompt), "what was too long was not asked"
+                    self.on_answer(slot_of, seen[slot_of], asked_with, completion, answer)
+                if isinstance(answer.parsed, ToolRequest):
+                    assert self.agent.tools is not None, "without tools no answer calls any"
+                    with_tools[slot_of] = self.agent.tools.start(answer.parsed.calls, playing.budget), completion.token_ids
+                    continue
                 self._num_invalid += isinstance(answer.parsed, InvalidAction)
-                self._conversations[slot_of].conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
+                playing.conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
                 answers[slot_of] = answer.parsed.text
-        chosen: Sequence[str] = [answers[slot] for slot in slots.tolist()]
-        self._acted.append(ActedBatch(slots.copy(), texts(chosen), np.zeros((len(slots), 1), np.float32), self.version))
+        responses = {slot: with_tools[slot][0].result() for slot in sorted(with_tools)}
+        following = {
+            slot: self._conversations[slot].conversation.tools_answered(with_tools[slot][1], response)
+            for slot, response in responses.items()
+        }
+        return following, responses
 
     def recv(self) -> ActedBatch:
         """The oldest batch. Raises RuntimeError when nothing was sent."""
@@ -121,8 +156,9 @@ class AgentGenerator:
         self.version = version
 
     def close(self) -> None:
-        """End the backend."""
+        """End the backend and the agent's tools."""
         self.backend.close()
+        self.agent.close()
 
     def figures(self) -> dict[str, float]:
         """Shares of the turns since the last call: answers that were no action, prompts that lost turns or were too long."""

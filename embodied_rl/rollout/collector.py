@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodied_rl.generation.base import Generator
+from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.timeline import span
@@ -76,6 +77,16 @@ class RolloutCollector:
         if self.recorder is not None:
             self.recorder.restarted(seed_round)
 
+    def episodes(self) -> list[bytes]:
+        """The running episodes of all slots, between two rollouts. Raises UserError where the simulator's cannot be saved."""
+        return [snapshot.to_bytes() for snapshot in self.manager.snapshot(range(self.manager.num_slots))]
+
+    def take_up(self, episodes: Sequence[bytes]) -> None:
+        """Go on in the episodes that `episodes` gave, here or in another process. Raises SnapshotError for another simulator's."""
+        slots = range(self.manager.num_slots)
+        whole = self.manager.restore(slots, [Snapshot.from_bytes(episode) for episode in episodes])
+        self._batches = [_rows(whole, group) for group in self._groups]
+
     def next_rollout(self, iteration: int) -> Rollout:
         """Collect `rollout_steps` × `num_slots` transitions. Raises SimFault (see EnvManager)."""
         assert self._batches, "restart() comes first"
@@ -95,6 +106,10 @@ class RolloutCollector:
             self._outcome(steps - 1, group, index, filling)
         self.times = CollectorTimes(waited, clock() - started - waited)
         return filling.rollout([batch.observation for batch in self._batches], version)
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing beside `times`; collectors elsewhere have more to tell."""
+        return {}
 
     def _receive(self, index: int, group: range) -> float:
         """Wait for a group's simulators; for how many seconds."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.types import EpisodeGroup
+
+PLAYER_SIGN = "@"
+"""``domain@player``: the groups of a domain that another player plays."""
 
 
 class DomainMixture:
@@ -73,6 +76,21 @@ class DomainMixture:
         assert best >= 0, "deficits sum to 1, so that some domain's reaches 1/(2k - 2)"
         self._dealt.append(best)
         self._counts[best] += 1
+
+
+def queue_weights(domains: Mapping[str, float], shares: Mapping[str, tuple[float, Sequence[str]]]) -> dict[str, float]:
+    """Weights of the group queue's domains: of each domain a part for every player beside the run's own.
+
+    Args:
+        domains: {domain: weight}.
+        shares: {player: (its share, the domains where it plays)}.
+    """
+    weights: dict[str, float] = {}
+    for domain, weight in domains.items():
+        theirs = {player: share for player, (share, where) in shares.items() if domain in where}
+        weights[domain] = weight * (1.0 - sum(theirs.values()))
+        weights |= {f"{domain}{PLAYER_SIGN}{player}": weight * share for player, share in theirs.items()}
+    return weights
 
 
 def domain_metrics(groups: Iterable[EpisodeGroup]) -> dict[str, float]:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from embodied_rl.generation.base import EpisodicGenerator, Generator
+from embodied_rl.rollout.program_manager import ProgramManager
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.types import EpisodeSummary
 
 
 def evaluate(
-    manager: EnvManager,
+    manager: EnvManager | ProgramManager,
     generator: Generator,
     num_episodes: int,
     *,
@@ -39,6 +40,8 @@ def evaluate(
         One summary per seed, ascending by seed; an episode that its simulator could not finish (see the manager's fault records)
         is missing, with a warning.
     """
+    if isinstance(manager, ProgramManager):
+        return manager.evaluate(generator, num_episodes, first_seed, on_episode)
     batch = manager.reset(EpisodeSeeds.held_out(first_seed), reconfigure=reconfigure)
     first = HELD_OUT_START + first_seed
     # Slot s plays the seeds first + s, first + s + N, …: its share of num_episodes.

@@ -15,6 +15,7 @@ from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.initialized import Outcome, Start, StartLibrary
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.restoring import StartShelf
+from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.rollout.start_sources import SourceEpisode
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.timeline import span
@@ -142,6 +143,12 @@ class GroupCollector:
         self.recorder: TrainingRecorder | None = None
         """Writes a share of the episodes down."""
         self._starts, self._shelf = starts, None if starts is None else StartShelf(manager, starts)
+        self.scorer: Scorer | None = None
+        """Gives episodes a further reward before they are handed in, while others are played."""
+        self._awaited: dict[int, Assignment] = {}
+        """Of episodes that are being scored, by the scorer's numbers."""
+        self._num_scored = 0
+        self._waited = 0.0
         self._playing: dict[int, EpisodeRecorder] = {}
         self._idle = list(range(manager.num_slots))
         self._unanswered: dict[int, Observation] = {}
@@ -155,21 +162,46 @@ class GroupCollector:
             SimFault: see EnvManager.
             BatchNeverFullError: the queue rejects too many groups, or waited too long.
         """
-        waited, started = 0.0, time.perf_counter()
+        started, self._waited = time.perf_counter(), 0.0
         while (groups := self.queue.take(version)) is None:
-            self._begin_idle()
-            if self._in_flight == 0 and not self._unanswered:
+            if not self.pump():
                 raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
-            if self._in_flight:
-                before = time.perf_counter()
-                with span("env", "wait"):
-                    batch = self.manager.recv(min_ready=self.min_ready, timeout_s=_TICK_EVERY_S)
-                waited += time.perf_counter() - before
-                self._take_in(batch)
-            self._act()
-            self._tick()
-        self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
+        self.times = CollectorTimes(self._waited, time.perf_counter() - started - self._waited)
         return groups
+
+    def take_waited(self) -> float:
+        """Seconds that it stood and waited for simulators since the last call of this."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def pump(self, patience_s: float = _TICK_EVERY_S) -> bool:
+        """One round: begin what the queue asks for, take in what is ready, answer it. False: nothing runs, and nothing may begin.
+
+        Args:
+            patience_s: how long to wait where nothing is ready; in lockstep, for scores alone.
+
+        Raises as `next_groups` does.
+        """
+        self._begin_idle()
+        scored = self._take_scores()
+        if self._in_flight == 0 and not self._unanswered and not self._awaited:
+            return scored
+        if self._in_flight:
+            before = time.perf_counter()
+            # In lockstep all of them: a part of them, whenever a step takes long, would be acted on in batches that time decides.
+            with span("env", "wait"):
+                batch = self.manager.recv(min_ready=self.min_ready, timeout_s=None if self.min_ready is None else patience_s)
+            self._waited += time.perf_counter() - before
+            self._take_in(batch)
+        elif not self._unanswered and self.scorer is not None:
+            self.scorer.wait(patience_s)
+        self._act()
+        self._tick()
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """Of the scores of reward workers; empty without them."""
+        return {} if self.scorer is None else self.scorer.metrics()
 
     def restart(self, queue: GroupQueue) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
@@ -177,6 +209,7 @@ class GroupCollector:
         self.queue = queue
         self._playing.clear()
         self._unanswered.clear()
+        self._awaited.clear()
         if self._starts is not None and self._shelf is not None:
             self._starts.discard()
             self._shelf.clear()
@@ -224,7 +257,11 @@ class GroupCollector:
                 episode = self._episode(recorder, batch, row, summaries[slot])
                 if self.recorder is not None:
                     self._record(self.recorder, recorder, episode)
-                if self.queue.finished(recorder.assignment, episode) and self._starts is not None:
+                if self.scorer is not None:
+                    self._num_scored += 1
+                    self._awaited[self._num_scored] = recorder.assignment
+                    self.scorer.submit(self._num_scored, episode)
+                elif self.queue.finished(recorder.assignment, episode) and self._starts is not None:
                     self._starts.finished(self._outcome(self._starts, recorder, episode, summaries[slot]))
             elif self.queue.should_stop(recorder.assignment):
                 self._stop(slot)
@@ -234,6 +271,21 @@ class GroupCollector:
         for slot in [slot for slot in self._unanswered if self.queue.should_stop(self._playing[slot].assignment)]:
             del self._unanswered[slot]
             self._stop(slot)
+
+    def _take_scores(self) -> bool:
+        """Hand in the episodes that were scored meanwhile; whether there were any."""
+        if self.scorer is None:
+            return False
+        scored = self.scorer.ready()
+        for number, found in scored:
+            assignment = self._awaited.pop(number, None)
+            if assignment is None:
+                continue  # submitted before a restart
+            if isinstance(found, str):
+                self.queue.failed(assignment, f"it was not scored: {found}")
+            else:
+                self.queue.finished(assignment, found)
+        return bool(scored)
 
     def _episode(self, recorder: EpisodeRecorder, batch: StepBatch, row: int, summary: EpisodeSummary) -> Episode:
         greedy = self._greedy_member and recorder.assignment.member == 0

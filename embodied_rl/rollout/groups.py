@@ -115,8 +115,8 @@ class GroupQueue:
 
     # --- the collector's side ----------------------------------------------------------------------------------------
 
-    def next_assignment(self) -> Assignment | None:
-        """The next episode to play; None: there is no place now, ask again after anything has changed.
+    def next_assignment(self, domain: str | None = None) -> Assignment | None:
+        """The next episode to play, of this domain where one is named; None: there is no place now, ask again after anything has changed.
 
         Groups that are admitted come first, by number: retries and members not yet begun. Raises BatchNeverFullError when more groups
         than allowed were rejected since the last batch.
@@ -124,9 +124,17 @@ class GroupQueue:
         with self._lock:
             while self._waiting and self._waiting[0][0] not in self._open:
                 heapq.heappop(self._waiting)
-            if not self._waiting and not self._admit():
-                return None
-            number, member, attempt = heapq.heappop(self._waiting)
+            if domain is not None:
+                chosen = self._first_of(domain)
+                if chosen is None:
+                    return None
+                self._waiting.remove(chosen)
+                heapq.heapify(self._waiting)
+                number, member, attempt = chosen
+            else:
+                if not self._waiting and not self._admit():
+                    return None
+                number, member, attempt = heapq.heappop(self._waiting)
             assignment = self._open[number].start(member, attempt, self.version, self._clock())
             self._count_episodes(started=1, running=1)
             return assignment
@@ -298,13 +306,18 @@ class GroupQueue:
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, settled: bool = False) -> dict[str, Any]:
         """What resuming needs, JSON-able. Episodes are not in it: groups in flight (and a batch not yet published) are asked for
-        again, with the same numbers and seeds, so that nothing is lost silently."""
+        again, with the same numbers and seeds, so that nothing is lost silently.
+
+        Args:
+            settled: count the batch that was taken as consumed for good: for whoever took it, lest it be asked for again.
+        """
         with self._lock:
+            training = [] if settled else self._training
             counts = {}
             for domain, whole in self._by_domain.items():
-                unpublished = sum(group.domain == domain for group in self._training)
+                unpublished = sum(group.domain == domain for group in training)
                 back = whole.in_flight + unpublished
                 counts[domain] = asdict(replace(whole, admitted=whole.admitted - back, consumed=whole.consumed - unpublished, in_flight=0))
             episodes = replace(self._episodes, abandoned=self._episodes.abandoned + self._episodes.running, running=0)
@@ -314,7 +327,7 @@ class GroupQueue:
                 "weights": dict(self.domains.weights),
                 "version": self.version,
                 "next_number": self._next_number,
-                "redo": sorted([*self._open, *self._ready, *self._redo, *(group.number for group in self._training)]),
+                "redo": sorted([*self._open, *self._ready, *self._redo, *(group.number for group in training)]),
                 "counts": counts,
                 "episodes": asdict(episodes),
                 "rejected": self._rejected,
@@ -341,11 +354,28 @@ class GroupQueue:
             self._rejected = int(state["rejected"])
             self._reasons = Counter(state["reasons"])
 
+    def mirror(self, state: Mapping[str, Any]) -> None:
+        """Become the image of a queue elsewhere that gave this `state_dict`; what is in flight there is to be asked for here."""
+        with self._lock:
+            for part in (self._open, self._ready, self._training, self._waiting):
+                part.clear()
+            self._next_number = 0
+            self.load_state_dict(state)
+
     # --- transitions -------------------------------------------------------------------------------------------------
 
     @property
     def _num_held(self) -> int:
         return len(self._open) + len(self._ready) + len(self._training)
+
+    def _first_of(self, domain: str) -> tuple[int, int, int] | None:
+        """The first (group, member, attempt) of a domain that waits; groups are admitted until there is one, or no place."""
+        while True:
+            own = [entry for entry in self._waiting if entry[0] in self._open and self._open[entry[0]].domain == domain]
+            if own:
+                return min(own)
+            if not self._admit():
+                return None
 
     def _admit(self) -> bool:
         """Open the next group, those of a resumed run first; False when there is no place."""

@@ -10,11 +10,11 @@ that was killed and resumed holds what an uninterrupted one would.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,80 +22,17 @@ from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import Generator
 from embodied_rl.rollout.collector import split_groups
 from embodied_rl.rollout.group_collector import EpisodeNoise
+from embodied_rl.rollout.players import ChunkInPlay, Played, Player
 from embodied_rl.rollout.seed_queue import Outcome, RecordingPlan, SeedQueue
 from embodied_rl.sim.instrumented import Split, plain_snapshot, split
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import ActionSpec, EpisodeSummary, SimSpec, StepBatch
+from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, SimSpec, StepBatch
 
 ATTEMPTS_FILE = "attempts.jsonl"
 """Beside the parts of a recording: a line for each episode that was played and is not recorded, with the reason."""
 _NOISE_STREAM = 3
-
-
-@dataclass(frozen=True)
-class Played:
-    """What a player did with n observations; None: not known."""
-
-    action: Any
-    """[n, A] in the simulator's units, or n texts."""
-    sampled_action: np.ndarray | None = None
-    """[n, A] normalised and unclipped."""
-    log_prob: np.ndarray | None = None
-    """[n, L] under the policy that acted."""
-    value: np.ndarray | None = None
-    """[n]"""
-    version: int | None = None
-
-
-class Player(Protocol):
-    """Whoever acts."""
-
-    draws: bool
-    """Whether its actions are drawn with noise."""
-
-    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
-        """Actions for all rows; `noise` [n, A] as `Generator.send` takes it, None where `draws` is False."""
-        ...
-
-
-class ExpertPlayer:
-    """Does what the simulator's expert says (`embodied_rl.sim.instrumented`). Implements `Player`."""
-
-    draws = False
-
-    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
-        assert seen.expert_action is not None, "the simulator was made without an expert"
-        return Played(seen.expert_action.copy())
-
-
-class GeneratorPlayer:
-    """A generator: a policy's mode, or its samples with their log-probabilities. Implements `Player`.
-
-    Args:
-        generator: with weights published.
-        action: of the simulator.
-        draws: sample; False: the mode, which has no log-probability: as a behaviour policy it is deterministic.
-    """
-
-    def __init__(self, generator: Generator, action: ActionSpec, draws: bool) -> None:
-        self.draws = draws
-        self._generator, self._action = generator, action
-        self._value: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = getattr(generator, "value", None)
-
-    def act(self, seen: Split, noise: np.ndarray | None) -> Played:
-        num_rows = len(next(iter(seen.observation.values())))
-        self._generator.send(np.arange(num_rows), seen.observation, noise)
-        acted = self._generator.recv()
-        return Played(
-            action=self._action.denormalise(acted.action),
-            sampled_action=acted.action,
-            log_prob=acted.log_prob if self.draws else None,
-            value=None if self._value is None else self._value(seen.observation),
-            version=acted.version,
-        )
 
 
 @dataclass(frozen=True)
@@ -129,6 +66,8 @@ class _Playing:
     num_steps: int = 0
     snapshot: bytes | None = None
     """Of the moment before the step that is being simulated, where one is due."""
+    chunk: ChunkInPlay | None = None
+    """What it is playing out, of a player that acts in chunks."""
 
 
 class Recorder:
@@ -162,6 +101,7 @@ class Recorder:
                 "its seed and actions, which are recorded, say as much. Leave them out: states=none."
             )
         self._manager, self._player, self._writer, self._plan = manager, player, writer, plan
+        self._layout = player.layout or ActionLayout.of(manager.spec.action)
         self._on_episode = on_episode
         self._groups = split_groups(manager.num_slots, min(num_groups, manager.num_slots))
         self._seen = [_room(manager.spec, len(group)) for group in self._groups]
@@ -244,7 +184,7 @@ class Recorder:
 
     def _new(self, number: int, attempt: int) -> _Playing:
         seed = self._plan.first_seed + number
-        return _Playing(number, seed, attempt, EpisodeNoise(self._manager.spec.action, (self._plan.noise_seed, seed, _NOISE_STREAM)))
+        return _Playing(number, seed, attempt, EpisodeNoise(self._layout, (self._plan.noise_seed, seed, _NOISE_STREAM)))
 
     def _take_in(self, index: int, batch: StepBatch) -> None:
         """Note what came of a group's actions, and what is seen now."""
@@ -347,18 +287,46 @@ class Recorder:
         slots = [slot for slot in group if slot in self._playing and self._playing[slot].started]
         if not slots:
             return
-        noise = None
-        if self._player.draws:
-            noise = np.zeros((len(group), self._manager.spec.action.dim), np.float32)
-            for slot in slots:
-                noise[slot - group.start] = self._playing[slot].noise.next()
-        played = self._player.act(seen, noise)
+        if self._layout.chunk_size == 1:
+            self._acted[index] = _columns(self._ask(group, seen, slots), len(group), self._manager.spec.action)
+        else:
+            self._acted[index] = self._next_of_chunks(group, seen, slots)
         marks = self._snapshots(slots)
         for slot in slots:
             self._playing[slot].snapshot = marks.get(slot)
-        self._acted[index] = _columns(played, len(group), self._manager.spec.action)
-        self._manager.send(_as_range(slots), _rows(played.action, [slot - group.start for slot in slots]))
+        self._manager.send(_as_range(slots), _rows(self._acted[index]["action"], [slot - group.start for slot in slots]))
         self._moving[index] = sorted([*self._moving[index], *slots])
+
+    def _ask(self, group: range, seen: Split, slots: Sequence[int]) -> Played:
+        """What the player does for all rows of the group; the episodes of `slots` give their noise."""
+        noise = None
+        if self._player.draws:
+            noise = np.zeros((len(group), self._layout.noise_width), np.float32)
+            for slot in slots:
+                noise[slot - group.start] = self._playing[slot].noise.next()
+        return self._player.act(seen, noise)
+
+    def _next_of_chunks(self, group: range, seen: Split, slots: Sequence[int]) -> dict[str, Any]:
+        """{column: [rows of the group, ...]} the step of each slot's chunk that is due.
+
+        The player is asked where a chunk is over or an episode begins, for the whole group, so that its batch keeps its shape.
+        """
+        due = [slot for slot in slots if (chunk := self._playing[slot].chunk) is None or chunk.is_over]
+        if due:
+            played = self._ask(group, seen, due)
+            for slot in due:
+                before = self._playing[slot].chunk
+                self._playing[slot].chunk = ChunkInPlay(played, slot - group.start, 0 if before is None else before.number + 1)
+        columns: dict[str, Any] = {}
+        for slot in slots:
+            chunk = self._playing[slot].chunk
+            assert chunk is not None, "it was asked for"
+            for name, value in chunk.take().items():
+                part = np.asarray(value, self._manager.spec.action.dtype if name == "action" else None)
+                if name not in columns:
+                    columns[name] = np.zeros((len(group), *part.shape), part.dtype)
+                columns[name][slot - group.start] = part
+        return columns
 
     def _snapshots(self, slots: Sequence[int]) -> dict[int, bytes]:
         every = self._plan.snapshot_every

@@ -13,6 +13,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import CameraEnv, SimEnv, SimFactory
+from embodied_rl.sim.text.panel import text_panel
 from embodied_rl.types import StepBuffers
 
 DEFAULT_CAMERA = "default"
@@ -42,7 +43,7 @@ def filmed(config: SimConfig, size: int, cameras: Sequence[str] = ()) -> SimConf
 
 
 class FilmedSim:
-    """Passes everything on to the simulator named by `target`; implements `SimEnv`."""
+    """Passes everything on to the simulator named by `target`; implements `SimEnv`. A task in words without pictures shows its text."""
 
     def __init__(
         self,
@@ -59,14 +60,19 @@ class FilmedSim:
         # Simulators that must know beforehand that they will draw say so by taking these.
         drawing = {name: value for name, value in wanted.items() if name in parameters}
         self._sim: SimEnv = SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs)
-        self.spec = self._sim.spec
-        self._cameras = tuple(cameras)
+        # A task in words that draws nothing is shown as its text.
+        self._shows_text = not self._sim.spec.can_render and "text" in self._sim.spec.variables
+        self.spec = dataclasses.replace(self._sim.spec, can_render=True) if self._shows_text else self._sim.spec
+        self._cameras, self._size = tuple(cameras), size
+        self._texts = [""] * num_envs
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         self._sim.reset(env_ids, seeds, out, options)
+        self._keep_texts(env_ids, out)
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         self._sim.step(env_ids, actions, out)
+        self._keep_texts(env_ids, out)
 
     def render(self, env_id: int) -> np.ndarray:
         """Pictures [cameras · H, W, 3] uint8, one below the other; of several sizes, the smaller ones in the middle of black.
@@ -90,8 +96,15 @@ class FilmedSim:
     def close(self) -> None:
         self._sim.close()
 
+    def _keep_texts(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        if self._shows_text:
+            for env_id in env_ids:
+                self._texts[env_id] = str(out.observation["text"][env_id])
+
     def _view(self, env_id: int, camera: str) -> np.ndarray:
         if camera == DEFAULT_CAMERA:
+            if self._shows_text:
+                return text_panel(self._texts[env_id], self._size)
             return self._sim.render(env_id)
         if not isinstance(self._sim, CameraEnv) or not self._sim.film_cameras(env_id):
             raise UserError(f"Task '{self.spec.task}' has no camera '{camera}': it is drawn one way only, which is cameras=default.")

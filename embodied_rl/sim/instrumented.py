@@ -17,7 +17,8 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import PhysicsEnv, SimEnv, SimFactory, SnapshotEnv
+from embodied_rl.sim.env import CameraEnv, PhysicsEnv, SimEnv, SimFactory, SnapshotEnv
+from embodied_rl.sim.film import DEFAULT_CAMERA
 from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec
@@ -31,7 +32,7 @@ IMAGE = "image/"
 TASK = "episode_task"
 """Text part: the task of the running episode, of a simulator whose episodes are of several (it has a method ``task_at``)."""
 CAMERA = "render"
-"""Name of the only camera, which is `SimEnv.render`'s."""
+"""Name under which the pictures of `SimEnv.render` are kept, the default camera's."""
 
 Expert = Callable[[Mapping[str, Any]], Any]
 """From the observation of one environment, {key: value}, to its action in the simulator's units, or a text. One is made for each episode,
@@ -57,7 +58,13 @@ class Split:
 
 
 def instrumented(
-    config: SimConfig, *, expert: str | None = None, physics: bool = False, image_size: int | None = None, reconfigure: bool = True
+    config: SimConfig,
+    *,
+    expert: str | None = None,
+    physics: bool = False,
+    image_size: int | None = None,
+    cameras: Sequence[str] = (),
+    reconfigure: bool = True,
 ) -> SimConfig:
     """The same simulator with further parts in its observation.
 
@@ -66,6 +73,7 @@ def instrumented(
         expert: ``package.module:Attribute`` that makes an `Expert`; None: no part ``expert_action``.
         physics: whether to show the physical state.
         image_size: pixels of the longer side of a picture; None: no picture.
+        cameras: names of the simulator's cameras, or "default"; none: the default one.
         reconfigure: every episode owes nothing to the ones before it (`SimEnv.reset`): it is a function of its seed and actions.
     """
     kwargs = {
@@ -76,6 +84,7 @@ def instrumented(
         "expert": expert,
         "physics": physics,
         "image_size": image_size,
+        "cameras": list(cameras),
         "reconfigure": reconfigure,
     }
     return dataclasses.replace(config, target="embodied_rl.sim.instrumented:InstrumentedSim", task=None, kwargs=kwargs)
@@ -142,6 +151,7 @@ class InstrumentedSim:
         expert: str | None = None,
         physics: bool = False,
         image_size: int | None = None,
+        cameras: Sequence[str] = (),
         reconfigure: bool = True,
     ) -> None:
         drawing: dict[str, Any] = {}
@@ -153,7 +163,8 @@ class InstrumentedSim:
         self._sim: SimEnv = SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs)
         self._reconfigure = reconfigure
         self._parts: dict[str, TensorSpec | VariableSpec] = {}
-        self._picture: tuple[int, int] | None = None
+        self._pictures: dict[str, tuple[str, tuple[int, int]]] = {}
+        """{part: its camera and size}"""
         self._names: tuple[str, ...] = ()
         inner, scratch = self._sim.spec, StepBuffers.allocate(self._sim.spec, num_envs)
         self._plain = tuple(inner.observation)
@@ -162,7 +173,8 @@ class InstrumentedSim:
         if physics:
             self._add_physics()
         if image_size is not None:
-            self._add_picture(image_size)
+            for camera in cameras or (DEFAULT_CAMERA,):
+                self._add_picture(camera, image_size)
         self._task_at: Callable[[int], str] | None = getattr(self._sim, "task_at", None)
         if self._task_at is not None:
             self._parts[TASK] = VariableSpec("text", 1024)
@@ -237,14 +249,15 @@ class InstrumentedSim:
         if any(not np.array_equal(present[name], part) for name, part in state.items()):
             env.set_physics(env_id, state)
 
-    def _add_picture(self, size: int) -> None:
+    def _add_picture(self, camera: str, size: int) -> None:
         if not self._sim.spec.can_render:
             raise UserError(f"Task '{self._sim.spec.task}' offers no pictures (no render mode 'rgb_array'): leave images out.")
-        height, width = self._draw(0).shape[:2]
+        height, width = self._draw(0, camera).shape[:2]
         scale = size / max(height, width)
         # Even sides: H.264 stores colours at half the resolution.
-        self._picture = max(2, round(height * scale / 2) * 2), max(2, round(width * scale / 2) * 2)
-        self._parts[IMAGE + CAMERA] = TensorSpec((*self._picture, 3), "uint8")
+        fitted = max(2, round(height * scale / 2) * 2), max(2, round(width * scale / 2) * 2)
+        part = IMAGE + (CAMERA if camera == DEFAULT_CAMERA else camera)
+        self._pictures[part], self._parts[part] = (camera, fitted), TensorSpec((*fitted, 3), "uint8")
 
     def _show(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         observation = out.observation
@@ -255,14 +268,18 @@ class InstrumentedSim:
                 state = cast(PhysicsEnv, self._sim).physics(i)
                 for name in self._names:
                     observation[PHYSICS + name][i] = state[name]
-            if self._picture is not None:
-                observation[IMAGE + CAMERA][i] = _scaled(self._draw(i), *self._picture)
+            for part, (camera, fitted) in self._pictures.items():
+                observation[part][i] = _scaled(self._draw(i, camera), *fitted)
             if (expert := self._experts[i]) is not None:
                 observation[EXPERT][i] = expert({key: observation[key][i] for key in self._plain})
 
-    def _draw(self, env_id: int) -> np.ndarray:
+    def _draw(self, env_id: int, camera: str) -> np.ndarray:
         try:
-            return np.asarray(self._sim.render(env_id), np.uint8)
+            if camera == DEFAULT_CAMERA:
+                return np.asarray(self._sim.render(env_id), np.uint8)
+            if not isinstance(self._sim, CameraEnv) or not self._sim.film_cameras(env_id):
+                raise UserError(f"Task '{self._sim.spec.task}' has no camera '{camera}': it is drawn in one way, cameras=default.")
+            return np.asarray(self._sim.film_from(env_id, camera), np.uint8)
         except UserError:
             raise
         except Exception as error:  # drivers fail in their own ways: OpenGL, Vulkan, GLFW and pygame share no base class

@@ -112,10 +112,26 @@ def test_memory_holds_the_last_observations_and_actions_and_each_turn_is_a_row()
 
 
 def test_a_summary_is_carried_on_until_there_is_a_new_one() -> None:
-    agent = make(strategy="summarised", chat=False, template="[{summary}]{observation}", summary_chars=4)
+    agent = make(strategy="summarised", chat=False, system="<summary>", template="[{summary}]{observation}", summary_chars=4)
     said = [TOKENS.encode("<summary>I was here</summary>up"), TOKENS.encode("up"), TOKENS.encode("<summary>no</summary>")]
     prompts = talk(agent, ["one", "two", "three"], said)
-    assert [TOKENS.decode(prompt) for prompt in prompts] == ["[]one", "[I wa]two", "[I wa]three"]
+    assert [TOKENS.decode(prompt) for prompt in prompts] == ["<summary>[]one", "<summary>[I wa]two", "<summary>[I wa]three"]
+
+
+def test_a_summary_is_asked_for_and_shown_where_the_prompts_do_not_say_how() -> None:
+    agent = make(strategy="summarised", chat=False, template="{observation}", actions=("up", "down"))
+    first, second = talk(agent, ["one", "two"], [TOKENS.encode("up <summary>down there</summary>")] * 2)
+    told = "You will see nothing of what came before but the summary that you give: write <summary>what you need to remember</summary>"
+    assert TOKENS.decode(first).startswith(told)
+    assert TOKENS.decode(first).endswith(" in every answer.\n\none")
+    assert TOKENS.decode(second).endswith(" in every answer.\ndown there\ntwo")
+    assert agent.parser.parse("up <summary>down there</summary>") == ValidAction("up"), "the summary is no part of the action"
+
+
+def test_a_memory_that_the_template_does_not_name_stands_before_it() -> None:
+    agent = make(strategy="memory", last_turns=1, chat=False, template="{observation}", memory_item="{observation}>{action};")
+    prompts = talk(agent, ["one", "two"], [SPLIT_AB] * 2)
+    assert [TOKENS.decode(prompt) for prompt in prompts] == ["one", "one>ab;two"]
 
 
 def test_what_is_too_long_is_dropped_from_the_past_and_told() -> None:

@@ -27,7 +27,7 @@ def drawn(text: str, moment: Moment = MOMENT, cameras: tuple[str, ...] = (), fra
 def test_names_can_be_chosen_one_by_one_or_together() -> None:
     assert parse_overlays("none") == frozenset()
     assert parse_overlays("all") == frozenset(NAMES)
-    assert parse_overlays("default") == frozenset(DEFAULT) == {"task", "step", "success"}
+    assert parse_overlays("default") == frozenset(DEFAULT) == {"task", "step", "answer", "success"}
     assert parse_overlays(" default, actions ") == {*DEFAULT, "actions"}
     with pytest.raises(UserError, match=r"overlay=rewards: 'rewards' is not a choice. Did you mean 'reward'\?"):
         parse_overlays("rewards")

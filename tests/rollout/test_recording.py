@@ -14,7 +14,8 @@ from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.generation.random_backend import RandomGenerator
-from embodied_rl.rollout.recording import ATTEMPTS_FILE, GeneratorPlayer, unsuccessful_seeds
+from embodied_rl.rollout.players import GeneratorPlayer
+from embodied_rl.rollout.recording import ATTEMPTS_FILE, unsuccessful_seeds
 from embodied_rl.rollout.seed_queue import RecordingPlan
 from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.types import ActionSpec, Observation

@@ -145,3 +145,17 @@ def test_what_cannot_be_shown_is_one_line() -> None:
         expert_maker("tests.rollout.recording_toys:wants_three")
     assert not needs_simulator(EXPERT_TARGET)
     assert needs_simulator("embodied_rl.sim.robots.experts:PixelReachExpert")
+
+
+def test_each_camera_has_a_picture_of_its_own() -> None:
+    config = SimConfig(name="two", target="tests.sim.test_film:TwoSizes")
+    sim, out = make(config, image_size=30, cameras=("default", "large", "small"))
+    sim.reset([0, 1], [3, 4], out)
+    images = split(out.observation).images
+    # The longer side has 30 pixels: 40 x 60 becomes 20 x 30, and 20 x 20 becomes 30 x 30.
+    assert {name: part.shape[1:3] for name, part in images.items()} == {"render": (16, 30), "large": (20, 30), "small": (30, 30)}
+    assert (images["large"] == 1).all()
+    assert (images["small"] == 2).all()
+    assert images["render"].std() > 10
+    with pytest.raises(UserError, match="Task 'KeyDoor' has no camera 'top': it is drawn in one way"):
+        make(KEY_DOOR, image_size=30, cameras=("top",))

@@ -13,7 +13,6 @@ from embodied_rl import evaluate, render
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.train import train
-from tests.short_run import one_line_error
 from tests.vla.toys import QUIET, SIM, TINY
 
 PPO = ("algorithm.rollout_steps=8", "algorithm.minibatch_size=16", "algorithm.num_epochs=2", "total_steps=150")
@@ -51,6 +50,18 @@ def curve(run_dir: Path) -> list[dict]:
         pytest.param((*PPO, "policy=flow", "policy.chunk=3", "policy.hidden_sizes=[16]", "policy.num_steps=2"), id="ppo flow"),
         pytest.param(
             (*GRPO, "algorithm.ratio=token", "algorithm.aggregation=seq-mean-token-mean", "algorithm.kl.coef=0.1"), id="grpo tokens"
+        ),
+        pytest.param(
+            (
+                "algorithm=bc",
+                EXPERT,
+                "algorithm.recorded.expert_episodes=16",
+                "policy.cloning_shift=2",
+                "algorithm.minibatch_size=16",
+                "algorithm.num_epochs=1",
+                "total_steps=150",
+            ),
+            id="cloning with shifted pictures",
         ),
         pytest.param((*GRPO, "algorithm.advantage=gae", "hybrid.precision=bfloat16"), id="groups with a critic", marks=pytest.mark.slow),
     ],
@@ -148,11 +159,3 @@ def test_a_mistake_is_one_line(overrides: tuple[str, ...], message: str, tmp_pat
         train(load_train_config([*words, *overrides, f"run_dir={tmp_path}"]))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_other_commands_say_what_they_do_not_offer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from embodied_rl import record
-
-    run_dir = run(tmp_path / "run", *PPO)
-    line = one_line_error(record.main, [f"checkpoint={run_dir}", "num_episodes=2", f"output={tmp_path / 'rec'}"], capsys)
-    assert "policy.name='tiny_vla'" in line

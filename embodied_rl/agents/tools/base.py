@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class ToolUse:
 
 
 class Toolbox:
-    """Tools by name. `call` never raises for what an agent does."""
+    """Tools by name. `call` never raises for what an agent does, and may be made from several threads at a time."""
 
     def __init__(self, tools: Iterable[Tool], *, max_chars: int = 8000) -> None:
         """
@@ -72,6 +73,8 @@ class Toolbox:
             raise UserError(f"max_chars must be >= 100, got {max_chars}.")
         self._tools: dict[str, Tool] = {}
         self._max_chars = max_chars
+        self._lock = threading.Lock()
+        self._taken: dict[str, float] = {}
         for tool in tools:
             if tool.name in self._tools:
                 raise UserError(f"Two tools are called '{tool.name}'.")
@@ -92,20 +95,34 @@ class Toolbox:
         """Use a tool; arguments are an object, or its JSON."""
         tool = self._tools.get(name)
         if tool is None:
-            self.num_unknown += 1
+            with self._lock:
+                self.num_unknown += 1
             return ToolResult(f"error: there is no tool '{name}'.{did_you_mean(name, self._tools)}", failed=True)
-        use, started = self.uses[name], time.monotonic()
-        use.calls += 1
+        started = time.monotonic()
         try:
             result = ToolResult(self._shortened(tool.run(_object(arguments))), failed=False)
         except ToolError as error:
-            use.failures += 1
             result = ToolResult(self._shortened(f"error: {error}"), failed=True)
-        use.seconds += time.monotonic() - started
+        with self._lock:
+            use = self.uses[name]
+            use.calls += 1
+            use.failures += result.failed
+            use.seconds += time.monotonic() - started
         return result
 
     def metrics(self) -> dict[str, float]:
         """For a log: {tools/<name>/calls, …/failures, …/seconds} and tools/unknown."""
+        with self._lock:
+            return self._metrics()
+
+    def take_metrics(self) -> dict[str, float]:
+        """What `metrics` gained since the last call of this."""
+        with self._lock:
+            now, before = self._metrics(), self._taken
+            self._taken = now
+        return {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+    def _metrics(self) -> dict[str, float]:
         counted = {f"tools/{name}/{key}": float(value) for name, use in self.uses.items() for key, value in vars(use).items()}
         return {**counted, "tools/unknown": float(self.num_unknown)}
 

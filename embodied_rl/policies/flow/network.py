@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.config import PolicyConfig
+from embodied_rl.config import FlowNetworkConfig, PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.actor_critic import ImageTrunk, make_mlp
 from embodied_rl.policies.base import TensorObservation
@@ -21,38 +21,6 @@ from embodied_rl.policies.flow.options import FlowOptions
 from embodied_rl.policies.flow.policy import FlowPolicy
 from embodied_rl.policies.normalization import RunningNorm
 from embodied_rl.types import SimSpec, TensorSpec
-
-
-@dataclass(frozen=True)
-class FlowNetworkConfig:
-    """The small flow policy's networks."""
-
-    state_key: str | None = "state"
-    """Observation with the state vector; None: no state."""
-    image_key: str | None = None
-    """Observation with an image uint8 [height, width, 3]; None: no image."""
-    chunk: int = 1
-    """H = K: steps of a chunk."""
-    hidden_sizes: tuple[int, ...] = (128, 128, 128)
-    """Of the velocity's network and of the critic. Two modes want three layers."""
-    activation: Literal["tanh", "relu", "elu"] = "relu"
-    image_features: int = 128
-    """Numbers that an image becomes."""
-    cnn_channels: tuple[int, ...] = (16, 32, 32)
-    cnn_kernels: tuple[int, ...] = (4, 4, 4)
-    cnn_strides: tuple[int, ...] = (2, 2, 2)
-    time_features: int = 8
-    """Sines and cosines of the denoising time; even."""
-    normalize_observation: bool = True
-    """Scale the state by its running moments."""
-
-    def __post_init__(self) -> None:
-        if self.state_key is None and self.image_key is None:
-            raise UserError("A flow policy needs policy.state_key or policy.image_key: it would see nothing.")
-        if self.chunk < 1:
-            raise UserError(f"policy.chunk must be >= 1, got {self.chunk}.")
-        if self.time_features < 2 or self.time_features % 2:
-            raise UserError(f"policy.time_features must be even and >= 2, got {self.time_features}.")
 
 
 class FlowNetwork(nn.Module):

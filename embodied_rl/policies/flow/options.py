@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.config.flow import FlowOptions, Method
+from embodied_rl.errors import UserError
 
-Method = Literal["flow_sde", "flow_noise", "dppo"]
-
-
-@dataclass(frozen=True)
-class FlowOptions:
-    """Denoising, and where its randomness is."""
-
-    method: Method = "flow_noise"
-    """flow_sde: one step, drawn at random, is stochastic. flow_noise: all are, with a learned deviation (ReinFlow). dppo: all are, and
-    each step's action is an action unit of its own."""
-    num_steps: int = 10
-    """S: denoising steps of an action."""
-    noise_level: float = 0.5
-    """λ of the stochastic equation (flow_sde, dppo)."""
-    min_std: float = 0.08
-    """flow_noise: smallest learned deviation. In units of normalised actions."""
-    max_std: float = 0.16
-    """flow_noise: largest learned deviation."""
-    std_floor: float = 0.1
-    """dppo: deviations below are raised to it, so that late steps explore and ratios stay bounded (DPPO, Ren et al. 2024)."""
-
-    def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise UserError(f"policy.method={self.method!r} is not a choice.{did_you_mean(str(self.method), get_args(Method))}")
-        if self.num_steps < 2:
-            raise UserError(f"policy.num_steps must be >= 2, got {self.num_steps}: the first step's deviation needs a second time.")
-        if not self.noise_level > 0:
-            raise UserError(f"policy.noise_level must be > 0, got {self.noise_level}. Evaluation adds no noise anyway.")
-        if not 0 < self.min_std <= self.max_std:
-            raise UserError(f"policy.min_std and policy.max_std must be 0 < min_std <= max_std, got {self.min_std} and {self.max_std}.")
-        if not self.std_floor > 0:
-            raise UserError(f"policy.std_floor must be > 0, got {self.std_floor}.")
+__all__ = ["FlowOptions", "Method", "Record", "RecordLayout"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
+from embodied_rl.config import PI0PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import write_atomic
 from embodied_rl.policies.base import TensorObservation
@@ -74,6 +75,8 @@ class PI0Options:
     """Observation that holds each row's instruction, where there is one."""
     chunk: int | None = None
     """K: steps of the model's chunk that are carried out; None: all."""
+    prompt_tokens: int | None = None
+    """Prompts are padded to this length beside the images' tokens; None: to the longest of a batch."""
 
 
 class PI0Inputs:
@@ -143,6 +146,12 @@ class PI0Inputs:
         start = [] if self.tokenizer.bos_token_id is None else [self.tokenizer.bos_token_id]
         texts = {text: images + start + self.tokenizer(text + "\n", add_special_tokens=False)["input_ids"] for text in set(instructions)}
         length = max(len(ids) for ids in texts.values())
+        if self.options.prompt_tokens is not None:
+            if length > (room := len(images) + self.options.prompt_tokens):
+                longest = max(texts, key=lambda text: len(texts[text]))
+                told = f"The instruction '{longest}' has {length - len(images)} tokens"
+                raise UserError(f"{told}; raise policy.prompt_tokens={self.options.prompt_tokens}.")
+            length = room
         pad = self.tokenizer.pad_token_id or 0
         ids = [texts[text] + [pad] * (length - len(texts[text])) for text in instructions]
         mask = [[1] * len(texts[text]) + [0] * (length - len(texts[text])) for text in instructions]
@@ -246,6 +255,27 @@ def load_pi0_policy(
     if policy.noise_net is not None and (folder / NOISE_NET).exists():
         load_state(policy.noise_net, read_safetensors(folder / NOISE_NET), str(folder / NOISE_NET))
     return policy.to(device).eval()
+
+
+def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
+    """The folder of `config.path` as a policy that trains.
+
+    Raises:
+        UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction.
+    """
+    if not Path(config.path).is_dir():
+        raise UserError(
+            f"policy.path='{config.path}' is no folder. Give the folder of a pi0 checkpoint of transformers: config.json, safetensors and "
+            "the tokenizer's files (docs/flow_policies.md)."
+        )
+    if config.instruction is None and config.instruction_key not in spec.observation and spec.instruction is None:
+        raise UserError(f"Task '{spec.task}' gives no instruction; pi0 acts on language. Set policy.instruction='pick up the …'.")
+    options = PI0Options(**{field.name: getattr(config, field.name) for field in fields(PI0Options)})
+    flow = FlowOptions(**{field.name: getattr(config, field.name) for field in fields(FlowOptions)})
+    policy = load_pi0_policy(config.path, spec, options, flow, dtype=getattr(torch, config.dtype))
+    if config.freeze_vlm:
+        policy.model.pi0.model.vlm.requires_grad_(False)
+    return policy
 
 
 def letterbox(image: np.ndarray, size: int) -> np.ndarray:

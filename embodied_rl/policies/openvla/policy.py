@@ -83,6 +83,8 @@ class VLAPolicy(nn.Module):
 
     noise_kind: Literal["uniform"] = "uniform"
     """`act` wants noise uniform in [0, 1), one number for each action token."""
+    base_folder: Path | None = None
+    """See `embodied_rl.policies.base.Policy`."""
 
     def __init__(
         self,
@@ -222,15 +224,18 @@ class VLAPolicy(nn.Module):
             action: [B, K, A] normalised by the simulator's bounds.
             mask: [B, K] bool, steps that exist; None: all.
         """
-        units = self.spec.action.denormalise(_numpy(action)).astype(np.float64)
-        if self.options.gripper == "libero":
-            units[..., -1] = 0.5 * (1.0 - units[..., -1])  # 1 and -1 back to the data set's 0 and 1
-        tokens = torch.from_numpy(self.model.tokens.encode(self.action_range.normalise(units))).flatten(1)
-        loss = -self.evaluate(observation, tokens).log_prob
+        loss = -self.evaluate(observation, self.units_of(action)).log_prob
         if mask is None:
             return loss.mean(-1)
         counted = mask.to(loss.device).repeat_interleave(self.action_range.dim, dim=1)
         return torch.where(counted, loss, torch.zeros_like(loss)).sum(-1) / counted.sum(-1).clamp_min(1)
+
+    def units_of(self, action: Tensor) -> Tensor:
+        """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""
+        units = self.spec.action.denormalise(_numpy(action)).astype(np.float64)
+        if self.options.gripper == "libero":
+            units[..., -1] = 0.5 * (1.0 - units[..., -1])  # 1 and -1 back to the data set's 0 and 1
+        return torch.from_numpy(self.model.tokens.encode(self.action_range.normalise(units))).flatten(1)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's own units, as the data set recorded them."""

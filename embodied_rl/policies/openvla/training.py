@@ -47,6 +47,8 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
     if policy.chunk_size != config.chunk_size:
         raise UserError(f"'{config.path}' holds OpenVLA-OFT (chunks of {policy.chunk_size} steps): set policy.name=openvla_oft.")
     choose_trained(policy, config)
+    # With LoRA on everything that is trained, the model's own weights stay as the folder has them.
+    policy.base_folder = Path(config.path) if config.lora_rank > 0 else None
     return policy
 
 

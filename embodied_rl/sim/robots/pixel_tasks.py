@@ -72,8 +72,8 @@ class PixelTasks:
     Args:
         num_envs: environments in this process.
         task: a task, or a set of them: see `INSTRUCTIONS` and `SETS`.
-        reward: "sparse": 1 at a step that succeeds, else 0. "dense": that, and the metres by which the step came nearer (to the disc; of
-            the block to its side, and of the tip to the block).
+        reward: "sparse": 1 at a step that succeeds, else 0. "dense": that, and the decimetres by which the step came nearer (to the disc;
+            of the block to its side, and of the tip to the block).
         image_size: pixels a side of the observation.
         render_size: pixels a side of `render`'s picture, at most 512.
 
@@ -140,7 +140,7 @@ class PixelTasks:
             self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves positions of bodies one physics step behind
             self._elapsed[i] += 1
             success, distance = self._succeeded(i), self.distance(i)
-            out.reward[i] = float(success) + (before - distance if self._dense else 0.0)
+            out.reward[i] = float(success) + (10.0 * (before - distance) if self._dense else 0.0)
             out.terminated[i] = False
             out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
             out.success[i] = success

@@ -36,6 +36,7 @@ def make(
     hole_reward: float = 0.0,
     hints: bool = False,
     render_size: int = 256,
+    picture_size: int | None = None,
 ) -> GridSim:
     """`num_envs` lakes in this process.
 
@@ -47,6 +48,7 @@ def make(
         hole_reward: for falling into a hole; the goal gives 1.
         hints: a line below the board says what lies on each side of the player, and how far the goal is down and to the right.
         render_size: pixels of a picture's side.
+        picture_size: observations also hold ``rgb``, the board as a picture of about so many pixels a side; None: they do not.
 
     Raises:
         UserError: a value out of its range.
@@ -67,6 +69,7 @@ def make(
         colours=COLOURS,
         hints=hints,
         render_size=render_size,
+        picture_size=picture_size,
     )
 
 

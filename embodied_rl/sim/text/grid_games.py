@@ -78,9 +78,11 @@ class GridSim:
         colours: Mapping[str, tuple[int, int, int]],
         hints: bool = False,
         render_size: int = _PALETTE_SIZE,
+        picture_size: int | None = None,
     ) -> None:
         """
         Args:
+            picture_size: observations also hold ``rgb``, a picture whose longer side has about so many pixels; None: they do not.
             colours: {letter of `GridGame.text`: colour of its tile} for pictures.
             hints: `GridGame.hint` stands below the board.
             render_size: pixels of a picture's longer side.
@@ -88,10 +90,10 @@ class GridSim:
         self._hints = hints
         self._games = [make() for _ in range(num_envs)]
         self._steps = np.zeros(num_envs, np.int64)
-        self._colours, self._render_size = dict(colours), render_size
+        self._colours, self._render_size, self._picture_size = dict(colours), render_size, picture_size
         self.spec = SimSpec(
             task=task,
-            observation={"text": VariableSpec("text", _OBSERVATION_BYTES)},
+            observation={"text": VariableSpec("text", _OBSERVATION_BYTES), **self._pictures(picture_size)},
             action=ActionSpec.text(_ACTION_BYTES),
             max_episode_steps=max_episode_steps,
             instruction=instruction,
@@ -104,14 +106,14 @@ class GridSim:
         for env_id, seed in zip(env_ids, seeds, strict=True):
             self._games[env_id].reset(int(seed))
             self._steps[env_id] = 0
-            out.observation["text"][env_id] = self._shown(env_id)
+            self._show(env_id, out)
 
     def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
         assert self.spec.max_episode_steps is not None, "games have a limit"
         for env_id, action in zip(env_ids, actions, strict=True):
             outcome = self._games[env_id].step(str(action).strip().lower())
             self._steps[env_id] += 1
-            out.observation["text"][env_id] = self._shown(env_id)
+            self._show(env_id, out)
             out.reward[env_id] = outcome.reward
             out.terminated[env_id] = outcome.terminated
             out.truncated[env_id] = not outcome.terminated and self._steps[env_id] >= self.spec.max_episode_steps
@@ -140,9 +142,20 @@ class GridSim:
     def close(self) -> None:
         pass
 
-    def _shown(self, env_id: int) -> str:
+    def _show(self, env_id: int, out: StepBuffers) -> None:
         game = self._games[env_id]
-        return f"{game.text()}\n{game.hint()}" if self._hints else game.text()
+        out.observation["text"][env_id] = f"{game.text()}\n{game.hint()}" if self._hints else game.text()
+        if self._picture_size is not None:
+            out.observation["rgb"][env_id] = draw_board(game.text(), self._colours, self._picture_size)
+
+    @staticmethod
+    def _pictures(size: int | None) -> dict[str, VariableSpec]:
+        if size is None:
+            return {}
+        if not 8 <= size <= 1024:
+            raise UserError(f"picture_size must be between 8 and 1024 pixels or null, got {size}.")
+        # A tile has at least four pixels a side, whatever is asked for.
+        return {"rgb": VariableSpec("array", 3 * max(size, 64) ** 2)}
 
 
 def draw_board(text: str, colours: Mapping[str, tuple[int, int, int]], size: int) -> np.ndarray:

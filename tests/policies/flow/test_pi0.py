@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 import torch
 import transformers
 
+from embodied_rl.config import PI0PolicyConfig
 from embodied_rl.errors import UserError
+from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.flow.options import FlowOptions
 from embodied_rl.policies.flow.pi0 import Moments, PI0Options, PI0Policy, letterbox, load_pi0_policy
 from embodied_rl.policies.tiny_language import train_tokenizer
@@ -222,3 +225,45 @@ def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
     with pytest.raises(UserError, match="of type 'llama', not pi0"):
         load(tmp_path)
+
+
+def test_a_run_is_configured_with_it_by_name(folder: Path) -> None:
+    config = PI0PolicyConfig(path=str(folder), cameras=("rgb", "wrist"), chunk=2, num_steps=STEPS, method="flow_sde", prompt_tokens=12)
+    torch.manual_seed(0)
+    policy: Any = build_policy(config, TALKING)
+    seen = observe(2) | {"instruction": np.array(TEXTS[:2], object)}
+    lengths = {policy.prepare({key: part[row : row + 1] for key, part in seen.items()})["input_ids"].shape[1] for row in range(2)}
+    assert len(lengths) == 1, "instructions of different lengths lie side by side"
+    # Padding changes nothing: the same weights asked without it.
+    noise = torch.randn(2, policy.noise_width, generator=torch.Generator().manual_seed(1))
+    own = load(folder, spec=TALKING)
+    own.load_state_dict(policy.state_dict())
+    acted, expected = policy.act(policy.prepare(seen), noise), own.act(own.prepare(seen), noise)
+    torch.testing.assert_close(acted.action, expected.action, atol=1e-5, rtol=0)
+    torch.testing.assert_close(acted.log_prob, expected.log_prob, atol=1e-4, rtol=0)
+    frozen = build_policy(dataclasses.replace(config, freeze_vlm=True), TALKING)
+    names = {name for name, parameter in frozen.named_parameters() if parameter.requires_grad}
+    assert any("dit" in name for name in names)
+    assert not any(".vlm." in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec", "message"),
+    [
+        ({"path": "nowhere"}, TALKING, "policy.path='nowhere' is no folder"),
+        ({}, SimSpec(SPEC.task, SPEC.observation, SPEC.action), "gives no instruction"),
+        ({"chunk": 9}, TALKING, "Choose a shorter chunk"),
+    ],
+)
+def test_what_does_not_fit_a_run_is_one_line(folder: Path, changes: dict[str, Any], spec: SimSpec, message: str) -> None:
+    config = PI0PolicyConfig(**{"path": str(folder), "cameras": ("rgb", "wrist"), **changes})
+    with pytest.raises(UserError) as error:
+        build_policy(config, spec)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_instruction_that_is_too_long_says_so(folder: Path) -> None:
+    policy: Any = build_policy(PI0PolicyConfig(path=str(folder), cameras=("rgb", "wrist"), chunk=2, prompt_tokens=2), SPEC)
+    with pytest.raises(UserError, match=r"The instruction 'push the red cube' has \d+ tokens; raise policy.prompt_tokens=2"):
+        policy.prepare(observe(1))

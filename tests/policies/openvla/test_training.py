@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from embodied_rl import offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
+from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
@@ -139,6 +141,40 @@ def test_one_update_end_to_end(kind: tuple[str, ...], folder: Path, tmp_path: Pa
     else:
         assert "model.language_model.lm_head.weight" in moved
         assert not any("vision_backbone" in name for name in moved)
+
+
+def test_fine_tuning_on_recorded_episodes_then_recording_and_scoring(folder: Path, tmp_path: Path) -> None:
+    """Demonstrations from the expert; supervised fine-tuning with LoRA; what it then does, recorded and asked about again."""
+    common = [*SIM, *QUIET, "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2"]
+    model = [
+        "policy=openvla", f"policy.path={folder}", f"policy.instruction={SPOON}", "policy.unnorm_key=bridge_orig",
+        "policy.prompt_tokens=24", "policy.dtype=float32", "policy.lora_rank=2",
+    ]  # fmt: skip
+    demonstrations, recorded = tmp_path / "demonstrations", tmp_path / "recorded"
+    record.main(
+        ["sim=custom", "sim.name=points", "sim.target=tests.vla.toys:PointSim", "sim.kwargs.dim=7", "sim.num_slots=2", "num_episodes=2",
+         "expert=tests.vla.toys:PointExpert", f"output={demonstrations}"]
+    )  # fmt: skip
+    run_dir = train(
+        load_train_config(
+            [*common, *model, "algorithm=bc", f"recording=[{demonstrations}]", "total_steps=30", "algorithm.minibatch_size=10",
+             "algorithm.learning_rate=0.01", "algorithm.cloning.validation_share=0", "algorithm.cloning.patience=null",
+             "policy.value_head=false", f"run_dir={tmp_path / 'run'}"]
+        )
+    )  # fmt: skip
+    losses = [json.loads(line).get("train/imitation_loss") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    learned = [loss for loss in losses if loss is not None]
+    assert learned[-1] < 0.8 * learned[0]
+    record.main([f"checkpoint={run_dir}", "num_episodes=1", "sample=true", f"output={recorded}"])
+    (episode,) = open_recording(recorded)
+    assert episode.log_prob is not None
+    assert episode.log_prob.shape == (episode.num_steps, 7)
+    offline_eval.main([f"recording={recorded}", f"checkpoint={run_dir}", "estimators=none", f"output={tmp_path / 'report'}"])
+    figures = json.loads((tmp_path / "report" / "offline_eval.json").read_text())["policies"][0]["open_loop"]
+    assert figures["horizon"] == 1
+    assert figures["num_bins"] == 255
+    # The tokens that were drawn are recorded: their log-probabilities come out again.
+    assert figures["log_likelihood"]["mean"] == pytest.approx(float(episode.log_prob.sum(1).mean()), abs=1e-3)
 
 
 def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_step_moves_the_tip_by_its_speed_and_the_dense_reward_is_the_way_made(
     direction = np.sign(sim.disc(0, "red") - tip)
     sim.step([0], direction[None], out)
     np.testing.assert_allclose(sim.tip(0) - tip, direction * MAX_SPEED / CONTROL_HZ, atol=1.5e-3)
-    assert out.reward[0] == pytest.approx(before - sim.distance(0), abs=1e-6)
+    assert out.reward[0] == pytest.approx(10 * (before - sim.distance(0)), abs=1e-5), "decimetres"
     assert not out.success[0]
     sim.close()
 

@@ -3,19 +3,22 @@
     <run_dir>/checkpoints/step_000111616/
         policy.safetensors    the policy's parameters and buffers: all that evaluation needs
         learner.safetensors   optimizer moments, normalisation statistics, random states: what resuming needs
-        state.json            format version, step, the trainer's counters, the simulator's spec, metrics
+        state.json            format version, step, the trainer's counters, the simulator's spec, metrics, SHA-256 of every file
         config.yaml           the whole resolved configuration
         MODEL_CARD.md         what this is, how it was made, how to use it
+        model/                where the configuration alone does not say what the policy is built from
+        sharded/              of a run on several ranks: the optimizer's state, each rank's part in a file of its own
 
-Nothing is unpickled: safetensors holds plain arrays, and JSON plain values.
+Nothing is unpickled: safetensors holds plain arrays, and JSON plain values. What is read is held against its SHA-256 first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl import __version__
+from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card, show, show_action
+from embodied_rl.checkpoint.checksums import FileSums, fault_of, sum_of_document, sums_of
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.files import cannot_write, fsync, write_atomic
-from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
+from embodied_rl.files import cannot_write, fsync
+from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,15 +42,16 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 MODEL_FOLDER = "model"
 """In a checkpoint: what the policy is built from, where the configuration alone does not say it."""
-POLICY_FILE, LEARNER_FILE, STATE_FILE, CONFIG_FILE, CARD_FILE = (
-    "policy.safetensors",
-    "learner.safetensors",
-    "state.json",
-    "config.yaml",
-    "MODEL_CARD.md",
-)
-_RESULT_HEADING = "## Result\n| metric | value |\n|---|---|\n"
+SHARDED_FOLDER = "sharded"
+"""In a checkpoint of a run on several ranks (`embodied_rl.hybrid.sharded_checkpoint`)."""
+PARTS = ".parts-"
+"""Begins the name of a folder that ranks write into; it becomes `SHARDED_FOLDER`."""
+POLICY_FILE, LEARNER_FILE, STATE_FILE, CONFIG_FILE = "policy.safetensors", "learner.safetensors", "state.json", "config.yaml"
+_SUM, _SUMS = "sha256", "files"
+"""Entries of the state: its own digest, and those of the files beside it. The card is left out: results are added to it later."""
 _ASIDE = ".tmp-old-"
+_NO_ROOM = 2**16
+"""Free bytes of a disk that is as good as full."""
 _FOLDER = re.compile(rf"({re.escape(_ASIDE)})?step_\d+")
 
 
@@ -58,6 +64,7 @@ class Checkpoint:
     step: int
     """Environment steps trained so far."""
     policy: dict[str, Tensor]
+    """All of it, or what was trained beside `base`."""
     learner: dict[str, Tensor]
     """Empty where it was not asked for."""
     state: dict[str, Any]
@@ -69,6 +76,13 @@ class Checkpoint:
     command: str
     package_version: str
     """Version of embodied_rl that wrote it."""
+    base: dict[str, Any] | None = None
+    """Which model `policy` is an adapter of (`embodied_rl.checkpoint.base`); None: it is whole."""
+
+    @property
+    def sharded(self) -> Path | None:
+        """The folder with the parts of several ranks, where there is one."""
+        return folder if (folder := self.path / SHARDED_FOLDER).is_dir() else None
 
     @property
     def run_dir(self) -> Path:
@@ -93,12 +107,15 @@ def save_checkpoint(
     command: str,
     is_best: bool = False,
     describe: Callable[[Path], None] | None = None,
+    base: Mapping[str, Any] | None = None,
+    parts: Callable[[], Path] | None = None,
 ) -> Path:
     """Write a checkpoint, point `last` (and `best`) at it, and remove what `config.checkpoint` does not keep.
 
-    The files are written in a temporary folder, flushed and renamed, so that a crash at any moment leaves the earlier
+    The files are written in a temporary folder, flushed and renamed, so that a crash or a full disk at any moment leaves the earlier
     checkpoints and links as they were. `state` takes JSON values and numpy scalars; arrays belong into `learner`. `describe` writes what
-    the policy is built from into the folder ``model``, where the configuration alone does not say it.
+    the policy is built from into the folder ``model``, where the configuration alone does not say it. `base` is kept as it is. `parts`
+    waits until the ranks have written their folder, which becomes ``sharded``.
 
     Returns:
         The checkpoint's folder.
@@ -117,32 +134,62 @@ def save_checkpoint(
         "command": command,
         "metrics": {name: float(value) for name, value in metrics.items()},
         "spec": spec.to_dict(),
+        "base": None if base is None else dict(base),
         "state": state,
     }
-    text = json.dumps(document, indent=1, default=_plain)
+    document = json.loads(json.dumps(document, default=_plain))
+    temporary: Path | None = None
     try:
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)
         _write_tensors(temporary / POLICY_FILE, policy)
         _write_tensors(temporary / LEARNER_FILE, learner)
-        (temporary / STATE_FILE).write_text(text, encoding="utf-8")
-        (temporary / CONFIG_FILE).write_text(_config_yaml(config), encoding="utf-8")
-        (temporary / CARD_FILE).write_text(_model_card(final, document, config, spec), encoding="utf-8")
+        (temporary / CONFIG_FILE).write_text(config_yaml(config), encoding="utf-8")
+        (temporary / CARD_FILE).write_text(model_card(final, document, config, spec), encoding="utf-8")
         if describe is not None:
             (temporary / MODEL_FOLDER).mkdir()
-            describe(temporary / MODEL_FOLDER)
-        for file in temporary.rglob("*"):
-            fsync(file)
-        fsync(temporary)
+            write_description(describe, temporary / MODEL_FOLDER)
+        if parts is not None:
+            os.rename(parts(), temporary / SHARDED_FOLDER)
+        _write_state(temporary, document)
         _move_into_place(temporary, final)
         _link(root / "last", final.name)
         if is_best and config.checkpoint.keep_best:
             _link(root / "best", final.name)
         fsync(root)
         _prune(root, config.checkpoint.keep_last)
-    except OSError as error:
-        raise cannot_write(final, error) from error
+    except (OSError, UserError) as error:
+        # What was begun would only fill the disk further; the checkpoints before, and the links to them, are as they were.
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if parts is not None:
+            with contextlib.suppress(UserError):
+                shutil.rmtree(parts(), ignore_errors=True)
+        raise (cannot_write(final, error) if isinstance(error, OSError) else error) from error
     return final
+
+
+def _write_state(folder: Path, document: dict[str, Any]) -> None:
+    """The last of the files, with the sums of all others; then everything is flushed."""
+    written = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD_FILE]
+    document |= {_SUMS: sums_of(folder, written)}
+    document |= {_SUM: sum_of_document(document, _SUM)}
+    (folder / STATE_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    for file in folder.rglob("*"):
+        fsync(file)
+    fsync(folder)
+
+
+def write_description(describe: Callable[[Path], None], folder: Path) -> None:
+    """Call `describe`. Raises OSError also where a library says in its own way that the disk is full."""
+    try:
+        describe(folder)
+    except (OSError, UserError):
+        raise
+    except Exception as error:
+        if shutil.disk_usage(folder).free > _NO_ROOM:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def find_last(run_dir: Path | str) -> Path | None:
@@ -167,6 +214,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True) -> Checkpoin
     """
     folder = resolve_checkpoint(path)
     document = _read_state(folder)
+    _verify(folder, document, with_learner)
     policy = _read_tensors(folder / POLICY_FILE)
     learner = _read_tensors(folder / LEARNER_FILE) if with_learner else {}
     config = _read_config(folder / CONFIG_FILE)
@@ -182,6 +230,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True) -> Checkpoin
             metrics=dict(document["metrics"]),
             command=str(document["command"]),
             package_version=str(document["package_version"]),
+            base=document.get("base"),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise IncompatibleCheckpointError(
@@ -226,9 +275,9 @@ def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool =
     for key in sorted({*ours.observation, *theirs.observation}):
         mine, other = ours.observation.get(key), theirs.observation.get(key)
         if mine != other:
-            differences.append(f"observation '{key}' {_show(mine)} ≠ {_show(other)}")
+            differences.append(f"observation '{key}' {show(mine)} ≠ {show(other)}")
     if ours.action != theirs.action:
-        shown = _show_action(ours), _show_action(theirs)
+        shown = show_action(ours), show_action(theirs)
         differences.append(
             f"action {shown[0]} ≠ {shown[1]}" if shown[0] != shown[1] else f"bounds of single dimensions of the action {shown[0]}"
         )
@@ -263,23 +312,6 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> Non
             f"Checkpoint '{checkpoint.path}' does not fit the policy: it {'; it '.join(parts)}. "
             f"Build the policy from the checkpoint's own {CONFIG_FILE}, or use another checkpoint."
         )
-
-
-def add_result_to_card(folder: Path, rows: Mapping[str, str]) -> None:
-    """Put the held-out result, known only after the checkpoint was written, at the head of its model card's table of results."""
-    path = folder / CARD_FILE
-    head, heading, rest = path.read_text(encoding="utf-8").partition(_RESULT_HEADING)
-    # Rows of an earlier evaluation of the same checkpoint are replaced.
-    kept = [line for line in rest.splitlines(keepends=True) if not any(line.startswith(f"| {name} |") for name in rows)]
-    added = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
-    write_atomic(path, head + heading + added + "".join(kept))
-
-
-def resume_command(command: str, path: Path | str, **changes: object) -> str:
-    """The command that continues a run: `command` with ``resume=path`` and other values for the keys of `changes`."""
-    replaced = {"resume": path, **changes}
-    words = [word for word in shlex.split(command) if word.split("=", 1)[0].lstrip("+") not in replaced]
-    return shlex.join([*words, *(f"{key}={value}" for key, value in replaced.items())])
 
 
 def _plain(value: Any) -> Any:
@@ -329,9 +361,32 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, ValueError, OSError) as error:
-        raise IncompatibleCheckpointError(
-            f"Checkpoint file '{path}' is truncated or damaged ({error}). Use another checkpoint of the run."
-        ) from error
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged ({error}). {_way_out(path.parent)}") from error
+
+
+def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
+    """Hold what will be read against what was written. Checkpoints of before there were sums pass, and so do parts of ranks: their index,
+    which is verified here, has sums of its own."""
+    sums: FileSums = document.get(_SUMS, {})
+    for name, told in sums.items():
+        read_elsewhere = name.startswith(f"{SHARDED_FOLDER}/rank_") or (name == LEARNER_FILE and not with_learner)
+        path = folder / name
+        # Each of them is told by its own reader when it is missing.
+        if read_elsewhere or (name in (POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
+            continue
+        if (fault := fault_of(path, told)) is None:
+            continue
+        if name == CONFIG_FILE:
+            _read_config(path)  # somebody's edit may have a clearer answer
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {fault}. {_way_out(folder)}")
+
+
+def _way_out(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    others = [other for other in _by_age(folder.parent) if other.resolve() != folder.resolve()]
+    if not others:
+        return "The run has no other checkpoint: train again, or put the file back."
+    return f"Use the checkpoint before it: resume={others[-1]} (or checkpoint={others[-1]})."
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -339,15 +394,17 @@ def _read_state(folder: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise IncompatibleCheckpointError(
-            f"Checkpoint file '{path}' is not valid JSON ({error}). Use another checkpoint of the run."
-        ) from error
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is not valid JSON ({error}). {_way_out(folder)}") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
         writer = document.get("package_version", "unknown") if isinstance(document, dict) else "unknown"
         raise IncompatibleCheckpointError(
             f"Checkpoint '{folder}' has format version {version} (written by embodied_rl {writer}); "
             f"embodied_rl {__version__} reads version {FORMAT_VERSION}. Install the version that wrote it, or train again."
+        )
+    if _SUM in document and sum_of_document(document, _SUM) != document[_SUM]:
+        raise IncompatibleCheckpointError(
+            f"Checkpoint file '{path}' is damaged: its content is not what was written (SHA-256 differs). {_way_out(folder)}"
         )
     return dict(document)
 
@@ -402,69 +459,5 @@ def _prune(root: Path, keep_last: int) -> None:
             shutil.rmtree(doomed)
 
 
-def _config_yaml(config: TrainConfig) -> str:
-    import yaml
-
-    return str(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
-
-
 def _first(names: list[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def _show(part: TensorSpec | VariableSpec | None) -> str:
-    if part is None:
-        return "absent"
-    return f"{list(part.shape)} {part.dtype}" if isinstance(part, TensorSpec) else part.kind
-
-
-def _show_action(spec: SimSpec) -> str:
-    action = spec.action
-    if action.kind == "discrete":
-        return f"discrete({action.num_actions})"
-    if action.kind == "text":
-        return "text"
-    low, high = np.asarray(action.low), np.asarray(action.high)
-    bounds = f"[{low.min():g}, {high.max():g}]" if low.size else "[]"
-    return f"continuous({action.dim}) within {bounds}"
-
-
-def _model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, spec: SimSpec) -> str:
-    from embodied_rl.versions import machine, versions
-
-    metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
-    installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
-    action = _show_action(spec)
-    observation = ", ".join(f"{key} {_show(part)}" for key, part in spec.observation.items())
-    return f"""# {spec.task}: {config.policy.name} trained with {config.algorithm.name}
-
-A policy of embodied_rl after {document["step"]:,} environment steps, saved {document["created"]}.
-
-- Simulator: `sim={config.sim.name}`, task {spec.task}{f", instruction “{spec.instruction}”" if spec.instruction else ""}
-- Observation: {observation}; the policy reads {", ".join(f"`{key}`" for key in config.policy.reads)}
-- Action: {action}
-- Seed: {config.seed}
-
-## Made with
-```
-{document["command"]}
-```
-
-{_RESULT_HEADING}{metrics}
-
-## Use
-```
-python -m embodied_rl.evaluate checkpoint={final} num_episodes=100
-python -m embodied_rl.render checkpoint={final} num_episodes=4
-{resume_command(document["command"], final)}
-```
-
-## Configuration
-```yaml
-{_config_yaml(config).rstrip()}
-```
-
-## Versions
-{installed}
-- machine: {machine()["cpu"]}, {machine()["cores"]} cores
-"""

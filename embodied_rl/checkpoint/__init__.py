@@ -1,0 +1,46 @@
+"""Checkpoints: saving, finding, reading and verifying them; see `embodied_rl.checkpoint.folder` for what lies in one."""
+
+from embodied_rl.checkpoint.base import base_of, note_base
+from embodied_rl.checkpoint.card import CARD_FILE, add_result_to_card, resume_command
+from embodied_rl.checkpoint.folder import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    LEARNER_FILE,
+    MODEL_FOLDER,
+    POLICY_FILE,
+    SHARDED_FOLDER,
+    STATE_FILE,
+    Checkpoint,
+    check_compatible,
+    check_tensors,
+    checkpoint_name,
+    find_last,
+    load_checkpoint,
+    resolve_checkpoint,
+    save_checkpoint,
+)
+from embodied_rl.checkpoint.writer import CheckpointWriter
+
+__all__ = [
+    "CARD_FILE",
+    "CONFIG_FILE",
+    "FORMAT_VERSION",
+    "LEARNER_FILE",
+    "MODEL_FOLDER",
+    "POLICY_FILE",
+    "SHARDED_FOLDER",
+    "STATE_FILE",
+    "Checkpoint",
+    "CheckpointWriter",
+    "add_result_to_card",
+    "base_of",
+    "check_compatible",
+    "check_tensors",
+    "checkpoint_name",
+    "find_last",
+    "load_checkpoint",
+    "note_base",
+    "resolve_checkpoint",
+    "resume_command",
+    "save_checkpoint",
+]

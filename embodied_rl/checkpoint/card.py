@@ -1,0 +1,102 @@
+"""The model card beside a checkpoint: what it is, how it was made and how to use it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.files import write_atomic
+from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
+
+CARD_FILE = "MODEL_CARD.md"
+_RESULT_HEADING = "## Result\n| metric | value |\n|---|---|\n"
+
+
+def add_result_to_card(folder: Path, rows: Mapping[str, str]) -> None:
+    """Put the held-out result, known only after the checkpoint was written, at the head of its model card's table of results."""
+    path = folder / CARD_FILE
+    head, heading, rest = path.read_text(encoding="utf-8").partition(_RESULT_HEADING)
+    # Rows of an earlier evaluation of the same checkpoint are replaced.
+    kept = [line for line in rest.splitlines(keepends=True) if not any(line.startswith(f"| {name} |") for name in rows)]
+    added = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    write_atomic(path, head + heading + added + "".join(kept))
+
+
+def resume_command(command: str, path: Path | str, **changes: object) -> str:
+    """The command that continues a run: `command` with ``resume=path`` and other values for the keys of `changes`."""
+    replaced = {"resume": path, **changes}
+    words = [word for word in shlex.split(command) if word.split("=", 1)[0].lstrip("+") not in replaced]
+    return shlex.join([*words, *(f"{key}={value}" for key, value in replaced.items())])
+
+
+def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, spec: SimSpec) -> str:
+    """The card's text; `document` is what ``state.json`` holds."""
+    from embodied_rl.versions import machine, versions
+
+    metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
+    installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
+    action = show_action(spec)
+    observation = ", ".join(f"{key} {show(part)}" for key, part in spec.observation.items())
+    return f"""# {spec.task}: {config.policy.name} trained with {config.algorithm.name}
+
+A policy of embodied_rl after {document["step"]:,} environment steps, saved {document["created"]}.
+
+- Simulator: `sim={config.sim.name}`, task {spec.task}{f", instruction “{spec.instruction}”" if spec.instruction else ""}
+- Observation: {observation}; the policy reads {", ".join(f"`{key}`" for key in config.policy.reads)}
+- Action: {action}
+- Seed: {config.seed}
+
+## Made with
+```
+{document["command"]}
+```
+
+{_RESULT_HEADING}{metrics}
+
+## Use
+```
+python -m embodied_rl.evaluate checkpoint={final} num_episodes=100
+python -m embodied_rl.render checkpoint={final} num_episodes=4
+{resume_command(document["command"], final)}
+```
+
+## Configuration
+```yaml
+{config_yaml(config).rstrip()}
+```
+
+## Versions
+{installed}
+- machine: {machine()["cpu"]}, {machine()["cores"]} cores
+"""
+
+
+def show(part: TensorSpec | VariableSpec | None) -> str:
+    """A part of an observation in a few words."""
+    if part is None:
+        return "absent"
+    return f"{list(part.shape)} {part.dtype}" if isinstance(part, TensorSpec) else part.kind
+
+
+def show_action(spec: SimSpec) -> str:
+    """A simulator's actions in a few words."""
+    action = spec.action
+    if action.kind == "discrete":
+        return f"discrete({action.num_actions})"
+    if action.kind == "text":
+        return "text"
+    low, high = np.asarray(action.low), np.asarray(action.high)
+    bounds = f"[{low.min():g}, {high.max():g}]" if low.size else "[]"
+    return f"continuous({action.dim}) within {bounds}"
+
+
+def config_yaml(config: TrainConfig) -> str:
+    """The whole configuration as YAML."""
+    import yaml
+
+    return str(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))

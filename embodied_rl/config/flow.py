@@ -1,0 +1,142 @@
+"""What flow policies are built from: the denoising that all have, the small policy's networks, and pi0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from embodied_rl.config.building import require
+from embodied_rl.config.vla import check_instruction
+from embodied_rl.errors import UserError, did_you_mean
+
+Method = Literal["flow_sde", "flow_noise", "dppo"]
+
+
+@dataclass(frozen=True)
+class FlowOptions:
+    """Denoising, and where its randomness is."""
+
+    method: Method = "flow_noise"
+    """flow_sde: one step, drawn at random, is stochastic. flow_noise: all are, with a learned deviation (ReinFlow). dppo: all are, and
+    each step's action is an action unit of its own."""
+    num_steps: int = 10
+    """S: denoising steps of an action."""
+    noise_level: float = 0.5
+    """λ of the stochastic equation (flow_sde, dppo)."""
+    min_std: float = 0.08
+    """flow_noise: smallest learned deviation. In units of normalised actions."""
+    max_std: float = 0.16
+    """flow_noise: largest learned deviation."""
+    std_floor: float = 0.1
+    """dppo: deviations below are raised to it, so that late steps explore and ratios stay bounded (DPPO, Ren et al. 2024)."""
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise UserError(f"policy.method={self.method!r} is not a choice.{did_you_mean(str(self.method), get_args(Method))}")
+        if self.num_steps < 2:
+            raise UserError(f"policy.num_steps must be >= 2, got {self.num_steps}: the first step's deviation needs a second time.")
+        if not self.noise_level > 0:
+            raise UserError(f"policy.noise_level must be > 0, got {self.noise_level}. Evaluation adds no noise anyway.")
+        if not 0 < self.min_std <= self.max_std:
+            raise UserError(f"policy.min_std and policy.max_std must be 0 < min_std <= max_std, got {self.min_std} and {self.max_std}.")
+        if not self.std_floor > 0:
+            raise UserError(f"policy.std_floor must be > 0, got {self.std_floor}.")
+
+
+@dataclass(frozen=True)
+class FlowNetworkConfig:
+    """The small flow policy's networks."""
+
+    state_key: str | None = "state"
+    """Observation with the state vector; null: no state."""
+    image_key: str | None = None
+    """Observation with an image uint8 [height, width, 3]; null: no image."""
+    chunk: int = 1
+    """H = K: steps of a chunk."""
+    hidden_sizes: tuple[int, ...] = (128, 128, 128)
+    """Of the velocity's network and of the critic. Two modes want three layers."""
+    activation: Literal["tanh", "relu", "elu"] = "relu"
+    image_features: int = 128
+    """Numbers that an image becomes."""
+    cnn_channels: tuple[int, ...] = (16, 32, 32)
+    cnn_kernels: tuple[int, ...] = (4, 4, 4)
+    cnn_strides: tuple[int, ...] = (2, 2, 2)
+    time_features: int = 8
+    """Sines and cosines of the denoising time; even."""
+    normalize_observation: bool = True
+    """Scale the state by its running moments."""
+
+    def __post_init__(self) -> None:
+        if self.state_key is None and self.image_key is None:
+            raise UserError("A flow policy needs policy.state_key or policy.image_key: it would see nothing.")
+        if self.chunk < 1:
+            raise UserError(f"policy.chunk must be >= 1, got {self.chunk}.")
+        if self.time_features < 2 or self.time_features % 2:
+            raise UserError(f"policy.time_features must be even and >= 2, got {self.time_features}.")
+
+
+@dataclass(frozen=True)
+class FlowPolicyConfig(FlowNetworkConfig, FlowOptions):
+    """The small flow-matching policy (see docs/flow_policies.md): networks and denoising."""
+
+    name: Literal["flow"] = "flow"
+    chunk: int = 4
+    """K: steps of an action chunk."""
+    num_steps: int = 5
+    """S: denoising steps of an action."""
+
+    def __post_init__(self) -> None:
+        FlowNetworkConfig.__post_init__(self)
+        FlowOptions.__post_init__(self)
+
+    @property
+    def chunk_size(self) -> int:
+        """K"""
+        return self.chunk
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Parts of an observation that the policy reads."""
+        return tuple(key for key in (self.state_key, self.image_key) if key is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PI0PolicyConfig(FlowOptions):
+    """pi0 from a folder of transformers' `PI0ForConditionalGeneration` (see docs/flow_policies.md)."""
+
+    path: str
+    """Folder with config.json, safetensors and the tokenizer's files."""
+    name: Literal["pi0"] = "pi0"
+    cameras: tuple[str, ...] = ("rgb",)
+    """Observations that hold the images, in the order that the model was trained with."""
+    state_key: str | None = "state"
+    """Observation with the robot's state; null: zeros."""
+    instruction: str | None = None
+    """What to do; null: the observation's, or the simulator's own instruction."""
+    instruction_key: str = "instruction"
+    chunk: int = 5
+    """K: steps of the model's chunk that are carried out before it is asked again."""
+    prompt_tokens: int | None = 64
+    """All instructions are padded to this length, so that steps with different ones lie side by side; null: the longest's."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the model's weights."""
+    freeze_vlm: bool = False
+    """Train the action expert alone; the vision-language model stays as it is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
+        require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
+        require(self.chunk >= 1, "policy.chunk", ">= 1", self.chunk)
+        require(self.prompt_tokens is None or self.prompt_tokens >= 1, "policy.prompt_tokens", ">= 1 or null", self.prompt_tokens)
+        check_instruction(self.instruction)
+
+    @property
+    def chunk_size(self) -> int:
+        """K"""
+        return self.chunk
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Parts of an observation that the policy reads."""
+        return self.cameras

@@ -1,0 +1,265 @@
+"""The ranks of `hybrid.sharding`: the part of the policy that this process trains, and the processes that it starts for the others.
+
+```
+ rank 0 (training loop, simulators, the whole policy that acts)        rank 1, 2, … (train workers)
+ send(link, what to do, tensors) ── socket (JSON, safetensors) ──────▶ the same call
+        │  forward, backward ◀════ FSDP2: gather parameters, sum gradients ════▶
+ write_back(policy) ◀═════════════ gather, parameter by parameter ═══════════▶
+ save_parts(folder) ── each rank writes its own file ────────────────▶
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+import embodied_rl
+from embodied_rl.config import AlgorithmConfig, HybridConfig
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.link import Link, LinkClosed
+from embodied_rl.hybrid.rank import Rank, join, rendezvous_file
+from embodied_rl.policies.language import LanguagePolicy
+
+_END_S = 10.0
+
+
+class TrainWorkerError(RuntimeError):
+    """Another rank of the training ended."""
+
+
+class RankGroup:
+    """Starts the ranks of `config.sharding`, all but the first as processes, and asks them for what they do together.
+
+    The policy that is given stays whole: it acts, is saved and keeps the statistics. What is trained is a sharded copy; `write_back`
+    brings its weights over.
+    """
+
+    def __init__(self, policy: Any, algorithm: AlgorithmConfig, config: HybridConfig, device: torch.device) -> None:
+        """Start the ranks.
+
+        Raises:
+            UserError: there are fewer GPUs than ranks, the policy cannot be cut, or torch.distributed is in use already.
+            TrainWorkerError: a rank did not start.
+        """
+        assert config.sharding is not None
+        self.policy, self.algorithm, self.sharding = policy, algorithm, config.sharding
+        self._links: list[Link] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_apart = False
+        _check(self.sharding.num_ranks, device)
+        self._finalizer = weakref.finalize(self, _end, self._links, self._processes)
+        try:
+            self.rank = self._start(config, torch.device("cuda", 0) if device.type == "cuda" else device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: HybridConfig, device: torch.device) -> Rank:
+        sharding = self.sharding
+        with rendezvous_file() as store:
+            for index in range(1, sharding.num_ranks):
+                ours, theirs = socket.socketpair()
+                command = [sys.executable, "-m", "embodied_rl.hybrid.train_worker", str(theirs.fileno())]
+                # A group of its own: Ctrl-C is rank 0's alone, and the others end with it.
+                self._processes.append(
+                    subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_environment(), process_group=0)
+                )
+                theirs.close()
+                self._links.append(Link(ours))
+                setup = {
+                    "rank": index,
+                    "store": str(store),
+                    "timeout_s": sharding.start_timeout_s,
+                    "device": device.type,
+                    "num_threads": config.rank_threads or 1,
+                    "sharding": dataclasses.asdict(sharding),
+                    "algorithm": dataclasses.asdict(self.algorithm),
+                    **description_of(self.policy),
+                }
+                self._links[-1].send(setup, self.policy.state_dict())
+            with self.blaming_workers():
+                for link in self._links:
+                    link.recv(sharding.start_timeout_s)
+                join(store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
+                rank = Rank(copy.deepcopy(self.policy), self.algorithm, sharding, device)
+                for link in self._links:
+                    link.recv(sharding.start_timeout_s)
+        return rank
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that a minibatch is divided into."""
+        return self.sharding.num_shards * self.sharding.num_replicas
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of this rank's part."""
+        return self.rank.optimizer
+
+    # ---- the trained weights ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_back(self, policy: Any) -> None:
+        """Bring the trained parameters into the whole policy, one at a time; frozen ones and statistics stay as they are."""
+        self.tell({"do": "weights"})
+        own = dict(policy.named_parameters())
+        with self.blaming_workers():
+            for name, tensor in self.rank.weights():
+                if name in own:
+                    own[name].copy_(tensor)
+
+    def take_weights(self) -> None:
+        """Let the ranks train on from the whole policy's present weights."""
+        weights = self.policy.state_dict()
+        self.tell({"do": "load_weights"}, weights)
+        self.rank.load_weights(weights)
+
+    def forget_moments(self) -> None:
+        """Begin the optimizer anew."""
+        self.tell({"do": "forget_moments"})
+        self.rank.forget_moments()
+
+    # ---- the optimizer's state --------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Updater.state_tensors`; whole tensors, so that a run goes on with any number of ranks. None inside `apart`."""
+        if self._is_apart:
+            return {}
+        self.tell({"do": "optimizer_state"})
+        with self.blaming_workers():
+            return self.rank.optimizer_state()
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        """See `Updater.load_state_tensors`. The policy's present weights are taken too: they were loaded before."""
+        self.take_weights()
+        if not self._is_apart:
+            self.tell({"do": "load_optimizer_state"}, state)
+            self.rank.load_optimizer_state(state)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, the optimizer's state is none of `state_tensors`: `save_parts` and `load_parts` see to it."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+    def save_parts(self, folder: Path) -> Callable[[], Path]:
+        """Have each rank write its part of the optimizer's state, in the background; what is returned waits until the folder is whole.
+
+        The waiting raises UserError where a part cannot be written.
+        """
+        self.tell({"do": "save_parts", "folder": str(folder)})
+        with self.blaming_workers():
+            saving = self.rank.save_parts(folder)
+        return lambda: saving.wait()
+
+    def load_parts(self, folder: Path) -> None:
+        """Take up what any number of ranks wrote, each rank its own part. Raises IncompatibleCheckpointError."""
+        self.tell({"do": "load_parts", "folder": str(folder)})
+        with self.blaming_workers():
+            self.rank.load_parts(folder)
+
+    # ---- talking to the ranks ---------------------------------------------------------------------------------------
+
+    def send_parts(self, what: str, part_of: Callable[[int], tuple[Any, dict[str, Tensor]]]) -> None:
+        """Ask each other rank for one step on its part: `part_of` gives what a part's step is (a dataclass), and its tensors."""
+        for index, link in enumerate(self._links, start=1):
+            step, tensors = part_of(index // self.sharding.num_tensor_shards)
+            self.send(link, {"do": what, "step": dataclasses.asdict(step)}, tensors)
+
+    def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Send the same to every other rank."""
+        for link in self._links:
+            self.send(link, message, tensors)
+
+    def send(self, link: Link, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Send to one rank. Raises TrainWorkerError when it ended."""
+        with self.blaming_workers():
+            link.send(message, tensors)
+
+    def links(self) -> Iterator[tuple[int, Link]]:
+        """(part of a minibatch, link) of every other rank."""
+        return ((index // self.sharding.num_tensor_shards, link) for index, link in enumerate(self._links, start=1))
+
+    @contextlib.contextmanager
+    def blaming_workers(self) -> Iterator[None]:
+        """A collective call that fails because another rank ended says which; that rank's own error stands above, on stderr."""
+        try:
+            yield
+        except (RuntimeError, LinkClosed, TimeoutError) as error:
+            ended = _first_ended(self._processes)
+            if ended is None:
+                raise
+            status = self._processes[ended].returncode
+            raise TrainWorkerError(f"Train worker of rank {ended + 1} ended with status {status}.") from error
+
+    def close(self) -> None:
+        """End the other ranks. May be called twice."""
+        if self._finalizer.alive and dist.is_initialized():
+            with contextlib.suppress(TrainWorkerError, LinkClosed):
+                self.tell({"do": "leave"})
+            dist.destroy_process_group()
+        self._finalizer()
+
+
+def description_of(policy: Any) -> dict[str, Any]:
+    """What another process builds the policy from, JSON-able (see `train_worker.build_described`)."""
+    if isinstance(policy, LanguagePolicy):
+        return {"policy": dataclasses.asdict(policy.config), "layout": policy.layout}
+    config = getattr(policy, "built_from", None) or policy.config
+    return {"policy": dataclasses.asdict(config), "spec": policy.spec.to_dict()}
+
+
+def _check(num_ranks: int, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise UserError(
+            f"hybrid.sharding has {num_ranks} ranks, and this machine {torch.cuda.device_count()} GPUs: each rank needs one of its own. "
+            "Choose smaller num_shards, or hybrid.device=cpu."
+        )
+    if dist.is_initialized():
+        raise UserError("torch.distributed is in use in this process already: hybrid.sharding makes its own process group.")
+
+
+def _first_ended(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """Index of a process that ended; a connection closes a little before its process is gone."""
+    deadline = time.monotonic() + _END_S
+    while processes and time.monotonic() < deadline:
+        for index, process in enumerate(processes):
+            if process.poll() is not None:
+                return index
+        time.sleep(0.01)
+    return None
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with its import path: it may have been started from anywhere."""
+    own = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(own)}
+
+
+def _end(links: list[Link], processes: list[subprocess.Popen[bytes]]) -> None:
+    for link in links:
+        link.close()
+    for process in processes:
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,317 @@
+"""Several domains in one run: their simulators, the policies that play them, one group queue for all, and one update a role."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from embodied_rl.agents.dialogue import write_dialogues
+from embodied_rl.agents.turns import AgentEpisode
+from embodied_rl.algorithms.filters import build_filters
+from embodied_rl.config import TrainConfig
+from embodied_rl.generation.base import Generator
+from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.methods.agents import DIALOGUES
+from embodied_rl.methods.base import Experience
+from embodied_rl.methods.domain_roles import Role, RolePolicies, domain_of
+from embodied_rl.methods.groups import queue_config
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.domain_collector import DomainCollector
+from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture
+from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.sim.instrumented import plain_spec
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.types import EpisodeGroup, EpisodeSummary, SimSpec
+
+OWN_PLAYER = "policy"
+"""In metrics: the run's own backend, beside the players of generation.mix."""
+_DIALOGUES_SHOWN = 4
+"""Episodes of each domain."""
+
+
+@dataclass
+class Seat:
+    """Where one player plays one domain."""
+
+    domain: str
+    """The configuration's."""
+    player: str
+    """`OWN_PLAYER`, or a name of generation.mix."""
+    manager: EnvManager
+    trained: bool
+    generator: Generator | None = None
+    """Who plays held-out episodes; None: nobody here."""
+    collector: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of its groups in the queue."""
+        return self.domain if self.player == OWN_PLAYER else f"{self.domain}{PLAYER_SIGN}{self.player}"
+
+
+class DomainManagers:
+    """The simulators of all seats, as the training loop knows one manager."""
+
+    def __init__(self, config: TrainConfig, seats: Sequence[Seat]) -> None:
+        self._config, self.seats = config, list(seats)
+        self.backends: list[TokenBackend] = []
+        """To be closed at the end."""
+        self._faults: list[FaultRecord] = []
+        self._num_faults = [0] * len(self.seats)
+        first = self.seats[0].manager.spec
+        self.spec: SimSpec = dataclasses.replace(
+            first, task="+".join(config.domains), reports_success=all(seat.manager.spec.reports_success for seat in self.seats)
+        )
+
+    @staticmethod
+    def start(config: TrainConfig) -> DomainManagers:
+        """Start all simulators. Raises as `EnvManager` does; what was started is ended then."""
+        seeds = EpisodeSeeds.training(config.seed)
+        seats: list[Seat] = []
+        with ExitStack() as stack:
+            for domain, own in config.domains.items():
+                manager = EnvManager.from_config(own.sim, seeds, autoreset=False)
+                stack.callback(manager.close)
+                seats.append(Seat(domain, OWN_PLAYER, manager, trained=True))
+                for name, player in config.generation.mix.items():
+                    if domain in played_by(config, name):
+                        # Simulators of its own: a server that takes its time holds up nobody else.
+                        manager = EnvManager.from_config(own.sim, seeds, num_slots=player.num_slots, autoreset=False)
+                        stack.callback(manager.close)
+                        seats.append(Seat(domain, name, manager, trained=player.is_policy and player.train))
+            found = DomainManagers(config, seats)
+            stack.pop_all()
+        return found
+
+    @property
+    def num_slots(self) -> int:
+        """Of all seats."""
+        return sum(seat.manager.num_slots for seat in self.seats)
+
+    @property
+    def fault_records(self) -> list[FaultRecord]:
+        """See `EnvManager.fault_records`: of all seats, in the order in which they were asked for here."""
+        for index, seat in enumerate(self.seats):
+            found = seat.manager.fault_records
+            self._faults += found[self._num_faults[index] :]
+            self._num_faults[index] = len(found)
+        return self._faults
+
+    def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
+        """Nothing: slots are numbered in each domain anew."""
+        return {}
+
+    def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
+        """Play held-out seeds in every domain, `num_episodes` in each; episodes say their domain as ``final_info["task"]``."""
+        played: list[EpisodeSummary] = []
+        for seat in self.seats:
+            if seat.player == OWN_PLAYER and seat.generator is not None:
+                own = evaluate(seat.manager, seat.generator, num_episodes, first_seed=first_seed)
+                played += [dataclasses.replace(e, final_info={**e.final_info, "task": seat.domain}) for e in own]
+        return played
+
+    def close(self) -> None:
+        """End simulators, tools and backends."""
+        with ExitStack() as stack:
+            for seat in self.seats:
+                stack.callback(seat.manager.close)
+                agent = getattr(seat.collector, "agent", None)
+                if agent is not None:
+                    stack.callback(agent.close)
+            for backend in self.backends:
+                stack.callback(backend.close)
+
+
+class DomainGenerators:
+    """What the engine publishes to: every role's players."""
+
+    def __init__(self, roles: Sequence[Role]) -> None:
+        self._roles = list(roles)
+        self.version = 0
+
+    def publish(self, version: int) -> None:
+        """See `Generator.publish`."""
+        for role in self._roles:
+            role.publish(version)
+        self.version = version
+
+
+class DomainsMethod:
+    """Groups of all domains out of one queue; every role learns from its own. Implements `Method`."""
+
+    learner: Any = None
+    sharded = None
+
+    def __init__(
+        self, config: TrainConfig, managers: DomainManagers, roles: dict[str, Role], mixture: DomainMixture, run_dir: Path
+    ) -> None:
+        groups = config.algorithm.groups
+        assert groups is not None, "the configuration was checked"
+        self.config, self.roles = config, roles
+        self._seats = {seat.name: seat for seat in managers.seats}
+        self._queue_config, self._mixture, self._run_dir = queue_config(groups), mixture, run_dir
+        self._filters = [self._only_trained(apply) for apply in build_filters(groups.filters)]
+        self.queue = self._new_queue()
+        collectors = {seat.name: seat.collector for seat in managers.seats}
+        self.collector = DomainCollector(collectors, self.queue, lockstep=groups.max_staleness == 0)
+        self.collector.restart(self.queue)
+        self._figures: dict[str, float] = {}
+        self._last: dict[str, list[AgentEpisode]] = defaultdict(list)
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+    @property
+    def times(self) -> CollectorTimes:
+        return self.collector.times
+
+    def collect(self, iteration: int) -> Experience:
+        groups = self.collector.next_groups(iteration)
+        self._note(groups)
+        trained = [group for group in groups if self._seats[group.domain].trained]
+        episodes = [episode for group in trained for episode in group.episodes]
+        finished = [(episode.success, _task_return(episode), episode.num_steps) for episode in episodes]
+        observation = {
+            f"{name}/{key}": part
+            for name, role in self.roles.items()
+            if (own := self._of(role, trained))
+            for key, part in role.observation(own).items()
+        }
+        return Experience(sum(episode.num_steps for episode in episodes), finished, observation, trained)
+
+    def prepare(self, experience: Experience) -> list[EpisodeGroup]:
+        """The groups that are learned from; a role's rewards become advantages within its update."""
+        groups: list[EpisodeGroup] = experience.data
+        return groups
+
+    def update(self, prepared: list[EpisodeGroup], *, iteration: int, steps: int) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        for name, role in self.roles.items():
+            if own := self._of(role, prepared):
+                stats |= {f"{name}/{key}": value for key, value in role.learn(own, iteration=iteration, steps=steps).items()}
+        return stats
+
+    def published(self, version: int) -> None:
+        self.queue.published(version)
+
+    def restart(self, iteration: int) -> None:
+        """Episodes in flight are asked for again, with the same seeds; a warm start comes before the first ones."""
+        for role in self.roles.values():
+            role.begin(iteration)
+        state = self.queue.state_dict()
+        self.queue = self._new_queue()
+        self.queue.load_state_dict(state)
+        self.collector.restart(self.queue)
+
+    def finish(self) -> None:
+        """Write down the last training episodes of the domains of text, to be read."""
+        for name, episodes in self._last.items():
+            tokenizer = self._seats[name].collector.agent.tokenizer
+            write_dialogues(
+                self._run_dir / f"{Path(DIALOGUES).stem}-{name}.html",
+                episodes,
+                lambda token_ids, tokenizer=tokenizer: tokenizer.decode(token_ids, skip_special_tokens=False),  # type: ignore[misc]
+                f"{name}: the last training episodes",
+            )
+
+    def metrics(self) -> dict[str, float]:
+        wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
+        counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
+        for name, own in self.queue.domain_counts().items():
+            domain, _, player = name.partition(PLAYER_SIGN)
+            place = f"players/{player}/{domain}" if player else f"domains/{domain}"
+            counts |= {f"{place}/groups_{outcome}": float(getattr(own, outcome)) for outcome in wanted[:-1]}
+        told = {key: value for role in self.roles.values() for key, value in role.metrics().items()}
+        return {**counts, **self._figures, **told}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {f"{name}/{key}": part for name, role in self.roles.items() for key, part in role.state_tensors().items()}
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        for name, role in self.roles.items():
+            role.load_state_tensors({k.removeprefix(f"{name}/"): part for k, part in state.items() if k.startswith(f"{name}/")})
+
+    def state_dict(self) -> dict[str, Any]:
+        specs = {seat.domain: plain_spec(seat.manager.spec).to_dict() for seat in self._seats.values() if seat.player == OWN_PLAYER}
+        roles = {name: role.state_dict() for name, role in self.roles.items()}
+        return {"queue": self.queue.state_dict(), "roles": roles, "specs": specs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, role in self.roles.items():
+            role.load_state_dict(state["roles"][name])
+        self.queue = self._new_queue()
+        self.queue.load_state_dict(state["queue"])
+        self.collector.restart(self.queue)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _new_queue(self) -> GroupQueue:
+        return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._mixture, filters=self._filters)
+
+    def _only_trained(self, apply: Any) -> Any:
+        """Filters choose what is learned from; a baseline's groups all count."""
+        return lambda group: apply(group) if self._seats[group.domain].trained else None
+
+    def _of(self, role: Role, groups: Sequence[EpisodeGroup]) -> list[EpisodeGroup]:
+        return [group for group in groups if domain_of(group) in role.domains]
+
+    def _note(self, groups: Sequence[EpisodeGroup]) -> None:
+        """Figures of this batch: of each domain as the run's own player played it, and of every player where there are several."""
+        figures: dict[str, float] = {}
+        for name, seat in self._seats.items():
+            own = [group for group in groups if group.domain == name]
+            if seat.player == OWN_PLAYER:
+                figures |= {f"domains/{seat.domain}/{key}": value for key, value in _figures(own).items()}
+            if self.config.generation.mix:
+                figures |= {f"players/{seat.player}/{seat.domain}/{key}": value for key, value in _figures(own).items()}
+            agent = getattr(seat.collector, "agent", None)
+            if agent is not None:
+                place = f"domains/{seat.domain}" if seat.player == OWN_PLAYER else f"players/{seat.player}/{seat.domain}"
+                figures |= {f"{place}/agent/{key}": value for key, value in seat.collector.figures().items()}
+                told = [episode for group in own for episode in group.episodes if isinstance(episode, AgentEpisode)]
+                if told and seat.player == OWN_PLAYER:
+                    self._last[name] = told[:_DIALOGUES_SHOWN]
+        self._figures = figures
+
+
+def _figures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """``groups`` and ``episodes`` of a batch, and means over its episodes, where there are any: ``success``, ``return``, ``length``."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    counts = {"groups": float(len(groups)), "episodes": float(len(episodes))}
+    if not episodes:
+        return counts
+    return {
+        **counts,
+        "success": float(np.mean([episode.success for episode in episodes])),
+        "return": float(np.mean([_task_return(episode) for episode in episodes])),
+        "length": float(np.mean([episode.num_steps for episode in episodes])),
+    }
+
+
+def _task_return(episode: Any) -> float:
+    """The simulator's rewards, without penalties of the agent's."""
+    return episode.game_return if isinstance(episode, AgentEpisode) else episode.episode_return
+
+
+def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
+    """The domains where a player of generation.mix plays."""
+    chosen = config.generation.mix[player].domains
+    text = [name for name, domain in config.domains.items() if domain.policy is None]
+    return tuple(name for name in config.domains if name in (chosen or text))
+
+
+def policies_of(roles: dict[str, Role]) -> RolePolicies:
+    """All policies as one module."""
+    return RolePolicies({name: role.policy for name, role in roles.items()})

@@ -1,0 +1,107 @@
+"""What a run's checkpoint holds beside its method's own state, and how it is taken up: the policy whole or as an adapter, the optimizer of
+several ranks, and the random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_tensors, note_base
+from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.hybrid.sharded_checkpoint import read_whole
+from embodied_rl.policies.base import load_saved, saved_tensors
+
+_RANDOM = "random."
+
+
+class PolicySaver:
+    """The policy's part of a run's checkpoints."""
+
+    def __init__(self, policy: Any, run_dir: Path) -> None:
+        self._policy, self._run_dir = policy, run_dir
+        self._base: dict[str, Any] | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything; of a policy with LoRA, what is trained."""
+        return saved_tensors(self._policy)
+
+    def base(self) -> dict[str, Any] | None:
+        """What the adapter belongs to, noted once in a run: its files do not change. None: the policy is saved whole."""
+        folder = getattr(self._policy, "base_folder", None)
+        if folder is not None and self._base is None:
+            self._base = note_base(folder, self._run_dir)
+        return self._base
+
+
+def load_policy(policy: Any, checkpoint: Checkpoint) -> None:
+    """Fill a policy that was built from the checkpoint's configuration.
+
+    Raises:
+        IncompatibleCheckpointError: the tensors are another policy's, or the base model is missing or another one.
+    """
+    if checkpoint.base is None:
+        check_tensors(checkpoint, policy.state_dict())
+        policy.load_state_dict(checkpoint.policy)
+        return
+    folder = getattr(policy, "base_folder", None)
+    if folder is None:
+        raise IncompatibleCheckpointError(
+            f"Checkpoint '{checkpoint.path}' holds an adapter alone, and the policy has none: policy.lora_rank differs. "
+            "Leave it as the checkpoint's configuration has it."
+        )
+    base_of(checkpoint, str(folder))
+    check_tensors(checkpoint, saved_tensors(policy))
+    load_saved(policy, checkpoint.policy)
+
+
+def save_method(method: Any, writer: CheckpointWriter, step: int) -> tuple[dict[str, Tensor], Callable[[], Path] | None]:
+    """A method's tensors for the checkpoint of `step`, and what waits for the folder that its ranks write; None without ranks."""
+    sharded = getattr(method, "sharded", None)
+    if sharded is None:
+        return method.state_tensors(), None
+    parts = sharded.save_parts(writer.parts_folder(step))
+    with sharded.apart():
+        return method.state_tensors(), parts
+
+
+def load_method(method: Any, checkpoint: Checkpoint) -> None:
+    """Give a method its tensors back, on one process or any number of ranks, whatever number wrote them.
+
+    Raises:
+        IncompatibleCheckpointError, KeyError, ValueError: they are another run's, or damaged.
+    """
+    others = (_RANDOM, "episode.")  # see `random_states` and `Trainer.save`
+    tensors = {name: tensor for name, tensor in checkpoint.learner.items() if not name.startswith(others)}
+    sharded = getattr(method, "sharded", None)
+    if checkpoint.sharded is None:
+        method.load_state_tensors(tensors)
+    elif sharded is None:
+        method.load_state_tensors({**tensors, **read_whole(checkpoint.sharded)})
+    else:
+        with sharded.apart():
+            method.load_state_tensors(tensors)
+        sharded.load_parts(checkpoint.sharded)
+
+
+def random_states() -> dict[str, Tensor]:
+    """States of torch's global generators, which some policies' losses draw from. All else draws from (seed, iteration) alone, or from
+    (seed, group, member, turn), and needs no state; simulators begin episodes of known seeds."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return {_RANDOM + name: state for name, state in states.items()}
+
+
+def set_random_states(tensors: Mapping[str, Tensor]) -> None:
+    """Go on where `random_states` was called; what a checkpoint does not hold (GPUs that were not there) stays as it is."""
+    states = {name.removeprefix(_RANDOM): tensor for name, tensor in tensors.items() if name.startswith(_RANDOM)}
+    if not states:
+        return
+    torch.set_rng_state(states["torch"])
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if (own := states.get(f"cuda.{index}")) is not None:
+            torch.cuda.set_rng_state(own, index)

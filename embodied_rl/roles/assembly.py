@@ -1,0 +1,153 @@
+"""Who plays and who trains where, as a configuration says; what cannot be had is refused with the nearest that can."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.config.placement import ClusterConfig, NodesConfig
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.learner import resolve_device
+from embodied_rl.hybrid.placement import Cluster, resolve
+from embodied_rl.methods import Method
+from embodied_rl.roles.player import make_scorer
+from embodied_rl.roles.player_process import PlayerProcess
+from embodied_rl.roles.remote import PlayerHandle, RemoteCollector, RemotePlayer
+from embodied_rl.sim.affinity import available_cores
+
+
+def start_player(config: TrainConfig) -> RemotePlayer | None:
+    """Whoever plays outside this process; None: the run plays here.
+
+    Raises:
+        UserError: the simulators or the cluster cannot be had; see also `check_roles`, which comes first.
+    """
+    if not config.hybrid.plays_apart:
+        return None
+    if config.hybrid.cluster == "ray":
+        from embodied_rl.roles.ray_cluster import prepare
+
+        prepare(config.hybrid.ray)
+        from embodied_rl.roles.ray_roles import start_on_ray
+
+        return start_on_ray(config)
+    return RemotePlayer(config, _start_process)
+
+
+def connect(config: TrainConfig, method: Any, manager: Any) -> Method:
+    """Tie a method to whoever plays for it, and to whoever trains for it; returns what the training loop asks."""
+    if not isinstance(manager, RemotePlayer):
+        scorer = make_scorer(config)
+        if scorer is not None:
+            method.collector.scorer = scorer
+        return method
+    outer: Method = method
+    if config.hybrid.cluster == "ray":
+        from embodied_rl.roles.ray_training import train_on_ray
+
+        outer = train_on_ray(config, method, manager)
+    method.collector = RemoteCollector(manager, lambda iteration: outer.restart(iteration))
+    return outer
+
+
+def check_roles(config: TrainConfig) -> None:
+    """Raises UserError for a placement that this machine, or this run, cannot have."""
+    hybrid, algorithm = config.hybrid, config.algorithm
+    if hybrid.reward_worker is not None:
+        if algorithm.groups is None:
+            raise UserError(
+                f"hybrid.reward_worker scores whole episodes, and algorithm={algorithm.name} learns from fixed rollouts or recordings: "
+                "choose a method on groups (algorithm=grpo, ppo_episodes, …)."
+            )
+        if config.policy.name == "language" or config.domains:
+            raise UserError(
+                "hybrid.reward_worker scores the episodes of robots' policies; language agents have their rewards from the task: set "
+                "hybrid.reward_worker=null."
+            )
+        if algorithm.initialized.share > 0:
+            raise UserError(
+                "algorithm.initialized learns where episodes succeed before they are scored: set algorithm.initialized.share=0, or "
+                "hybrid.reward_worker=null."
+            )
+    if hybrid.cluster == "local":
+        _check_local(config)
+    if hybrid.plays_apart:
+        _check_apart(config)
+
+
+def _check_local(config: TrainConfig) -> None:
+    """Kinds of placement on one machine without Ray."""
+    placement, stages = config.hybrid.placement, config.hybrid.placement.num_pipeline_stages
+    if placement.kind == "multiplexed":
+        raise UserError(
+            "hybrid.placement=multiplexed moves running episodes between generating GPUs and is not offered by the command line: its parts "
+            "are embodied_rl.hybrid.multiplex and rollout.handover. The nearest possible: hybrid.placement=disaggregated."
+        )
+    if stages not in (1, config.sim.pipeline_groups):
+        raise UserError(
+            f"hybrid.placement.num_pipeline_stages={stages} is what sim.pipeline_groups says (now {config.sim.pipeline_groups}): set "
+            f"sim.pipeline_groups={stages}."
+        )
+    if placement.kind in ("collocated", "hybrid"):
+        return  # simulators have the processor; generation and training take turns on the device
+    machine = this_machine(config)
+    if placement.kind == "explicit":
+        roles = resolve(placement, machine)
+        if roles.trains_apart or len(machine.gpus) > 1:
+            raise UserError(
+                "hybrid.placement by roles is for Ray (hybrid.cluster=ray) or for what shares one device. The nearest possible here: "
+                f"hybrid.placement={'disaggregated' if roles.trains_apart else 'collocated'}."
+            )
+        return
+    if machine.gpus:
+        resolve(placement, machine)  # needs two of them
+        ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
+        if ranks >= len(machine.gpus):
+            raise UserError(
+                f"hybrid.placement=disaggregated needs a GPU for the player beside those of {ranks} training ranks, and this machine has "
+                f"{len(machine.gpus)}. The nearest possible: {len(machine.gpus) - 1} ranks, or hybrid.placement=collocated."
+            )
+
+
+def this_machine(config: TrainConfig) -> Cluster:
+    """The devices that a run without Ray has."""
+    gpus = 0
+    if resolve_device(config.hybrid.device).type == "cuda":
+        import torch
+
+        gpus = torch.cuda.device_count()
+    return Cluster(ClusterConfig((NodesConfig(cores=available_cores(), gpus=gpus),), name="this machine"))
+
+
+def _check_apart(config: TrainConfig) -> None:
+    """What needs the simulators, or the generator, in the process of the training loop."""
+    algorithm = config.algorithm
+    where = "hybrid.cluster=ray" if config.hybrid.cluster == "ray" else "hybrid.placement=disaggregated"
+    here = "The nearest possible: hybrid=collocated."
+    if config.policy.name == "language" or config.domains:
+        raise UserError(f"{where} is offered for robots' policies; language agents play and train in one process. {here}")
+    if not algorithm.on_policy:
+        raise UserError(
+            f"{where} is for learning by playing, and algorithm={algorithm.name} learns from recorded or replayed steps. {here}"
+        )
+    wrong = {
+        "algorithm.initialized.share": algorithm.initialized.share > 0,
+        "record.share": config.record.share > 0,
+        "hybrid.offload": bool({"simulators", "kv_cache"} & set(config.hybrid.offload)),
+        "algorithm.warm_start": config.hybrid.cluster == "ray" and algorithm.warm_start is not None,
+        "hybrid.sharding": config.hybrid.cluster == "ray" and config.hybrid.sharding is not None,
+    }
+    for key, given in wrong.items():
+        if given:
+            raise UserError(f"{where} does not go together with {key}: leave that out. {here}")
+
+
+def _start_process(config: TrainConfig) -> PlayerHandle:
+    gpus = len(this_machine(config).gpus)
+    return PlayerProcess(config, gpu=playing_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus) if gpus else None)
+
+
+def playing_gpu(visible: str | None, count: int) -> str:
+    """The last of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them: training begins with the first."""
+    return str(count - 1) if visible is None else visible.split(",")[count - 1].strip()

@@ -1,0 +1,50 @@
+"""What went wrong in another process, told so that it can be raised here as what it was."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from embodied_rl.errors import NonFiniteError, UserError
+from embodied_rl.rollout.groups import BatchNeverFullError
+from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
+
+_USER_ERRORS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (UserError, BatchNeverFullError)}
+
+
+class RoleLost(ConnectionError):
+    """A process or an actor that held a role has ended unexpectedly."""
+
+
+class RoleError(RuntimeError):
+    """A role raised something unexpected; the message holds its own traceback."""
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """An exception, as plain values."""
+    if isinstance(error, SimFault):
+        fields = {"kind": error.kind.name, "worker": error.worker, "detail": error.detail}
+        where = {"slots": list(error.slots), "seeds": list(error.seeds), "steps": list(error.steps)}
+        return {"type": "NonFiniteSimulationError" if isinstance(error, NonFiniteSimulationError) else "SimFault", **fields, **where}
+    if isinstance(error, UserError):
+        kind = type(error).__name__
+        return {"type": kind if kind in _USER_ERRORS else "UserError", "message": str(error)}
+    if isinstance(error, NonFiniteError):
+        return {"type": "NonFiniteError", "message": str(error), "batch": getattr(error, "batch", {})}
+    return {"type": "RoleError", "message": "".join(traceback.format_exception(error)).rstrip()}
+
+
+def as_raised(what: dict[str, Any]) -> Exception:
+    """The exception that `told` was given: of its own type for a user's mistakes and simulators' faults, else a `RoleError`."""
+    kind = what["type"]
+    if kind in ("SimFault", "NonFiniteSimulationError"):
+        make = NonFiniteSimulationError if kind == "NonFiniteSimulationError" else SimFault
+        slots, seeds, steps = what["slots"], what["seeds"], what["steps"]
+        return make(FaultKind[what["kind"]], what["worker"], what["detail"], slots=slots, seeds=seeds, steps=steps)
+    if kind in _USER_ERRORS:
+        return _USER_ERRORS[kind](what["message"])
+    if kind == "NonFiniteError":
+        error = NonFiniteError(what["message"])
+        error.batch = what["batch"]  # type: ignore[attr-defined]  # the training loop writes it down
+        return error
+    return RoleError(what["message"])

@@ -1,0 +1,185 @@
+"""A player in a process of its own on this machine: ``python -m embodied_rl.roles.player_process SOCKET``, and its handle.
+
+Requests and answers are JSON and plain arrays over a socket; weights come through shared memory, with their version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import embodied_rl
+from embodied_rl.config import TrainConfig
+from embodied_rl.hybrid.link import Link, LinkClosed
+from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.roles.player import Player, serve
+from embodied_rl.roles.wire import pack, unpack
+
+_END_S = 20.0
+
+
+class PlayerProcess:
+    """The handle in the process that trains. Implements `PlayerHandle`."""
+
+    def __init__(self, config: TrainConfig, *, gpu: str | None = None) -> None:
+        """Start the process; `call("describe")` waits until it plays. `gpu`: the only one that it sees; None: as this process does."""
+        ours, theirs = socket.socketpair()
+        environment = os.environ.copy()
+        path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        command = [sys.executable, "-m", "embodied_rl.roles.player_process", str(theirs.fileno())]
+        # A group of its own: Ctrl-C is the trainer's alone, and the player ends with it.
+        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0)
+        theirs.close()
+        self._link = Link(ours)
+        self._weights: SharedWeightsPublisher | None = None
+        self._finalizer = weakref.finalize(self, _end, self._link, self.process)
+        self._tell("begin", config=config.to_dict())
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        """What the player's method `what` returns. Raises RoleLost, and what the method raised."""
+        self._tell(what, **arguments)
+        return self._answer()
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the weights into shared memory; the player takes them before it does anything else that is asked."""
+        if self._weights is None:
+            self._weights = SharedWeightsPublisher(tensors)
+        try:
+            self._weights.publish(version, tensors.items())
+        except TimeoutError as error:
+            raise RoleLost(f"the player does not take weights: {error}") from error
+        self._tell("load", version=version, path=self._weights.path)
+        self._answer()
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        self._finalizer()
+        if self._weights is not None:
+            self._weights.close()
+
+    def _tell(self, what: str, **arguments: Any) -> None:
+        message, tensors = pack(arguments)
+        try:
+            self._link.send({"do": what, "with": message}, tensors)
+        except LinkClosed as error:
+            raise self._lost() from error
+
+    def _answer(self) -> Any:
+        try:
+            message, tensors = self._link.recv()
+        except LinkClosed as error:
+            raise self._lost() from error
+        if "error" in message:
+            raise as_raised(message["error"])
+        return unpack(message["value"], tensors)
+
+    def _lost(self) -> RoleLost:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the connection closes a little before the process is gone
+            self.process.wait(_END_S)
+        code = self.process.returncode
+        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
+        return RoleLost(f"The process that plays {how}.")
+
+
+def _end(link: Link, process: subprocess.Popen[bytes]) -> None:
+    link.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _LinkInbox:
+    """Requests from the socket. Implements `Inbox`."""
+
+    def __init__(self, link: Link, descriptor: int) -> None:
+        self._link, self._descriptor = link, descriptor
+        self._reader: tuple[str, SharedWeightsReader] | None = None
+
+    def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
+        """See `Inbox.take`."""
+        if not wait and not select.select([self._descriptor], [], [], 0.0)[0]:
+            return None
+        try:
+            message, tensors = self._link.recv()
+        except LinkClosed as error:
+            raise EOFError from error
+        arguments = unpack(message["with"], tensors)
+        if message["do"] == "load":
+            return "load", self._weights(**arguments), self._answer
+        return message["do"], arguments, self._answer
+
+    def _weights(self, version: int, path: str) -> dict[str, Any]:
+        if self._reader is None or self._reader[0] != path:
+            self._reader = (path, SharedWeightsReader(path))
+        with self._reader[1].hold() as held:
+            assert held.version == version, "weights are published before they are told of"
+            return {"version": version, "tensors": {name: tensor.clone() for name, tensor in held.tensors.items()}.items()}
+
+    def _answer(self, value: Any, error: BaseException | None) -> None:
+        try:
+            if error is not None:
+                self._link.send({"error": told(error)})
+                return
+            message, tensors = pack(value)
+            self._link.send({"value": message}, tensors)
+        except LinkClosed as closed:
+            raise EOFError from closed
+
+
+def main(descriptor: int) -> None:
+    """Serve until the trainer is gone."""
+    connection = socket.socket(fileno=descriptor)
+    link = Link(connection)
+    message, tensors = link.recv()
+    player: Player | None = None
+    _end_with_trainer(descriptor)
+    inbox = _LinkInbox(link, descriptor)
+    try:
+        try:
+            player = Player(TrainConfig.from_dict(unpack(message["with"], tensors)["config"]))
+        except Exception as error:
+            link.recv()  # what it is asked first
+            link.send({"error": told(error)})
+            return
+        with contextlib.suppress(EOFError):
+            serve(player, inbox)
+    except LinkClosed:
+        pass
+    finally:
+        if player is not None:
+            player.close()
+
+
+def _end_with_trainer(descriptor: int) -> None:
+    """Even in the middle of an episode: simulators end with this process."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLRDHUP)
+        poll.poll()
+        # Serving ends by itself if it is waiting for a request; what it is in the middle of has a moment.
+        threading.Event().wait(_END_S / 4)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,301 @@
+"""Those who play, as actors of a Ray cluster: `EnvWorker` (simulators, collector), `GenerationWorker` (policy), `RewardWorker`.
+
+```
+ driver: training loop          EnvWorker                                GenerationWorker
+ play(v), restart, evaluate ──▶ EnvManager ─▶ collector ── observations ─▶ policy
+                            ◀── episodes        ▲   └──── actions ◀──────────┘
+                                                │ scores
+ publish(v): object store ──────────────────────┼──────────────────────────▶ weights of version v
+                                          RewardWorker × n
+```
+The driver owns the actors. Should one of them end, all are replaced, as a player is that is one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from torch import Tensor
+
+from embodied_rl.config import RewardWorkerConfig, TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.base import ActedBatch
+from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.roles.player import OwnGenerator, Player, serve
+from embodied_rl.roles.ray_cluster import RayCluster
+from embodied_rl.roles.remote import RemotePlayer
+from embodied_rl.rollout.scoring import ScoreLedger, checked_score, load_score
+from embodied_rl.types import ActionLayout, Episode, Observation, SimSpec
+
+Told = tuple[str, Any]
+"""("value", …), ("error", what `failures.told` gives), or ("lost", which other role ended)."""
+GONE = (RayActorError, ObjectLostError)
+"""How Ray tells of an actor that ended, or of a node with what it held."""
+
+
+def outcome_of(task: Callable[[], Any]) -> Told:
+    """Run a task of an actor; Ray's own exceptions hide what was raised, so that ours travel as values."""
+    try:
+        return "value", task()
+    except (*GONE, RoleLost) as error:
+        return "lost", _first_line(error)
+    except Exception as error:
+        return "error", told(error)
+
+
+def value_of(reference: Any, role: str) -> Any:
+    """What an actor's method returned. Raises RoleLost, and what was raised there."""
+    try:
+        kind, value = ray.get(reference)
+    except GONE as error:
+        raise RoleLost(f"The Ray actor {role} has ended: {_first_line(error)}") from error
+    if kind == "lost":
+        raise RoleLost(f"A Ray actor that {role} works with has ended: {value}")
+    if kind == "error":
+        raise as_raised(value)
+    return value
+
+
+class GenerationWorker:
+    """A policy that acts for simulators elsewhere."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._acting: OwnGenerator | None = None
+
+    def begin(self, spec: Mapping[str, Any]) -> Told:
+        """Build the policy for a simulator; the layout of its actions."""
+
+        def build() -> ActionLayout:
+            from embodied_rl.hybrid.threads import compute_threads
+
+            compute_threads(1).__enter__()  # for as long as the actor lives
+            self._acting = OwnGenerator(self._config, SimSpec.from_dict(dict(spec)))
+            return self._acting.layout
+
+        return outcome_of(build)
+
+    def act(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Told:
+        """See `Generator.send` and `Generator.recv`."""
+
+        def answer() -> ActedBatch:
+            assert self._acting is not None, "begin comes first"
+            self._acting.generator.send(slots, observation, noise)
+            return self._acting.generator.recv()
+
+        return outcome_of(answer)
+
+    def load(self, version: int, references: list[Any]) -> Told:
+        """Act with the weights that a `RayPublisher` told of."""
+        assert self._acting is not None, "begin comes first"
+        acting = self._acting
+        return outcome_of(lambda: acting.load(version, ray_tensors(references)))
+
+
+class RayGenerator:
+    """A `GenerationWorker` as the collector sees it. Implements `Generator` and `PlayingGenerator`."""
+
+    def __init__(self, worker: Any, spec: SimSpec) -> None:
+        self._worker = worker
+        self.generator = self
+        self.layout: ActionLayout = value_of(worker.begin.remote(spec.to_dict()), "GenerationWorker")
+        self.version = 0
+        self._asked: deque[Any] = deque()
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        """See `Generator.send`; what is sent is copied into the object store."""
+        self._asked.append(self._worker.act.remote(slots, observation, noise))
+
+    def recv(self) -> ActedBatch:
+        """See `Generator.recv`."""
+        acted: ActedBatch = value_of(self._asked.popleft(), "GenerationWorker")
+        return acted
+
+    def load(self, version: int, tensors: list[Any]) -> None:
+        """See `PlayingGenerator.load`; `tensors` are references of a `RayPublisher`."""
+        value_of(self._worker.load.remote(version, tensors), "GenerationWorker")
+        self.version = version
+
+    def publish(self, version: int) -> None:
+        raise RuntimeError("Weights come from the trainer: see load.")
+
+
+class RewardWorker:
+    """Scores episodes, one at a time."""
+
+    def __init__(self, target: str, kwargs: Mapping[str, Any]) -> None:
+        self._score = load_score(target, kwargs)
+
+    def score(self, episode: Episode) -> float:
+        """Raises ValueError for what is no finite number, and whatever the function raises."""
+        return checked_score(self._score, episode)
+
+
+class RayScorer:
+    """Reward workers as actors. Implements `Scorer`; they are begun anew by Ray, which asks again for what was lost with one."""
+
+    def __init__(self, workers: list[Any], options: RewardWorkerConfig) -> None:
+        self._workers = workers
+        self._ledger = ScoreLedger(options.combine, options.timeout_s)
+        self._asked: dict[Any, int] = {}
+
+    def submit(self, number: int, episode: Episode) -> None:
+        """See `Scorer.submit`."""
+        self._ledger.begin(number, episode)
+        self._asked[self._workers[number % len(self._workers)].score.remote(episode)] = number
+
+    def ready(self) -> list[tuple[int, Episode | str]]:
+        """See `Scorer.ready`. Raises RayActorError when workers ended too often."""
+        references = list(self._asked)
+        done = ray.wait(references, num_returns=len(references), timeout=0)[0] if references else []
+        found: dict[int, float | str] = {}
+        for reference in done:
+            number = self._asked.pop(reference)
+            try:
+                found[number] = ray.get(reference)
+            except RayTaskError as error:
+                found[number] = _first_line(error.cause if error.cause is not None else error)
+        return self._ledger.settle(found)
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Scorer.wait`."""
+        if self._asked:
+            ray.wait(list(self._asked), num_returns=1, timeout=timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """See `Scorer.metrics`."""
+        return self._ledger.metrics()
+
+    def close(self) -> None:
+        """The driver ends the workers."""
+
+
+class EnvWorker:
+    """Simulators and the collector, which plays on between requests; its requests are answered by a thread of its own."""
+
+    def __init__(self, config: TrainConfig, generation: Any, rewards: list[Any]) -> None:
+        self._requests: queue.SimpleQueue[tuple[str, dict[str, Any], Future[Told]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, args=(config, generation, rewards), daemon=True).start()
+
+    def do(self, what: str, arguments: dict[str, Any]) -> Told:
+        """What the player's method `what` returns."""
+        answer: Future[Told] = Future()
+        self._requests.put((what, arguments, answer))
+        return answer.result()
+
+    def _run(self, config: TrainConfig, generation: Any, rewards: list[Any]) -> None:
+        options = config.hybrid.reward_worker
+
+        def build() -> Player:
+            return Player(
+                config,
+                make_acting=lambda _, spec: RayGenerator(generation, spec),
+                make_scoring=lambda _: None if options is None else RayScorer(rewards, options),
+            )
+
+        kind, player = outcome_of(build)
+        if kind == "value":
+            with contextlib.suppress(EOFError):
+                serve(player, self)
+            player.close()
+        while True:
+            _, _, answer = self._requests.get()
+            answer.set_result((kind, player) if kind != "value" else ("lost", "it was ended"))
+
+    def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
+        """See `Inbox.take`."""
+        try:
+            what, arguments, answer = self._requests.get(block=wait)
+        except queue.Empty:
+            return None
+        if what == "end":
+            answer.set_result(("value", None))
+            raise EOFError
+
+        def reply(value: Any, error: BaseException | None) -> None:
+            answer.set_result(("value", value) if error is None else outcome_of(lambda: _raise(error)))
+
+        return what, arguments, reply
+
+
+class RayPlayer:
+    """Handle of the actors that play. Implements `PlayerHandle`."""
+
+    def __init__(self, config: TrainConfig, cluster: RayCluster) -> None:
+        """Create the actors. Raises UserError where the cluster can never hold them."""
+        cluster.check()
+        self._cluster, self._publisher = cluster, RayPublisher()
+        self._timeout_s: float | None = cluster.config.ray.start_timeout_s + config.sim.start_timeout_s
+        rewards = config.hybrid.reward_worker
+        self.generation: Any = ray.remote(GenerationWorker).options(**cluster.options("generation")).remote(config)
+        again = {"max_restarts": config.hybrid.max_restarts, "max_task_retries": -1}
+        self.rewards: list[Any] = [
+            ray.remote(RewardWorker).options(**cluster.options("reward", number), **again).remote(rewards.target, rewards.kwargs)
+            for number in range(0 if rewards is None else rewards.num_workers)
+            if rewards is not None
+        ]
+        self.env: Any = ray.remote(EnvWorker).options(**cluster.options("env")).remote(config, self.generation, self.rewards)
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        """See `PlayerHandle.call`. Raises UserError when the actors do not begin in time."""
+        reference = self.env.do.remote(what, arguments)
+        if self._timeout_s is not None:
+            wait_for_start(self._cluster, reference, self._timeout_s, "EnvWorker")
+            self._timeout_s = None
+        return value_of(reference, "EnvWorker")
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `PlayerHandle.publish`: through the object store."""
+        self._publisher.publish(version, tensors.items())
+        _, references = self._publisher.message
+        self.call("load", version=version, tensors=references)
+
+    def close(self) -> None:
+        """End the actors: the simulators in order, as long as their actor lives."""
+        with contextlib.suppress(*GONE, ray.exceptions.GetTimeoutError):
+            ray.get(self.env.do.remote("end", {}), timeout=10.0)
+        for actor in (self.env, self.generation, *self.rewards):
+            ray.kill(actor)
+
+
+def wait_for_start(cluster: RayCluster, reference: Any, timeout_s: float, role: str) -> None:
+    """Until an actor answers for the first time.
+
+    Raises:
+        UserError: it does not in time, or the cluster has lost what it needs.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not ray.wait([reference], timeout=1.0)[0]:
+        cluster.check()
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"hybrid.cluster=ray: {role} did not begin within {timeout_s:g} s (hybrid.ray.start_timeout_s + sim.start_timeout_s); "
+                "`ray status` says what it waits for."
+            )
+
+
+def start_on_ray(config: TrainConfig) -> RemotePlayer:
+    """A player out of actors. Raises UserError as `RayCluster` does."""
+    cluster = RayCluster(config.hybrid)
+    player = RemotePlayer(config, lambda given: RayPlayer(given, cluster), at_close=[cluster.close])
+    player.cluster = cluster
+    return player
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,204 @@
+"""Whoever trains, as an actor of a Ray cluster: `TrainWorker` holds the policy that is trained and the optimizer's state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from embodied_rl.config import HybridConfig, TrainConfig
+from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+from embodied_rl.methods import Experience, Method, make_method
+from embodied_rl.policies.build import build_policy
+from embodied_rl.roles.ray_cluster import RayCluster
+from embodied_rl.roles.ray_roles import Told, outcome_of, value_of, wait_for_start
+from embodied_rl.roles.remote import RemotePlayer
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.types import SimSpec
+
+
+class TrainWorker:
+    """The learning half of a method."""
+
+    def __init__(self, config: TrainConfig, spec: dict[str, Any], num_slots: int) -> None:
+        self._publisher = RayPublisher()
+
+        def build() -> None:
+            # What plays, and with it the rest of `hybrid`, is elsewhere.
+            hybrid = HybridConfig(device=config.hybrid.device, num_threads=config.hybrid.num_threads, precision=config.hybrid.precision)
+            own = dataclasses.replace(config, hybrid=hybrid)
+            torch.manual_seed(config.seed)
+            self.policy: Any = build_policy(config.policy, SimSpec.from_dict(spec))
+            simulators: Any = SimpleNamespace(spec=SimSpec.from_dict(spec), num_slots=num_slots)
+            nobody: Any = _NoGenerator()
+            method: Any = make_method(own, simulators, self.policy, nobody, Path(config.run_dir))
+            method.collector = _NoCollector()
+            self.method: Method = method
+
+        self._built = outcome_of(build)
+
+    def load(self, weights: dict[str, Tensor]) -> Told:
+        """Take a policy's state: the first one, or a checkpoint's."""
+        if self._built[0] != "value":
+            return self._built
+        return outcome_of(lambda: self.policy.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}) and None)
+
+    def update(self, experience: Experience, iteration: int, steps: int) -> Told:
+        """One iteration: prepare, update, statistics of observations; metrics."""
+
+        def learn() -> dict[str, float]:
+            self.policy.train()
+            prepared = self.method.prepare(experience)
+            stats = self.method.update(prepared, iteration=iteration, steps=steps)
+            self.policy.update_statistics(experience.observation)
+            return stats
+
+        return outcome_of(learn)
+
+    def weights(self, version: int) -> Told:
+        """Put the policy's state into the object store; references for `ray_tensors`, valid until the next call."""
+
+        def publish() -> list[Any]:
+            self._publisher.publish(version, self.policy.state_dict().items())
+            return self._publisher.message[1]
+
+        return outcome_of(publish)
+
+    def ask(self, what: str, *arguments: Any) -> Told:
+        """What the method's `what` returns: its state, or that it takes one."""
+        return outcome_of(lambda: getattr(self.method, what)(*arguments))
+
+
+class TrainedApart:
+    """A method whose learning half is a `TrainWorker`. Implements `Method`, and `TrainedCopy` for the engine.
+
+    Raises RoleLost when the worker has ended: its weights are gone, and the run goes back to its last checkpoint.
+    """
+
+    def __init__(self, config: TrainConfig, method: Any, player: RemotePlayer, cluster: RayCluster) -> None:
+        self.inner = method
+        self.learner: Any = method.learner
+        """Of this process; it has nothing to do."""
+        self._policy = player.policy
+        actor: Any = ray.remote(TrainWorker).options(**cluster.options("train"))
+        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots)
+        try:
+            first = self._worker.load.remote(_on_host(self._policy.state_dict()))
+            wait_for_start(cluster, first, config.hybrid.ray.start_timeout_s, "TrainWorker")
+            value_of(first, "TrainWorker")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def trained_copy(self) -> TrainedApart:
+        """See `HybridEngine.publish`: this is where the trained weights come from."""
+        return self
+
+    @property
+    def collector(self) -> Any:
+        return self.inner.collector
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.inner.finished)
+
+    @property
+    def times(self) -> CollectorTimes:
+        times: CollectorTimes = self.inner.times
+        return times
+
+    def collect(self, iteration: int) -> Experience:
+        experience: Experience = self.inner.collect(iteration)
+        return experience
+
+    def prepare(self, experience: Experience) -> Experience:
+        """The worker does it, with the update."""
+        return experience
+
+    def update(self, prepared: Experience, *, iteration: int, steps: int) -> dict[str, float]:
+        stats: dict[str, float] = self._ask(self._worker.update.remote(prepared, iteration, steps))
+        return stats
+
+    def write_back(self, policy: Any) -> None:
+        """Bring the trained weights and statistics into the whole policy of this process."""
+        references = self._ask(self._worker.weights.remote(0))
+        policy.load_state_dict(dict(ray_tensors(references)))
+
+    def published(self, version: int) -> None:
+        self.inner.published(version)
+
+    def restart(self, iteration: int) -> None:
+        self._ask(self._worker.ask.remote("restart", iteration))
+        self.inner.restart(iteration)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+    def metrics(self) -> dict[str, float]:
+        figures: dict[str, float] = self.inner.metrics()
+        return figures
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._ask(self._worker.ask.remote("state_tensors"))
+        return state
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        """The policy's present weights are taken too: they were loaded before."""
+        self._ask(self._worker.load.remote(_on_host(self._policy.state_dict())))
+        self._ask(self._worker.ask.remote("load_state_tensors", state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The worker's, with the queue of this process."""
+        state: dict[str, Any] = self._ask(self._worker.ask.remote("state_dict"))
+        own = self.inner.state_dict()
+        return {**state, "queue": own["queue"]} if "queue" in own else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ask(self._worker.ask.remote("load_state_dict", state))
+        self.inner.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the worker. May be called twice."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            with contextlib.suppress(Exception):  # whatever became of the cluster: this is the end of the run
+                ray.kill(worker)
+
+    def _ask(self, reference: Any) -> Any:
+        return value_of(reference, "TrainWorker")
+
+
+class _NoCollector:
+    """The worker's method plays nothing."""
+
+    times = CollectorTimes()
+
+    def restart(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class _NoGenerator:
+    """The worker's method acts for nobody."""
+
+    version = 0
+
+
+def train_on_ray(config: TrainConfig, method: Any, player: RemotePlayer) -> TrainedApart:
+    """Give a method's learning half to an actor of the cluster that the player is on. Raises UserError when it cannot begin."""
+    trained = TrainedApart(config, method, player, player.cluster)
+    player.at_close.append(trained.close)
+    return trained
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}

@@ -1,0 +1,209 @@
+"""A player elsewhere, as the training loop sees it: in place of the manager, the generator and the collector."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.roles.failures import RoleLost
+from embodied_rl.roles.player import Played
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout, SimSpec
+
+
+class PlayerHandle(Protocol):
+    """A player in a process or in an actor."""
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        """What the player's method `what` returns. Raises RoleLost, and what the method raised."""
+        ...
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Have it play with these weights. Raises RoleLost."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RemotePlayer:
+    """Stands where the training loop has its `EnvManager` and its `Generator`; a player that ends is replaced.
+
+    Nothing is lost with it but time: groups that were in flight are asked for again, with their seeds, and what was consumed is known
+    here. Fixed rollouts begin new episodes.
+    """
+
+    def __init__(
+        self, config: TrainConfig, start: Callable[[TrainConfig], PlayerHandle], *, at_close: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """Start a player; `at_close` is called when none is needed any more, last first. Raises UserError as `EnvManager` does."""
+        self.config, self._start = config, start
+        self.at_close: list[Callable[[], None]] = list(at_close)
+        self.version = 0
+        self.num_restarts = 0
+        self.fault_records: list[FaultRecord] = []
+        self.publish_s = 0.0
+        self.cluster: Any = None
+        """The Ray cluster that it plays on; None without."""
+        self.policy: Any = None
+        """Whose weights `publish` sends; set when it is built."""
+        self.needs_restart = False
+        """A new player waits to be told which episodes to play."""
+        self._handle: PlayerHandle | None = None
+        try:
+            self._handle = start(config)
+            described = self._handle.call("describe")
+        except RoleLost as lost:
+            self.close()
+            raise UserError(f"{lost} It had not begun; its own message is above.") from lost
+        except BaseException:
+            self.close()
+            raise
+        self.spec = SimSpec.from_dict(described["spec"])
+        self.num_slots = int(described["num_slots"])
+        self.worker_pids: list[int] = described["worker_pids"]
+
+    def publish(self, version: int) -> None:
+        """See `Generator.publish`."""
+        started = time.perf_counter()
+        self.version = version
+        try:
+            self._live().publish(version, self.policy.state_dict())
+        except RoleLost as lost:
+            self.replace(lost)
+        self.publish_s = time.perf_counter() - started
+
+    def send(self, slots: np.ndarray, observation: Any, noise: np.ndarray | None) -> None:
+        raise RuntimeError("This process does not act: its player does.")
+
+    def recv(self) -> Any:
+        raise RuntimeError("This process does not act: its player does.")
+
+    def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
+        """See `Player.evaluate`."""
+        while True:
+            try:
+                return list(self._live().call("evaluate", num_episodes=num_episodes, first_seed=first_seed))
+            except RoleLost as lost:
+                self.replace(lost)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """See `PlayerHandle.call`."""
+        return self._live().call(what, **arguments)
+
+    def peek(self, slots: list[int]) -> dict[str, np.ndarray]:
+        """See `EnvManager.peek`; nothing where the player is gone."""
+        try:
+            return dict(self._live().call("peek", slots=list(slots)))
+        except RoleLost:
+            return {}
+
+    def replace(self, lost: RoleLost) -> None:
+        """Start another player with the weights that were published last. Raises UserError when that was done too often."""
+        if self.num_restarts >= self.config.hybrid.max_restarts:
+            raise UserError(
+                f"{lost} It was replaced {self.num_restarts} times already (hybrid.max_restarts). "
+                f"The run goes on from its last checkpoint with resume=auto and run_dir={self.config.run_dir}."
+            ) from lost
+        self.num_restarts += 1
+        self.needs_restart = True
+        self._end_player()
+        try:
+            self._handle = self._start(self.config)
+            self.worker_pids = self._handle.call("describe")["worker_pids"]
+            if self.policy is not None:
+                self._handle.publish(self.version, self.policy.state_dict())
+        except RoleLost as again:
+            self.replace(again)
+
+    def offload(self) -> int:
+        raise UserError("hybrid.offload=[simulators] moves what plays in this process; another one does (hybrid.placement). Leave it out.")
+
+    def onload(self) -> None:
+        raise AssertionError("nothing was offloaded")
+
+    def close(self) -> None:
+        """End the player. May be called twice."""
+        self._end_player()
+        while self.at_close:
+            self.at_close.pop()()
+
+    def _end_player(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.close()
+
+    def _live(self) -> PlayerHandle:
+        if self._handle is None:
+            raise RuntimeError("The player was closed.")
+        return self._handle
+
+
+class RemoteCollector:
+    """Stands where a method has its collector, of rollouts or of groups."""
+
+    def __init__(self, player: RemotePlayer, begin_again: Callable[[int], None]) -> None:
+        """`begin_again(iteration)`: tell a new player what to play, and whoever else must know."""
+        self._player, self._begin_again = player, begin_again
+        self._queue: GroupQueue | None = None
+        self._figures: dict[str, float] = {}
+        self.times = CollectorTimes()
+        self.recorder: Any = None
+
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        """See `RolloutCollector.restart` and `GroupCollector.restart`; `queue` becomes the image of the player's."""
+        self._queue = queue
+        while True:
+            try:
+                self._player.ask("restart", seed_round=seed_round, queue=None if queue is None else queue.state_dict())
+            except RoleLost as lost:
+                self._player.replace(lost)
+            else:
+                self._player.needs_restart = False
+                return
+
+    def next_rollout(self, version: int) -> Rollout:
+        """See `RolloutCollector.next_rollout`."""
+        data = self._play(version).data
+        assert isinstance(data, Rollout)
+        return data
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        """See `GroupCollector.next_groups`; the queue here learns in the same moment that they are consumed."""
+        played = self._play(version)
+        assert self._queue is not None, "restart comes first"
+        assert played.queue is not None
+        assert isinstance(played.data, list)
+        self._queue.mirror(played.queue)
+        return played.data
+
+    def metrics(self) -> dict[str, float]:
+        """How long the trainer waited, what the player did meanwhile or before, and what publishing took; of the last iteration."""
+        return {**self._figures, "time/publish_s": self._player.publish_s, "roles/restarts": float(self._player.num_restarts)}
+
+    def _play(self, version: int) -> Played:
+        started = time.perf_counter()
+        while True:
+            if self._player.needs_restart:
+                self._begin_again(version)
+            try:
+                played: Played = self._player.ask("play", version=version)
+                break
+            except RoleLost as lost:
+                self._player.replace(lost)
+        waited = time.perf_counter() - started
+        self._player.fault_records.extend(played.faults)
+        times = played.times
+        # The loop's own figures are of its waiting: it is divided as the player's time was.
+        share = waited / max(times.simulate_s + times.act_s, 1e-9)
+        self.times = CollectorTimes(times.simulate_s * min(share, 1.0), times.act_s * min(share, 1.0))
+        figures = {"time/wait_s": waited, "time/player_simulate_s": times.simulate_s, "time/player_act_s": times.act_s}
+        self._figures = {**played.metrics, **figures}
+        return played

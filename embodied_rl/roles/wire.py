@@ -1,0 +1,109 @@
+"""Values that go from one process to another as JSON and plain arrays: nothing is pickled, and only known types are built."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.sim.faults import FaultKind, FaultRecord, SlotFault
+from embodied_rl.types import Episode, EpisodeGroup, EpisodeSummary, Rollout
+
+_TYPES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (CollectorTimes, Episode, EpisodeGroup, EpisodeSummary, FaultRecord, Rollout, SlotFault)
+}
+_ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (FaultKind,)}
+_KIND = "$"
+"""Key of the objects below; a mapping is always sent as a list of pairs, so that none is taken for one of them."""
+
+
+def register(kind: type[Any]) -> type[Any]:
+    """Let dataclass `kind` be sent; a decorator."""
+    _TYPES[kind.__name__] = kind
+    return kind
+
+
+def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """What `json` takes, and the arrays beside it.
+
+    Numbers, texts, None, lists, tuples, mappings, arrays, torch tensors and the known dataclasses come back as they were; of anything
+    else (a simulator's own objects in an info) its `repr` arrives.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _pack(value, tensors), tensors
+
+
+def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """What `pack` was given. Raises ValueError for a type that is not known."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value[_KIND]
+    content: Any = value.get("v")
+    if kind == "array":
+        return tensors[value["n"]].numpy()
+    if kind == "tensor":
+        return tensors[value["n"]]
+    if kind == "scalar":
+        return np.dtype(value["t"]).type(content)
+    if kind == "text array":
+        return np.asarray(content, value["t"]).reshape(value["s"])
+    if kind == "objects":
+        found: np.ndarray = np.empty(len(content), object)
+        for place, item in enumerate(content):  # one by one: numpy would look into arrays
+            found[place] = unpack(item, tensors)
+        return found.reshape(value["s"])
+    if kind == "tuple":
+        return tuple(unpack(item, tensors) for item in content)
+    if kind == "mapping":
+        return {unpack(key, tensors): unpack(item, tensors) for key, item in content}
+    if kind == "enum":
+        return _ENUMS[value["t"]][content]
+    if kind != "object" or value["t"] not in _TYPES:
+        raise ValueError(f"a message holds {kind} {value.get('t')!r}, which is not known")
+    return _TYPES[value["t"]](**{name: unpack(item, tensors) for name, item in content.items()})
+
+
+def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, np.ndarray):
+        return _pack_array(value, tensors)
+    if isinstance(value, Tensor):
+        return {_KIND: "tensor", "n": _add(value, tensors)}
+    if isinstance(value, np.bool_ | np.number):
+        return {_KIND: "scalar", "t": value.dtype.str, "v": value.item()}
+    if isinstance(value, enum.Enum) and type(value).__name__ in _ENUMS:
+        return {_KIND: "enum", "t": type(value).__name__, "v": value.name}
+    if dataclasses.is_dataclass(value) and _TYPES.get(type(value).__name__) is type(value):
+        fields = {field.name: _pack(getattr(value, field.name), tensors) for field in dataclasses.fields(value)}
+        return {_KIND: "object", "t": type(value).__name__, "v": fields}
+    if isinstance(value, Mapping):
+        return {_KIND: "mapping", "v": [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return [_pack(item, tensors) for item in value]
+    if isinstance(value, tuple):
+        return {_KIND: "tuple", "v": [_pack(item, tensors) for item in value]}
+    return repr(value)
+
+
+def _pack_array(value: np.ndarray, tensors: dict[str, Tensor]) -> Any:
+    if value.dtype == object:
+        return {_KIND: "objects", "s": list(value.shape), "v": [_pack(item, tensors) for item in value.reshape(-1)]}
+    if value.dtype.kind not in "biuf":
+        return {_KIND: "text array", "t": value.dtype.str, "s": list(value.shape), "v": value.astype(str).reshape(-1).tolist()}
+    plain = np.ascontiguousarray(value).reshape(value.shape)  # numpy gives arrays without axes one
+    return {_KIND: "array", "n": _add(torch.from_numpy(plain if plain.flags.writeable else plain.copy()), tensors)}
+
+
+def _add(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
+    name = str(len(tensors))
+    tensors[name] = tensor
+    return name

@@ -1,0 +1,195 @@
+"""Groups of episodes that agent programs play through the agent proxy, for the same queue and learner as all other episodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+
+import numpy as np
+
+from embodied_rl.agents.conversation import PromptTokenizer
+from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ValidAction
+from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
+from embodied_rl.proxy.captured import CapturedSession, CapturedTurn
+from embodied_rl.proxy.sessions import SessionSampling
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramRunner
+from embodied_rl.types import EpisodeGroup
+
+_LOOK_S = 0.25
+"""How often it is looked whether running programs are still needed."""
+_TICK_EVERY_S = 1.0
+_SEEDS = 29
+"""Stream of randomness: the seeds of sessions."""
+
+
+class ProgramCollector:
+    """Fills the queue's groups with the episodes of programs, `num_slots` of them at a time.
+
+    Every session has a seed of its own, made of the run's seed, the group, the member and the attempt, and every request of it one more:
+    what is sampled depends on these, the prompt and the weights.
+    """
+
+    def __init__(
+        self,
+        runner: ProgramRunner,
+        queue: GroupQueue,
+        tokenizer: PromptTokenizer,
+        *,
+        num_slots: int,
+        seed: int,
+        sampling: SessionSampling,
+        greedy_member: bool = False,
+    ) -> None:
+        """
+        Args:
+            sampling: of the answers; its seed does not count.
+            greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
+        """
+        self.runner, self.queue, self.seed = runner, queue, seed
+        self.times = CollectorTimes()
+        self.faults: list[ProgramFault] = []
+        """All of the run so far."""
+        self._tokenizer, self._num_slots, self._sampling, self._greedy_member = tokenizer, num_slots, sampling, greedy_member
+        self._turns: dict[Assignment, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._ticked_at = time.monotonic()
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        """Run programs until the queue has a batch for the weights `version`; the episodes are `AgentEpisode`s.
+
+        Raises:
+            BatchNeverFullError: too many programs failed or groups were rejected, or the queue waited too long.
+        """
+        started = time.perf_counter()
+        while (groups := self.queue.take(version)) is None:
+            self._start()
+            if not self.runner.num_running:
+                raise RuntimeError(f"No program is running and no batch is full. {self.queue.describe()}")
+            for played in self.runner.wait(_LOOK_S):
+                self._finish(played)
+            self._look()
+        # Model and programs work at the same time; none of it is told apart.
+        self.times = CollectorTimes(0.0, time.perf_counter() - started)
+        return groups
+
+    def restart(self, queue: GroupQueue) -> None:
+        """End every running program and go on with another queue."""
+        self.runner.stop_all()
+        self._turns.clear()
+        self.queue = queue
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call: programs that ended and those that failed by kind; of the others, seconds, turns and tokens each."""
+        counts, self._counts = self._counts, Counter()
+        good = max(counts["episodes"] - counts["failed"], 1)
+        means = {f"{name}_per_program": counts[name] / good for name in ("turns", "conversations", "answer_tokens", "seconds")}
+        failed = {name: float(value) for name, value in sorted(counts.items()) if name.startswith("failed")}
+        return {"episodes": float(counts["episodes"]), "failed": 0.0, **failed, **means}
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        while self.runner.num_running < self._num_slots and (whose := self.queue.next_assignment()) is not None:
+            key = (self.seed, whose.group, whose.member, whose.attempt, _SEEDS)
+            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+            temperature = 0.0 if self._is_greedy(whose) else self._sampling.temperature
+            self.runner.start(whose, whose.seed, dataclasses.replace(self._sampling, seed=seed, temperature=temperature))
+
+    def _is_greedy(self, whose: Assignment) -> bool:
+        return self._greedy_member and whose.member == 0
+
+    def _finish(self, played: Played) -> None:
+        whose = played.tag
+        assert isinstance(whose, Assignment), "we named it so"
+        self._turns.pop(whose, None)
+        self._counts["episodes"] += 1
+        if isinstance(played.outcome, ProgramFault):
+            self._counts.update({"failed": 1, f"failed_{played.outcome.kind.value}": 1})
+            self.faults.append(played.outcome)
+            self.queue.failed(whose, str(played.outcome))
+            return
+        episode = episode_of_session(
+            played.outcome,
+            self._tokenizer,
+            reward=played.reward,
+            success=played.reward >= self.runner.options.success_reward,
+            seed=played.seed,
+            domain=whose.domain,
+            greedy=self._is_greedy(whose),
+            task=dict(played.task),
+        )
+        self._counts.update(
+            {
+                "turns": episode.num_messages,
+                "conversations": len(played.outcome.trajectories()),
+                "answer_tokens": sum(len(turn.token_ids) for turn in episode.turns),
+            }
+        )
+        self._counts["seconds"] += played.seconds  # type: ignore[assignment]
+        self.queue.finished(whose, episode)
+
+    def _look(self) -> None:
+        """Stop what is not needed any more, and tell the queue who has moved on."""
+        for whose in self.runner.tags:
+            assert isinstance(whose, Assignment), "we named it so"
+            if self.queue.should_stop(whose):
+                self.runner.stop(whose)
+                self._turns.pop(whose, None)
+            elif (turns := self.runner.num_turns(whose)) != self._turns.get(whose, 0):
+                self._turns[whose] = turns
+                self.queue.progressed(whose)
+        if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:
+            self._ticked_at = time.monotonic()
+            self.queue.tick()
+
+
+def episode_of_session(
+    captured: CapturedSession,
+    tokenizer: PromptTokenizer,
+    *,
+    reward: float,
+    success: bool,
+    seed: int,
+    domain: str,
+    greedy: bool = False,
+    task: dict[str, object] | None = None,
+) -> AgentEpisode:
+    """A session as an episode: its turns conversation by conversation, so that its rows are `CapturedSession.trajectories`.
+
+    Turns have the rewards that were given to them; what is left of `reward`, the sum of all, is the last turn's.
+    """
+    order = [number for path in captured.trajectories() for number in _counted(path.turn)]
+    # Turns of no tokens (aborted at once) have nothing that could be learned.
+    turns = [_turn(captured, captured.turns[number], tokenizer) for number in order if len(captured.turns[number].sampled_ids)]
+    rest = reward - sum(turn.reward for turn in turns)
+    turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + rest, game_reward=turns[-1].reward + rest)
+    episode = episode_of(
+        turns, terminated=True, truncated=False, success=success, seed=seed, domain=domain, final_text=f"reward {reward:g}", greedy=greedy
+    )
+    return dataclasses.replace(episode, metadata={**episode.metadata, "task": task or {}, "session": captured.session})
+
+
+def _counted(turn: np.ndarray) -> list[int]:
+    """Turns whose tokens a trajectory's mask holds, in their order there."""
+    return [int(number) for number in dict.fromkeys(turn[turn >= 0].tolist())]
+
+
+def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokenizer) -> Turn:
+    known = 0 if turn.parent is None else len(captured.turns[turn.parent].token_ids)
+    answer = tokenizer.decode(turn.sampled_ids)
+    parsed: ParsedAction = ValidAction(answer.strip()) if answer.strip() else InvalidAction("empty", answer)
+    return Turn(
+        observation=tokenizer.decode(turn.prompt_ids[known:]).strip(),
+        prompt_ids=turn.prompt_ids,
+        token_ids=turn.sampled_ids,
+        log_prob=turn.log_prob,
+        version=turn.version,
+        answer=answer,
+        parsed=parsed,
+        reward=turn.reward,
+        game_reward=turn.reward,
+    )

@@ -1,0 +1,175 @@
+"""Rewards from outside the simulator: whole episodes are scored by rules, models or services while further ones are played."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.registry import load_target
+from embodied_rl.types import Episode
+
+Score = Callable[[Episode], float]
+"""From an episode to its reward, beside the simulator's; deterministic, where runs are to be repeatable."""
+
+
+class Scorer(Protocol):
+    """Scores episodes in the background. Numbers are the caller's."""
+
+    def submit(self, number: int, episode: Episode) -> None:
+        """Begin to score an episode; returns at once."""
+        ...
+
+    def ready(self) -> list[tuple[int, Episode | str]]:
+        """(number, the episode with its new rewards, or why it has none) of what was scored since the last call, by number."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something is ready, or for so long."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """``reward_worker/…``: episodes scored and failed in the whole run, their mean score since the last call; ``time/score_s``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def load_score(target: str, kwargs: Mapping[str, Any]) -> Score:
+    """The function that a configuration names, or what it makes of `kwargs`. Raises UserError where there is none."""
+    found = load_target(target)
+    if kwargs or isinstance(found, type):
+        try:
+            found = found(**kwargs)
+        except TypeError as error:
+            raise UserError(f"hybrid.reward_worker.kwargs={dict(kwargs)} do not fit {target}: {error}.") from error
+    if not callable(found):
+        raise UserError(f"hybrid.reward_worker.target={target} is not something that can be called with an episode.")
+    return found
+
+
+def checked_score(score: Score, episode: Episode) -> float:
+    """The number that `score` gives. Raises ValueError for NaN, infinity, or what is no number."""
+    value = float(score(episode))
+    if not math.isfinite(value):
+        raise ValueError(f"the score is {value}")
+    return value
+
+
+def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"]) -> Episode:
+    """The episode with `score` in its last message's reward; its metadata says ``score``, ``simulator_return``.
+
+    Rewards of a chunk's steps (`Episode.chunk_reward`) get it at the last step that was taken.
+    """
+    reward = episode.reward.copy() if combine == "add" else np.zeros_like(episode.reward)
+    reward[-1] += score
+    chunks = episode.chunk_reward
+    if chunks is not None and episode.executed is not None:
+        chunks = chunks.copy() if combine == "add" else np.zeros_like(chunks)
+        chunks[-1, np.flatnonzero(episode.executed[-1])[-1]] += score
+    metadata = {**episode.metadata, "score": score, "simulator_return": episode.episode_return}
+    return dataclasses.replace(episode, reward=reward, chunk_reward=chunks, metadata=metadata)
+
+
+class ScoreLedger:
+    """Episodes that are being scored: their scores are put in when they come, and what takes too long is given up."""
+
+    def __init__(self, combine: Literal["add", "replace"], timeout_s: float) -> None:
+        self._combine, self._timeout_s = combine, timeout_s
+        self._pending: dict[int, tuple[Episode, float]] = {}
+        self._scores: list[float] = []
+        self._seconds: list[float] = []
+        self.num_scored = self.num_failed = 0
+
+    def begin(self, number: int, episode: Episode) -> None:
+        self._pending[number] = (episode, time.monotonic())
+
+    def settle(self, found: Mapping[int, float | str]) -> list[tuple[int, Episode | str]]:
+        """What `Scorer.ready` gives, of scores (or reasons why there is none) that have come."""
+        now = time.monotonic()
+        settled: list[tuple[int, Episode | str]] = []
+        for number, score in found.items():
+            if number not in self._pending:
+                continue  # it was given up
+            episode, since = self._pending.pop(number)
+            if isinstance(score, str):
+                self.num_failed += 1
+                settled.append((number, score))
+                continue
+            self.num_scored += 1
+            self._scores.append(score)
+            self._seconds.append(now - since)
+            settled.append((number, rewarded(episode, score, self._combine)))
+        late = [number for number, (_, since) in self._pending.items() if now - since > self._timeout_s]
+        for number in late:
+            del self._pending[number]
+            self.num_failed += 1
+            settled.append((number, f"no score after {self._timeout_s:g} s (hybrid.reward_worker.timeout_s)"))
+        return sorted(settled, key=lambda item: item[0])
+
+    def metrics(self) -> dict[str, float]:
+        """See `Scorer.metrics`."""
+        figures = {"reward_worker/scored": float(self.num_scored), "reward_worker/failed": float(self.num_failed)}
+        if self._scores:
+            figures |= {"reward_worker/score": float(np.mean(self._scores)), "time/score_s": float(np.mean(self._seconds))}
+        self._scores, self._seconds = [], []
+        return figures
+
+
+class ThreadScorer:
+    """Scores in threads of this process: for rules, and for services that are asked over the network. Implements `Scorer`."""
+
+    def __init__(self, score: Score, *, num_workers: int, combine: Literal["add", "replace"], timeout_s: float) -> None:
+        self._score = score
+        self._todo: queue.SimpleQueue[tuple[int, Episode] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, float | str]] = queue.SimpleQueue()
+        self._some = threading.Event()
+        self._ledger = ScoreLedger(combine, timeout_s)
+        # Daemons: a service that never answers does not keep the process from ending.
+        self._threads = [threading.Thread(target=self._work, name=f"reward_worker_{n}", daemon=True) for n in range(num_workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, number: int, episode: Episode) -> None:
+        """See `Scorer.submit`."""
+        self._ledger.begin(number, episode)
+        self._todo.put((number, episode))
+
+    def ready(self) -> list[tuple[int, Episode | str]]:
+        """See `Scorer.ready`."""
+        self._some.clear()
+        found: dict[int, float | str] = {}
+        while not self._done.empty():
+            number, score = self._done.get_nowait()
+            found[number] = score
+        return self._ledger.settle(found)
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Scorer.wait`."""
+        self._some.wait(timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """See `Scorer.metrics`."""
+        return self._ledger.metrics()
+
+    def close(self) -> None:
+        """Leave what is not scored yet."""
+        for _ in self._threads:
+            self._todo.put(None)
+
+    def _work(self) -> None:
+        while (task := self._todo.get()) is not None:
+            number, episode = task
+            try:
+                result: float | str = checked_score(self._score, episode)
+            except Exception as error:  # whatever a user's function raises is a reason, not the end of the run
+                result = f"{type(error).__name__}: {error}"
+            self._done.put((number, result))
+            self._some.set()

@@ -1,0 +1,146 @@
+"""ALFWorld (Shridhar et al. 2021, arXiv:2010.03768): household tasks in words, from ALFRED's scenes.
+
+The games come from ``alfworld-download``; they are played by TextWorld's PDDL engine, one file an episode, chosen by the seed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.turns import TextSim, TextTurn
+
+SPLITS = {"train": "train", "valid_seen": "valid_seen", "valid_unseen": "valid_unseen"}
+TASK_TYPES = (
+    "pick_and_place_simple",
+    "look_at_obj_in_light",
+    "pick_clean_then_place_in_recep",
+    "pick_heat_then_place_in_recep",
+    "pick_cool_then_place_in_recep",
+    "pick_two_obj_and_place",
+)
+_FETCH = 'pip install "embodied-rl[alfworld]" && alfworld-download   (2 GB, into $ALFWORLD_DATA or ~/.cache/alfworld)'
+
+
+def tasks() -> list[str]:
+    return ["all", *TASK_TYPES]
+
+
+def make(
+    num_envs: int,
+    task: str = "all",
+    data: str | None = None,
+    split: str = "train",
+    held_out_split: str = "valid_unseen",
+    show_commands: bool = True,
+    max_turns: int = 50,
+    observation_bytes: int = 2**16,
+) -> TextSim:
+    """`num_envs` households in this process.
+
+    Args:
+        task: one of ALFRED's six kinds of tasks, or all.
+        data: the folder that alfworld-download filled; None: $ALFWORLD_DATA, or ~/.cache/alfworld.
+        split: train, valid_seen or valid_unseen, for training seeds.
+        held_out_split: for held-out seeds.
+        show_commands: list the commands that are possible, as verl-agent does.
+        max_turns: until an episode is cut.
+
+    Raises:
+        MissingExtraError: alfworld or its engine is not installed.
+        MissingAssetsError: the games are not on this machine.
+        UserError: an unknown task or split.
+    """
+    if task not in tasks():
+        raise UserError(f"ALFWorld has no task '{task}'.{did_you_mean(task, tasks())}")
+    for name in (split, held_out_split):
+        if name not in SPLITS:
+            raise UserError(f"ALFWorld has no split '{name}'.{did_you_mean(name, SPLITS)}")
+    folder = Path(data or os.environ.get("ALFWORLD_DATA") or Path.home() / ".cache" / "alfworld")
+    games = {name: game_files(folder, name, task) for name in {split, held_out_split}}
+    import_engine()
+    return TextSim(
+        f"ALFWorld/{task}",
+        lambda: HouseGame(games[split], games[held_out_split], show_commands),
+        num_envs,
+        max_turns=max_turns,
+        observation_bytes=observation_bytes,
+    )
+
+
+def import_engine() -> Any:
+    """alfworld's environments. Raises MissingExtraError where they, or the PDDL engine below them, are not installed."""
+    try:
+        importlib.import_module("fast_downward")
+        return importlib.import_module("alfworld.agents.environment.alfred_tw_env")
+    except ImportError as error:
+        raise MissingExtraError("ALFWorld", "alfworld", error) from error
+
+
+def game_files(folder: Path, split: str, task: str) -> list[Path]:
+    """The solvable games of a split, by name. Raises MissingAssetsError where there is none."""
+    root = folder / "json_2.1.1" / SPLITS[split]
+    found = []
+    for path in sorted(root.rglob("game.tw-pddl")):
+        if "movable" in str(path) or "Sliced" in str(path):  # ALFWorld leaves these out as well
+            continue
+        kind = json.loads((path.parent / "traj_data.json").read_text(encoding="utf-8")).get("task_type")
+        if kind in (TASK_TYPES if task == "all" else (task,)) and json.loads(path.read_text(encoding="utf-8")).get("solvable"):
+            found.append(path)
+    if not found:
+        raise MissingAssetsError(f"ALFWorld: no games of split '{split}' for task '{task}' below '{root}'. Fetch them: {_FETCH}.")
+    return found
+
+
+class HouseGame:
+    """One household. Implements `TextGame`."""
+
+    def __init__(self, training: Sequence[Path], held_out: Sequence[Path], show_commands: bool) -> None:
+        self._training, self._held_out, self._show_commands = training, held_out, show_commands
+        textworld, alfred = importlib.import_module("textworld"), import_engine()
+        self._infos = textworld.EnvInfos(won=True, lost=True, admissible_commands=True, feedback=True)
+        self._start = lambda path: textworld.start(str(path), self._infos, [alfred.AlfredDemangler(shuffle=False)])
+        self._env: Any = None
+        self._state: Any = None
+
+    def reset(self, seed: int) -> str:
+        """See `TextGame.reset`."""
+        if seed >= HELD_OUT_START:
+            path = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
+        else:
+            path = self._training[int(np.random.default_rng(seed).integers(len(self._training)))]
+        self.close()
+        self._env = self._start(path)
+        self._state = self._env.reset()
+        return self._text()
+
+    def step(self, action: str) -> TextTurn:
+        """See `TextGame.step`: reward 1 for a task that is done."""
+        command = " ".join(action.split())
+        valid = command in (self._state["admissible_commands"] or [])
+        self._state, _, done = self._env.step(command)
+        won = bool(self._state["won"])
+        return TextTurn(self._text(), float(won), terminated=bool(done) or won, success=won, info={"valid": valid})
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """See `TextGame.sample_action`: one of the possible commands."""
+        commands = sorted(self._state["admissible_commands"])
+        return commands[int(random.integers(len(commands)))]
+
+    def close(self) -> None:
+        """See `TextGame.close`."""
+        if self._env is not None:
+            self._env.close()
+
+    def _text(self) -> str:
+        commands = sorted(set(self._state["admissible_commands"] or []) - {"help"})
+        shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
+        return str(self._state["feedback"]).strip() + shown

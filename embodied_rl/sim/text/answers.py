@@ -1,0 +1,195 @@
+r"""Answers to questions with one right answer: what a text says in the end, and whether two ways of writing it mean the same.
+
+Numbers are compared as exact fractions: ``1/2``, ``0.5``, ``50%``, ``\frac{1}{2}`` and ``.50`` are one number, ``1,200`` and
+``1200`` are, ``0.33`` and ``1/3`` are not (unless a tolerance is given). Everything else is compared as text, without LaTeX's
+decorations, case and spaces.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from embodied_rl.errors import UserError, did_you_mean
+
+KINDS = ("auto", "number", "choice", "text")
+"""What an answer is: auto decides by the right answer."""
+
+MAX_CHARS = 500
+"""Of an answer that is looked at: a longer one is no answer."""
+_MAX_EXPONENT = 1000
+_MARKS = ("final answer is", "final answer:", "the answer is", "answer is", "answer:", "####")
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.)?(?:[eE][-+]?\d{1,4})?")
+_LAST_NUMBER = re.compile(
+    r"\\d?frac\{[^{}]*\}\{[^{}]*\}|[-+]?\d[\d,]*\s+\d+\s*/\s*\d+|[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?\s*\\?%?"
+)
+_CHOICE = re.compile(r"(?<![A-Za-z0-9])\(?([A-Z])\)?(?![A-Za-z0-9'])")
+_WORDS = re.compile(r"\b[AI]\b(?= (?!or\b|and\b|is\b|does\b|fits\b)[a-z])")
+"""The letters that are words: "A cat", "I think"."""
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
+_UNITS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}")
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{…}``, braces within it included; None: there is none that is closed."""
+    for start in reversed([found.end() for found in re.finditer(r"\\(?:f?boxed)\s*\{", text)]):
+        depth = 1
+        for place in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[start:place].strip()
+    return None
+
+
+def final_answer(text: str, kind: str = "text") -> str | None:
+    r"""What a text says in the end: the last ``\boxed{…}``, else the last ``<answer>…</answer>``, else what follows the last "the answer
+    is", else the last number or choice letter (kind ``number``, ``choice``), else the last line.
+
+    None: it says nothing, or more than `MAX_CHARS` characters.
+    """
+    found = boxed(text)
+    if found is None:
+        tags = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL | re.IGNORECASE)
+        found = tags[-1] if tags else _after_mark(text)
+    if found is None or (kind in ("number", "choice") and found.strip() and not _is(found, kind)):
+        found = _named(text if found is None else found, kind, first=found is not None)
+    found = None if found is None else found.strip()
+    return found if found and len(found) <= MAX_CHARS else None
+
+
+def equal(given: str, wanted: str, *, kind: str = "auto", tolerance: float = 0.0) -> bool:
+    """Whether two answers mean the same.
+
+    Args:
+        kind: of `KINDS`; auto: a number or a single capital letter, where `wanted` is one.
+        tolerance: of numbers, relative to `wanted` (absolute where that is 0).
+
+    Raises:
+        UserError: `kind` is not known.
+    """
+    kind = kind_of(wanted, kind)
+    if kind == "number":
+        one, other = number(given), number(wanted)
+        if one is None or other is None:
+            return False
+        return abs(one - other) <= Fraction(tolerance) * (abs(other) or 1)
+    if kind == "choice":
+        return choice(given) == choice(wanted) is not None
+    return plain(given) == plain(wanted)
+
+
+def kind_of(wanted: str, kind: str = "auto") -> str:
+    """The kind of a right answer. Raises UserError for a kind that is not known."""
+    if kind not in KINDS:
+        raise UserError(f"kind='{kind}' is not a kind of answers.{did_you_mean(kind, KINDS)}")
+    if kind != "auto":
+        return kind
+    if number(wanted) is not None:
+        return "number"
+    return "choice" if re.fullmatch(r"\s*\(?[A-Z][).]?\s*", wanted) else "text"
+
+
+def number(text: str) -> Fraction | None:
+    """The number that a text is, exactly; None: it is none. There may be a unit behind it, a currency or a name (``x = 3``) before it."""
+    text = _without_decoration(text)
+    text = text.rpartition("=")[2].strip() if text.count("=") == 1 else text
+    if len(text) > MAX_CHARS:
+        return None
+    text = re.sub(r"^([-+]?)[$€£]\s*", r"\1", text).removesuffix(".").rstrip()
+    percent = text.endswith("%")
+    text = text.removesuffix("%").rstrip()
+    value = _value(text)
+    if value is None and (found := re.fullmatch(r"(.*?\d)\s*(?:°|degrees?|[a-zA-Z]{1,12}(?:\^?[23])?)", text)) is not None:
+        value = _value(found.group(1).strip())
+    return value if value is None or not percent else value / 100
+
+
+def choice(text: str) -> str | None:
+    """The letter of a choice: "B", "(b)", "b.", "B) four" and "option B"; None: there is none, or there are several."""
+    text = _without_decoration(text)
+    if (alone := re.fullmatch(r"\(?([A-Za-z])\s*[).:]?", text)) is not None:
+        return alone.group(1).upper()
+    if (first := re.match(r"\(?([A-Z])[).:]\s", text)) is not None:
+        return first.group(1)
+    found = set(_CHOICE.findall(_WORDS.sub("", text)))
+    return found.pop() if len(found) == 1 else None
+
+
+def plain(text: str) -> str:
+    """A text without LaTeX's decorations, case, spaces and a full stop at its end."""
+    text = _without_decoration(text).removesuffix(".")
+    return re.sub(r"\s+", "", text.replace("\\ ", "")).casefold()
+
+
+def _value(text: str) -> Fraction | None:
+    if (mixed := _MIXED.fullmatch(text)) is not None and int(mixed.group(4)):
+        value = int(mixed.group(2)) + Fraction(int(mixed.group(3)), int(mixed.group(4)))
+        return -value if mixed.group(1) == "-" else value
+    above, slash, below = text.partition("/")
+    first = _decimal(above.strip().removeprefix("(").removesuffix(")"))
+    if not slash:
+        return _decimal(text)
+    second = _decimal(below.strip().removeprefix("(").removesuffix(")"))
+    return None if first is None or not second else first / second
+
+
+def _decimal(text: str) -> Fraction | None:
+    text = text.replace("−", "-").replace(" ", "") if re.fullmatch(r"[-+−]?\s*[\d.,eE+-]+", text) else text
+    if not any(character.isdigit() for character in text) or _NUMBER.fullmatch(text) is None:
+        return None
+    exponent = re.search(r"[eE]([-+]?\d+)$", text)
+    if exponent is not None and abs(int(exponent.group(1))) > _MAX_EXPONENT:
+        return None
+    return Fraction(text.replace(",", ""))
+
+
+def _without_decoration(text: str) -> str:
+    text = text.strip().strip("$").strip().strip("*`").strip()
+    for old, new in (
+        ("\\left", ""),
+        ("\\right", ""),
+        ("\\!", ""),
+        ("\\,", " "),
+        ("\\;", " "),
+        ("\\$", "$"),
+        ("\\%", "%"),
+        ("^\\circ", "°"),
+    ):
+        text = text.replace(old, new)
+    text = text.replace("^{\\circ}", "°").replace("{,}", ",")
+    text = _UNITS.sub(r" \1", text)
+    text = _FRACTION.sub(_written_fraction, text)
+    return " ".join(text.split())
+
+
+def _written_fraction(found: re.Match[str]) -> str:
+    sign, above, below = (part.strip() for part in found.groups())
+    mixed = " " if found.start() and found.string[found.start() - 1].isdigit() else ""
+    if above.isdigit() and below.isdigit():
+        return f"{mixed}{sign}{above}/{below}"
+    return f"{sign}({above})/({below})"
+
+
+def _after_mark(text: str) -> str | None:
+    lowered = text.lower()
+    best = max(((lowered.rfind(mark), mark) for mark in _MARKS), key=lambda pair: pair[0] + len(pair[1]) if pair[0] >= 0 else -1)
+    if best[0] < 0:
+        return None
+    lines = text[best[0] + len(best[1]) :].strip().lstrip(":").strip().splitlines()
+    return lines[0].strip() if lines else None
+
+
+def _is(text: str, kind: str) -> bool:
+    return (number(text) if kind == "number" else choice(text)) is not None
+
+
+def _named(text: str, kind: str, *, first: bool) -> str | None:
+    """The last number, letter or line of a text; the first one where the text follows "the answer is"."""
+    if kind == "number":
+        found = [number.group().strip() for number in _LAST_NUMBER.finditer(text) if any(letter.isdigit() for letter in number.group())]
+    elif kind == "choice":
+        found = [str(letter) for letter in _CHOICE.findall(_WORDS.sub("", text))]
+    else:
+        found = [line for line in text.splitlines() if line.strip()]
+    return (found[0] if first else found[-1]) if found else None

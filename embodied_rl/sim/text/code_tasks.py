@@ -1,0 +1,278 @@
+"""Programs as answers, run against tests in the sandbox: what a program must print, or what its functions must give.
+
+Right values never enter the program's process: they are compared here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sandbox import PythonLimits, can_isolate, run_program
+from embodied_rl.sim.text.questions import example, read_rows
+from embodied_rl.sim.text.tasks import TaskSim
+
+Score = Literal["all", "share"]
+"""all: 1 for a program that passes every test, else 0. share: the share of tests that it passes."""
+
+_BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_TOLERANCE = 1e-6
+_SHOWN = 300
+"""Characters of a value that feedback shows."""
+_HARNESS = """
+import sys
+names = {{"__name__": "solution"}}
+exec(compile({code!r}, "program.py", "exec"), names)
+for number, call in enumerate({calls!r}):
+    try:
+        told = repr(eval(call, names))
+    except BaseException as error:
+        told = "!" + type(error).__name__ + ": " + str(error)
+    sys.__stdout__.write("\\n{mark} %d %s\\n" % (number, told.replace("\\n", " ")))
+    sys.__stdout__.flush()
+"""
+
+
+@dataclass(frozen=True)
+class CodeTest:
+    """One test: a call and its value, or an input and what the program prints."""
+
+    call: str | None = None
+    result: Any = None
+    stdin: str = ""
+    stdout: str = ""
+
+    @property
+    def told(self) -> str:
+        """For the agent."""
+        if self.call is not None:
+            return f"{self.call} must give {_short(repr(self.result))}"
+        return f"the input {_short(repr(self.stdin))} must print {_short(repr(self.stdout))}"
+
+
+@dataclass(frozen=True)
+class CodeProblem:
+    """What is asked, and how an answer is tested."""
+
+    text: str
+    tests: tuple[CodeTest, ...]
+
+
+@dataclass(frozen=True)
+class CodeReport:
+    """What the tests say."""
+
+    passed: tuple[bool, ...]
+    first_failure: str
+    """What the first test that failed wanted and got; empty: all passed."""
+
+    @property
+    def share(self) -> float:
+        return sum(self.passed) / len(self.passed)
+
+
+def program_of(answer: str) -> str:
+    """The last block of Python between triple backticks, or the whole answer where there is none."""
+    blocks = _BLOCK.findall(answer)
+    return blocks[-1] if blocks else answer
+
+
+def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, *, isolate: bool = True) -> CodeReport:
+    """Run a program against tests: all calls in one process, each input in one of its own."""
+    told: list[str] = [""] * len(tests)  # why each failed
+    calls = [index for index, test in enumerate(tests) if test.call is not None]
+    if calls:
+        found = _call(code, [str(tests[index].call) for index in calls], limits, isolate)
+        for index, (value, problem) in zip(calls, found, strict=True):
+            right = not problem and _same(value, tests[index].result)
+            told[index] = "" if right else f"{tests[index].told}; it gave {_short(problem or value)}"
+    for index, test in enumerate(tests):
+        if test.call is None:
+            told[index] = _print(code, test, limits, isolate)
+    return CodeReport(tuple(not reason for reason in told), next((reason for reason in told if reason), ""))
+
+
+def _call(code: str, calls: list[str], limits: PythonLimits, isolate: bool) -> list[tuple[str, str]]:
+    """(value as Python writes it, why there is none) of each call."""
+    mark = secrets.token_hex(16)  # what a program prints by itself is no result
+    ended = run_program(_HARNESS.format(code=code, calls=calls, mark=mark), limits, isolate=isolate, separate=True)
+    found: dict[int, str] = {}
+    for line in ended.output.splitlines():
+        if line.startswith(mark):
+            _, number, value = line.split(" ", 2)
+            found[int(number)] = value
+    missing = _why(ended.status, ended.errors, ended.timed_out, limits)
+    results = [found.get(index) for index in range(len(calls))]
+    return [("", missing) if value is None else ("", value[1:]) if value.startswith("!") else (value, "") for value in results]
+
+
+def _print(code: str, test: CodeTest, limits: PythonLimits, isolate: bool) -> str:
+    """Why a test of what is printed failed; empty: it passed."""
+    ended = run_program(code, limits, isolate=isolate, stdin=test.stdin, separate=True)
+    if ended.timed_out or ended.status != 0:
+        return f"{test.told}; {_short(_why(ended.status, ended.errors, ended.timed_out, limits))}"
+    given, wanted = ended.output.split(), test.stdout.split()
+    if len(given) == len(wanted) and all(_same_word(one, other) for one, other in zip(given, wanted, strict=True)):
+        return ""
+    return f"{test.told}; it printed {_short(repr(ended.output))}"
+
+
+def _why(status: int, errors: str, timed_out: bool, limits: PythonLimits) -> str:
+    if timed_out:
+        return f"it did not end within {limits.timeout_s:g} s"
+    last = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
+    return f"it failed: {last}" if status else "it ended before the call"
+
+
+def _same(written: str, wanted: Any) -> bool:
+    try:
+        return _equal(ast.literal_eval(written), wanted)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+
+
+def _equal(given: Any, wanted: Any) -> bool:
+    """As JSON knows values: tuples are lists; numbers to a millionth; true is not 1."""
+    if isinstance(given, bool) or isinstance(wanted, bool):
+        return given is wanted
+    if isinstance(given, (int, float)) and isinstance(wanted, (int, float)):
+        return given == wanted or abs(given - wanted) <= _TOLERANCE * max(abs(wanted), 1.0)
+    if isinstance(given, (list, tuple)) and isinstance(wanted, (list, tuple)):
+        return len(given) == len(wanted) and all(_equal(one, other) for one, other in zip(given, wanted, strict=True))
+    if isinstance(given, dict) and isinstance(wanted, dict):
+        own = {str(key): value for key, value in given.items()}
+        return own.keys() == wanted.keys() and all(_equal(own[key], wanted[key]) for key in own)
+    return type(given) is type(wanted) and given == wanted
+
+
+def _same_word(given: str, wanted: str) -> bool:
+    if given == wanted:
+        return True
+    try:
+        one, other = float(given), float(wanted)
+    except ValueError:
+        return False
+    return "." in wanted and abs(one - other) <= _TOLERANCE * max(abs(other), 1.0)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+class CodeTask:
+    """A problem, and up to `attempts` programs for it. Implements `embodied_rl.sim.text.tasks.TextTask`."""
+
+    def __init__(
+        self,
+        problems: Sequence[CodeProblem],
+        *,
+        attempts: int = 1,
+        score: Score = "all",
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+        allow_network: bool = False,
+        show_tests: bool = True,
+    ) -> None:
+        """
+        Args:
+            timeout_s: of one run; all calls of a problem are one run.
+            allow_network: also run where programs cannot be kept from the network.
+            show_tests: the first failing test is shown before the next attempt.
+
+        Raises:
+            UserError: a number out of its range, or programs cannot be kept from the network here.
+        """
+        if attempts < 1:
+            raise UserError(f"attempts must be >= 1, got {attempts}.")
+        if score not in get_args(Score):
+            raise UserError(f"score='{score}' is not a choice.{did_you_mean(str(score), get_args(Score))}")
+        self._limits = PythonLimits(timeout_s=timeout_s, memory_mb=memory_mb)
+        self._isolate = not allow_network
+        if self._isolate and not can_isolate():
+            raise UserError(
+                "Programs cannot be cut off from the network here: the kernel gives no network namespace (containers often forbid it). "
+                "Allow namespaces, or set sim.kwargs.allow_network=true where that is no danger."
+            )
+        self._problems, self._score, self._show_tests = list(problems), score, show_tests
+        self.max_turns = attempts
+        self.instruction = "Answer with one Python program between ```python and ```."
+        self._number, self._turn, self._best = 0, 0, 0.0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """See `TextTask.reset`."""
+        self._number, self._turn, self._best = int(np.random.default_rng(seed).integers(len(self._problems))), 0, 0.0
+        return self._problems[self._number].text, {"problem": self._number}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """See `TextTask.step`. Rewards of several attempts add up to the best one's score."""
+        self._turn += 1
+        problem = self._problems[self._number]
+        report = run_tests(program_of(action), problem.tests, self._limits, isolate=self._isolate)
+        right = all(report.passed)
+        score = report.share if self._score == "share" else float(right)
+        reward, self._best = max(score - self._best, 0.0), max(score, self._best)
+        over = right or self._turn >= self.max_turns
+        text = "All tests passed." if right else f"{sum(report.passed)} of {len(report.passed)} tests passed."
+        if not over:
+            shown = f" The first that failed: {report.first_failure}." if self._show_tests else ""
+            text = f"{text}{shown} Try again.\n{problem.text}"
+        return text, reward, over, False, {"success": right and over, "passed": sum(report.passed), "tests": len(report.passed)}
+
+    def sample_random_action(self) -> str:
+        """A program that does nothing."""
+        return "```python\npass\n```"
+
+    def get_state(self) -> dict[str, Any]:
+        """See `TextTask.get_state`."""
+        return {"number": self._number, "turn": self._turn, "best": self._best}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """See `TextTask.set_state`."""
+        self._number, self._turn, self._best = int(state["number"]), int(state["turn"]), float(state["best"])
+
+
+def make(num_envs: int, path: str | None = None, task: str = "code", **kwargs: Any) -> TaskSim:
+    """`num_envs` environments over a data set of problems.
+
+    Args:
+        path: a .jsonl file of {"question": text, "tests": [test, …]}; a test is {"call": "add(1, 2)", "result": 3} or
+            {"stdin": text, "stdout": text}. None: a few examples of ours.
+        **kwargs: of `CodeTask`.
+
+    Raises:
+        UserError: the file cannot be read, a line is not a problem, or programs cannot be kept from the network here.
+    """
+    known = ("attempts", "score", "timeout_s", "memory_mb", "allow_network", "show_tests")
+    for name in kwargs:
+        if name not in known:
+            raise UserError(f"Code tasks do not take '{name}'.{did_you_mean(name, known)}")
+    problems = [_problem(row, where) for where, row in read_rows(path or example("code.jsonl"), ("question", "tests"))]
+    return TaskSim(task, num_envs, lambda: CodeTask(problems, **kwargs))
+
+
+def _problem(row: Mapping[str, Any], where: str) -> CodeProblem:
+    text, tests = row["question"], row["tests"]
+    if not isinstance(text, str) or not text.strip() or not isinstance(tests, list) or not tests:
+        raise UserError(f"Data set {where}: question must be a text and tests a list of at least one.")
+    return CodeProblem(text, tuple(_test(test, f"{where}, test {number}") for number, test in enumerate(tests, start=1)))
+
+
+def _test(test: Any, where: str) -> CodeTest:
+    if isinstance(test, dict) and test.keys() == {"call", "result"} and isinstance(test["call"], str):
+        try:
+            ast.parse(test["call"], mode="eval")
+        except SyntaxError as error:
+            raise UserError(f"Data set {where}: call must be a Python expression, got {test['call']!r:.60}.") from error
+        return CodeTest(call=test["call"], result=test["result"])
+    if isinstance(test, dict) and test.keys() in ({"stdin", "stdout"}, {"stdout"}) and all(isinstance(part, str) for part in test.values()):
+        return CodeTest(stdin=test.get("stdin", ""), stdout=test["stdout"])
+    raise UserError(
+        f'Data set {where} must be {{"call": expression, "result": value}} or {{"stdin": text, "stdout": text}}, got {test!r:.80}.'
+    )

@@ -1,0 +1,242 @@
+"""Agent programs: what is started for an episode, with which task, and how its reward comes back.
+
+A program is any command that talks to OpenAI's interface. It is started once for each episode, with the address and key of the agent proxy
+in the environment variables that the ``openai`` package reads; it knows nothing of training. See `embodied_rl.rollout.program_runner` for
+how programs are run side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
+
+TARGET = "embodied_rl.sim.text.program:AgentProgram"
+"""``sim.target`` of a run whose episodes are programs."""
+
+RewardSource = Literal["http", "exit"]
+"""http: the program, or whoever judges it, posts it to its session. exit: status 0 is 1, `FAILURE_STATUS` is 0."""
+
+FAILURE_STATUS = 3
+"""Exit status of a program that did its work and did not succeed (1 is what Python says of an exception, 2 of wrong arguments)."""
+
+FIELDS = ("python", "task", "seed", "model")
+_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """``sim.kwargs`` of an agent program. Raises UserError for an impossible value."""
+
+    command: tuple[str, ...]
+    """Words of the command. ``{python}`` is this interpreter, ``{task}`` the task as JSON, ``{seed}`` the episode's, ``{model}`` the
+    model's name; braces that are meant as such are doubled."""
+    tasks: str | None = None
+    """File with one JSON object a line; an episode's seed chooses one. null: the seed alone is the task."""
+    held_out_tasks: str | None = None
+    """The same for evaluation; null: `tasks`."""
+    reward: RewardSource = "http"
+    success_reward: float = 1.0
+    """An episode whose rewards add up to this succeeded."""
+    timeout_s: float = 300.0
+    """A program that runs longer is ended; its episode has failed."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables."""
+    texts: tuple[str, ...] = ()
+    """Words that the tokenizer of a tiny random model must know beside those of the tasks."""
+
+    def __post_init__(self) -> None:
+        if not self.command or not all(isinstance(word, str) and word for word in self.command):
+            raise UserError(f"sim.kwargs.command must be a list of words such as ['{{python}}', 'agent.py'], got {list(self.command)}.")
+        if self.reward not in get_args(RewardSource):
+            raise UserError(f"sim.kwargs.reward='{self.reward}' is not a choice.{did_you_mean(str(self.reward), get_args(RewardSource))}")
+        if not self.timeout_s > 0:
+            raise UserError(f"sim.kwargs.timeout_s must be > 0, got {self.timeout_s}.")
+        self.words({}, 0, "model")
+
+    @staticmethod
+    def of(config: SimConfig) -> ProgramOptions:
+        """From ``sim.kwargs``. Raises UserError for unknown keys, values out of range and a program that is not there."""
+        known = [part.name for part in fields(ProgramOptions)]
+        for name in config.kwargs:
+            if name not in known:
+                raise UserError(f"sim.kwargs.{name} is not known for an agent program.{did_you_mean(name, known)}")
+        given = dict(config.kwargs)
+        for name in ("command", "texts"):
+            value = given.get(name, ())
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise UserError(f"sim.kwargs.{name} must be a list of texts, got {value!r}.")
+            given[name] = tuple(value)
+        options = ProgramOptions(**given)
+        options.check_command()
+        return options
+
+    def words(self, task: Mapping[str, Any], seed: int, model: str) -> list[str]:
+        """The command of one episode. Raises UserError for an unknown placeholder."""
+        filled = {"python": sys.executable, "task": json.dumps(task), "seed": str(seed), "model": model}
+        try:
+            return [word.format_map(filled) for word in self.command]
+        except (KeyError, ValueError, IndexError) as error:
+            raise UserError(
+                f"sim.kwargs.command={list(self.command)} cannot be filled in ({error!r}). Placeholders: "
+                f"{', '.join('{' + name + '}' for name in FIELDS)}; double the braces that are meant as such."
+            ) from error
+
+    def check_command(self) -> None:
+        """Raises UserError where the program, or the script that Python is to run, is not there."""
+        words = self.words({}, 0, "model")
+        if shutil.which(words[0]) is None:
+            raise UserError(f"sim.kwargs.command: '{words[0]}' is no program that can be run here.")
+        script = next((word for word in words[1:] if word.endswith(".py")), None)
+        if script is not None and not Path(script).is_file():
+            raise UserError(
+                f"sim.kwargs.command: '{script}' is not there, seen from {Path.cwd()}. Give an absolute path, or start from its folder."
+            )
+
+
+class AgentProgram:
+    """Stands in configurations as the target of ``sim=agent_program``."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        """Raises UserError: a program is no simulator that could be stepped."""
+        raise UserError(
+            "An agent program is not stepped by the environment manager: it is played through the agent proxy, by "
+            "`python -m embodied_rl.train experiment=agent_program` and `python -m embodied_rl.evaluate`."
+        )
+
+
+def tasks() -> list[str]:
+    """Names of the tasks that come with the package: a program's own tasks are in its file."""
+    return ["AgentProgram"]
+
+
+def is_program(config: SimConfig) -> bool:
+    """Whether the episodes of a configuration are agent programs."""
+    return config.target == TARGET
+
+
+def program_spec(config: SimConfig) -> SimSpec:
+    """What checkpoints keep of it: texts in and out."""
+    return SimSpec(
+        task=config.task or config.name,
+        observation={"text": VariableSpec("text")},
+        action=ActionSpec.text(),
+        reports_success=True,
+        snapshots="none",
+    )
+
+
+class TaskBook:
+    """The tasks of a program's episodes, as functions of seeds."""
+
+    def __init__(self, options: ProgramOptions) -> None:
+        """Raises UserError for a file that cannot be read, or holds no tasks."""
+        self._training = read_tasks(Path(options.tasks)) if options.tasks else []
+        self._held_out = read_tasks(Path(options.held_out_tasks)) if options.held_out_tasks else self._training
+
+    def task(self, seed: int) -> dict[str, Any]:
+        """Of an episode; held-out seeds (2**30 and above) count through the held-out tasks, so that each has its turn."""
+        held_out = seed >= HELD_OUT_START
+        chosen = self._held_out if held_out else self._training
+        if not chosen:
+            return {}
+        place = (seed - HELD_OUT_START) % len(chosen) if held_out else int(np.random.default_rng(seed).integers(len(chosen)))
+        return chosen[place]
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts of the training tasks."""
+        return [str(value) for task in self._training for value in task.values()]
+
+
+def read_tasks(path: Path) -> list[dict[str, Any]]:
+    """JSON objects, one a line; empty lines do not count. Raises UserError naming the line that is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"sim.kwargs.tasks: '{path}' cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            task = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"'{path}', line {number}: this is not JSON ({error}).") from error
+        if not isinstance(task, dict):
+            raise UserError(f"'{path}', line {number}: a task must be a JSON object, got {line[:60]!r}.")
+        found.append(task)
+    if not found:
+        raise UserError(f"'{path}' holds no task: one JSON object a line.")
+    return found
+
+
+class RunningProgram:
+    """One started program and all that it starts, in a process group of their own."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> None:
+        """Start it; what it prints is kept for error messages. Raises OSError where it cannot be started."""
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (`end` closes it)
+        try:
+            self._process = subprocess.Popen(
+                list(words),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._output.close()
+            raise
+        self.deadline = time.monotonic() + timeout_s
+        self.descriptor = os.pidfd_open(self._process.pid)
+        """Readable once it has ended."""
+
+    def end(self) -> tuple[int, str]:
+        """Kill what still runs of the group and wait: (exit status, minus the signal's number; the end of what it printed)."""
+        # Before the process is reaped its number cannot belong to another one.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait()
+        os.close(self.descriptor)
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(0, size - _TAIL_BYTES))
+        tail = self._output.read().decode("utf-8", "replace")
+        self._output.close()
+        return status, tail
+
+
+def program_environment(
+    options: ProgramOptions, *, base_url: str, key: str, session: str, model: str, task: Mapping[str, Any], seed: int
+) -> dict[str, str]:
+    """The variables that a program is started with: this process's own, the options', and where the model and its session are."""
+    own = {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": model,
+        "EMBODIED_RL_SESSION_URL": f"{base_url}/sessions/{session}",
+        "EMBODIED_RL_TASK": json.dumps(task),
+        "EMBODIED_RL_SEED": str(seed),
+        # The proxy is on this machine, whatever is between it and the rest of the world.
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+    return {**os.environ, **options.env, **own}

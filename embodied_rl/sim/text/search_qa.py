@@ -1,0 +1,189 @@
+"""Questions whose answers are looked up: searches in a local corpus, then an answer that is compared with the known ones.
+
+The form is that of Search-R1 (Jin et al. 2025, arXiv:2503.09516): an action holds ``<search>…</search>``, whose results are the next
+observation, or ``<answer>…</answer>``, which ends the episode. Answers are normalised and scored as in SQuAD (Rajpurkar et al. 2016).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.paths import assets_dir
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.text_search import Bm25, read_corpus
+
+SAMPLE = "sample"
+"""A corpus of twelve texts and 24 questions that comes with the package."""
+INSTRUCTION = "Search with <search>keywords</search>, then answer with <answer>…</answer>."
+_TAG = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_SHOWN_CHARS = 400
+
+
+def tasks() -> list[str]:
+    return [SAMPLE]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question and every answer that is right."""
+
+    text: str
+    answers: tuple[str, ...]
+
+
+def make(
+    num_envs: int,
+    task: str = SAMPLE,
+    corpus: str | None = None,
+    questions: str | None = None,
+    held_out_questions: str | None = None,
+    reward: Literal["exact", "f1"] = "exact",
+    num_results: int = 3,
+    max_turns: int = 5,
+    observation_bytes: int = 2**16,
+) -> TextSim:
+    """`num_envs` askers in this process.
+
+    Args:
+        task: "sample", or any name together with `corpus` and `questions`.
+        corpus: folder of .txt and .md files, or a .jsonl file of {"title", "text"}.
+        questions: .jsonl file of {"question", "answers": […]} ("golden_answers" and "answer" are read too).
+        held_out_questions: of the held-out seeds; None: the same questions.
+        reward: exact: 1 for an answer that is one of the known ones. f1: the best share of words in common.
+        num_results: texts that a search shows.
+        max_turns: searches and the answer together.
+        observation_bytes: room for one observation.
+
+    Raises:
+        MissingAssetsError: a file is missing.
+        UserError: a file is malformed, or a value out of its range.
+    """
+    if reward not in ("exact", "f1"):
+        raise UserError(f"Search-QA: reward='{reward}' is not a choice.{did_you_mean(reward, ('exact', 'f1'))}")
+    if not 1 <= num_results <= 20:
+        raise UserError(f"Search-QA: num_results must be between 1 and 20, got {num_results}.")
+    if task == SAMPLE and corpus is None and questions is None:
+        folder = assets_dir() / "search_qa"
+        corpus, questions = str(folder / "corpus.jsonl"), str(folder / "questions.jsonl")
+    if corpus is None or questions is None:
+        raise MissingAssetsError(
+            f"Search-QA task '{task}' needs sim.kwargs.corpus (a folder of texts, or .jsonl of title and text) and sim.kwargs.questions "
+            "(.jsonl of question and answers). Those of Search-R1: huggingface-cli download --repo-type dataset "
+            "PeterJinGo/nq_hotpotqa_train and PeterJinGo/wiki-18-corpus. Offline: sim.task=sample."
+        )
+    for path in filter(None, (corpus, questions, held_out_questions)):
+        if not Path(path).exists():
+            raise MissingAssetsError(f"Search-QA: '{path}' does not exist. Offline, sim.task=sample needs no files.")
+    index = Bm25(read_corpus(Path(corpus)))
+    training = read_questions(Path(questions))
+    held_out = training if held_out_questions is None else read_questions(Path(held_out_questions))
+    return TextSim(
+        f"SearchQA/{task}",
+        lambda: SearchGame(index, training, held_out, reward, num_results),
+        num_envs,
+        max_turns=max_turns,
+        instruction=INSTRUCTION,
+        observation_bytes=observation_bytes,
+    )
+
+
+class SearchGame:
+    """One asker. Implements `TextGame`."""
+
+    def __init__(self, index: Bm25, training: Sequence[Question], held_out: Sequence[Question], reward: str, num_results: int) -> None:
+        self._index, self._training, self._held_out = index, training, held_out
+        self._reward, self._num_results = reward, num_results
+        self.question = training[0]
+
+    def reset(self, seed: int) -> str:
+        """See `TextGame.reset`: the seed chooses the question; held-out seeds take the held-out ones in turn."""
+        if seed >= HELD_OUT_START:
+            self.question = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
+        else:
+            self.question = self._training[int(np.random.default_rng(seed).integers(len(self._training)))]
+        return f"{INSTRUCTION}\nQuestion: {self.question.text}"
+
+    def step(self, action: str) -> TextTurn:
+        """See `TextGame.step`."""
+        found = _TAG.search(action)
+        if found is None:
+            return TextTurn(f"No <search> and no <answer> was found. {INSTRUCTION}", info={"kind": "invalid"})
+        kind, content = found[1].lower(), found[2].strip()
+        if kind == "search":
+            return TextTurn(f"<information>\n{self._results(content)}\n</information>", info={"kind": "search"})
+        exact = float(any(normalised(content) == normalised(answer) for answer in self.question.answers))
+        f1 = max(word_f1(content, answer) for answer in self.question.answers)
+        reward = exact if self._reward == "exact" else f1
+        told = {"kind": "answer", "exact": exact, "f1": f1}
+        return TextTurn(f"The answer was {self.question.answers[0]}.", reward, terminated=True, success=exact == 1.0, info=told)
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """See `TextGame.sample_action`: a search for two words of the question, or an answer by chance."""
+        if random.random() < 0.3:
+            chosen = self._training[int(random.integers(len(self._training)))]
+            return f"<answer>{chosen.answers[0]}</answer>"
+        words = self.question.text.split()
+        return f"<search>{' '.join(words[int(place)] for place in random.integers(len(words), size=2))}</search>"
+
+    def close(self) -> None:
+        """See `TextGame.close`."""
+
+    def _results(self, query: str) -> str:
+        best = self._index.best(query, self._num_results)
+        return "\n".join(f"[{rank}] {doc.title}: {doc.text[:_SHOWN_CHARS]}" for rank, (_, doc) in enumerate(best, 1)) or "nothing found"
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Questions of a .jsonl file. Raises UserError naming the line that is none."""
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            answers = next(data[key] for key in ("answers", "golden_answers", "answer") if key in data)
+            answers = [answers] if isinstance(answers, str) else answers
+            found.append(Question(str(data["question"]), tuple(str(answer) for answer in answers)))
+            if not answers:
+                raise ValueError("no answer")
+        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            raise UserError(f'Questions \'{path}\', line {number} is not {{"question": …, "answers": […]}}: {error!r}') from error
+    if not found:
+        raise UserError(f"Questions '{path}' holds none.")
+    return found
+
+
+def normalised(answer: str) -> str:
+    """SQuAD's form: small letters, without punctuation, articles and further spaces."""
+    plain = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", plain).split())
+
+
+def word_f1(answer: str, known: str) -> float:
+    """Harmonic mean of precision and recall of words, by SQuAD's rule; of two empty answers 1."""
+    given, wanted = normalised(answer).split(), normalised(known).split()
+    if not given or not wanted:
+        return float(given == wanted)
+    common = (Counter(given) & Counter(wanted)).total()
+    return 2.0 * common / (len(given) + len(wanted))
+
+
+def player(observation: str) -> str:
+    """Searches for the question's own words, then answers with the best text's title: it shows the form and is seldom right."""
+    question = re.search(r"Question: (.*)", observation)
+    if question is not None:
+        return f"<search>{question[1]}</search>"
+    first = re.search(r"\[1\] ([^:]*):", observation)
+    return f"<answer>{first[1] if first else ''}</answer>"

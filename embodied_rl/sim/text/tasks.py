@@ -1,0 +1,163 @@
+"""Any text environment with GEM's five methods as a simulator: what tasks with verifiable rewards are written in, ours and a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.registry import load_target
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
+
+_TOLERANCE = 1e-9
+
+
+class TextTask(Protocol):
+    """One environment, with GEM's five methods. `instruction` and `max_turns` are read where it has them."""
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Begin the episode that this seed means: (what the agent reads, further information)."""
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """(what the agent reads, reward, terminated, truncated, information).
+
+        ``info["success"]`` says whether the episode succeeded; without it one does whose rewards add up to `success_return`.
+        ``info["failure"]``: a sentence; nobody could say how good the answer was, and the episode, which ends here, is not learned from.
+        """
+        ...
+
+    def sample_random_action(self) -> str:
+        """Some action."""
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything that the rest of the episode depends on: plain values and arrays."""
+        ...
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `get_state` gave."""
+        ...
+
+
+def make(
+    num_envs: int,
+    environment: str,
+    task: str | None = None,
+    success_return: float = 1.0,
+    observation_bytes: int = 2**16,
+    action_bytes: int = 2**16,
+    **kwargs: Any,
+) -> TaskSim:
+    """`num_envs` environments of a class in this process.
+
+    Args:
+        environment: ``package.module:Class`` of a class with GEM's five methods; it takes ``**kwargs``.
+        task: a name for it; None: the class's.
+        success_return: see `TextTask.step`.
+        observation_bytes, action_bytes: room for one text (UTF-8).
+
+    Raises:
+        UserError: the class cannot be loaded or made, or lacks a method.
+    """
+    maker = load_target(environment)
+
+    def one() -> TextTask:
+        try:
+            return maker(**kwargs)
+        except TypeError as error:
+            raise UserError(f"Environment '{environment}' cannot be made with {sorted(kwargs)}: {error}.") from error
+
+    return TaskSim(
+        task or environment.rpartition(":")[2],
+        num_envs,
+        one,
+        success_return,
+        observation_bytes=observation_bytes,
+        action_bytes=action_bytes,
+    )
+
+
+class TaskSim:
+    """`num_envs` text tasks in this process. Implements `SnapshotEnv`."""
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int,
+        make_one: Callable[[], TextTask],
+        success_return: float = 1.0,
+        *,
+        observation_bytes: int = 2**16,
+        action_bytes: int = 2**16,
+    ) -> None:
+        """See `make`."""
+        self._tasks = [make_one() for _ in range(num_envs)]
+        self._returns = np.zeros(num_envs)
+        self._success_return = success_return
+        first = self._tasks[0]
+        for name in ("reset", "step", "sample_random_action", "get_state", "set_state"):
+            if not callable(getattr(first, name, None)):
+                raise UserError(
+                    f"Environment '{task}' ({type(first).__name__}) has no method '{name}'; GEM's five are reset, step, "
+                    "sample_random_action, get_state and set_state."
+                )
+        self.spec = SimSpec(
+            task=task,
+            observation={"text": VariableSpec("text", observation_bytes)},
+            action=ActionSpec.text(action_bytes),
+            max_episode_steps=getattr(first, "max_turns", None),
+            instruction=getattr(first, "instruction", None),
+            reports_success=True,
+            snapshots="exact",
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        """See `SimEnv.reset`."""
+        for env_id, seed in zip(env_ids, seeds, strict=True):
+            text, _ = self._tasks[env_id].reset(int(seed))
+            self._returns[env_id] = 0.0
+            out.observation["text"][env_id] = text
+
+    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
+        """See `SimEnv.step`."""
+        for env_id, action in zip(env_ids, actions, strict=True):
+            text, reward, terminated, truncated, info = self._tasks[env_id].step(str(action))
+            self._returns[env_id] += float(reward)
+            reached = (terminated or truncated) and self._returns[env_id] >= self._success_return - _TOLERANCE
+            out.observation["text"][env_id] = text
+            out.reward[env_id] = reward
+            out.terminated[env_id] = terminated
+            out.truncated[env_id] = truncated and not terminated
+            out.success[env_id] = bool(info["success"]) if "success" in info else reached
+            out.info[env_id] = dict(info)
+
+    def sample_action(self, env_id: int, seed: int) -> str:
+        """Some action of the task."""
+        return self._tasks[env_id].sample_random_action()
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`."""
+        state = self._tasks[env_id].get_state()
+        return encode_state({"task": self.spec.task, "return": float(self._returns[env_id]), "state": state})
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        self._returns[env_id] = tree["return"]
+        self._tasks[env_id].set_state(tree["state"])
+
+    def render(self, env_id: int) -> np.ndarray:
+        """Raises UserError: text has no picture."""
+        raise UserError(f"Task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
+
+    def close(self) -> None:
+        """Let go of what the tasks hold."""
+        for task in self._tasks:
+            close = getattr(task, "close", None)
+            if close is not None:
+                close()

@@ -1,0 +1,232 @@
+"""TextArena (Guertler et al. 2025, "TextArena", arXiv:2504.11442): games in words for one player or several.
+
+One seat is the agent's; opponents play the others inside of the step, so that an episode is a sequence of the agent's own turns. A move
+stands in square brackets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.text.opponents import make_opponent, random_move
+from embodied_rl.sim.text.turns import TextSim, TextTurn
+
+NEEDS_DATA = {
+    "words of nltk (python -m nltk.downloader words averaged_perceptron_tagger_eng)": (
+        "Codenames",
+        "Crosswords",
+        "DontSayIt",
+        "GuessWho",
+        "Hangman",
+        "LetterAuction",
+        "SpellingBee",
+        "WordChains",
+        "WordLadder",
+        "WordSearch",
+        "Wordle",
+    ),
+    "judges at openrouter.ai (OPENROUTER_API_KEY)": ("Debate", "ScenarioPlanning", "TwentyQuestions", "Taboo", "CharacterConclave"),
+}
+"""What games need beside the package: {what: names before "-v0"}."""
+BROKEN = {"Chess": "TextArena 0.7.4 writes it in a way that Python 3.12 alone can read"}
+_MOST_PLAYERS = 15
+_OTHERS_TURNS = 200
+"""Most turns of opponents behind one of ours: a game that never comes back is an error, not a hang."""
+
+
+def tasks() -> list[str]:
+    """Ids of the games that need nothing beside the package, without the variants of how they are shown. Raises MissingExtraError."""
+    away = {name for names in NEEDS_DATA.values() for name in names} | set(BROKEN)
+    shown = ("-raw", "-train")
+    return sorted(task for task in registered() if task.partition("-v")[0] not in away and not task.endswith(shown))
+
+
+@functools.cache
+def registered() -> Mapping[str, Any]:
+    """TextArena's registry. Raises MissingExtraError where the package is not installed."""
+    try:
+        import nltk
+
+        # Games fetch words while they are imported or made; what is not there is told, and nobody waits for a network.
+        nltk.download = lambda *_, **__: False
+        importlib.import_module("textarena")
+        return importlib.import_module("textarena.envs.registration").ENV_REGISTRY
+    except ImportError as error:
+        raise MissingExtraError("TextArena", "textarena", error) from error
+
+
+def make(
+    num_envs: int,
+    task: str = "TicTacToe-v0",
+    opponent: str = "random",
+    opponent_options: Mapping[str, Any] | None = None,
+    seat: int | Literal["alternate"] = "alternate",
+    num_players: int | None = None,
+    max_turns: int = 50,
+    success_reward: float = 1.0,
+    observation_bytes: int = 2**16,
+    action_bytes: int = 2**14,
+    **kwargs: Any,
+) -> TextSim:
+    """`num_envs` games of one TextArena id in this process.
+
+    Args:
+        task: "TicTacToe-v0", "ConnectFour-v0", "GuessTheNumber-v0", …; with "-train" the same in a shorter form, with "-raw" unformatted.
+        opponent: who plays the other seats: random, scripted or openai.
+        opponent_options: see `embodied_rl.sim.text.opponents.make_opponent`.
+        seat: the agent's, from 0; alternate: by the seed.
+        num_players: of a game that takes several numbers; None: the least that it takes.
+        max_turns: of the agent, until an episode is cut.
+        success_reward: an episode succeeds when the agent's reward at its end reaches this.
+        observation_bytes: room for one observation (UTF-8).
+        action_bytes: room for one action (UTF-8).
+        **kwargs: the game's own.
+
+    Raises:
+        MissingExtraError: TextArena is not installed.
+        MissingAssetsError: the game's words are not on this machine.
+        UserError: an unknown id or argument.
+    """
+    known = registered()
+    if task not in known:
+        near = difflib.get_close_matches(task, known, n=1, cutoff=0.6)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"TextArena has no game '{task}'.{hint} `python -m embodied_rl.catalog tasks textarena` lists {len(tasks())}.")
+    if (family := task.partition("-v")[0]) in BROKEN:
+        raise UserError(f"TextArena's '{task}' cannot be played: {BROKEN[family]}.")
+    options = dict(opponent_options or {})
+    make_opponent(opponent, options)  # a mistake in it is told now
+    players = num_players or _least_players(task, kwargs)
+    if seat != "alternate" and not (isinstance(seat, int) and 0 <= seat < players):
+        raise UserError(f"TextArena: seat must be 'alternate' or between 0 and {players - 1}, got {seat!r}.")
+    return TextSim(
+        task,
+        lambda: ArenaGame(task, players, seat, opponent, options, success_reward, kwargs),
+        num_envs,
+        max_turns=max_turns,
+        snapshots="none" if opponent == "openai" else "replay",
+        observation_bytes=observation_bytes,
+        action_bytes=action_bytes,
+    )
+
+
+class ArenaGame:
+    """One game. Implements `TextGame`."""
+
+    def __init__(
+        self,
+        task: str,
+        players: int,
+        seat: int | str,
+        opponent: str,
+        opponent_options: Mapping[str, Any],
+        success_reward: float,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._task, self._players, self._seat_rule, self._success_reward = task, players, seat, success_reward
+        self._kwargs = kwargs
+        self._env: Any = None
+        self._opponents = [make_opponent(opponent, opponent_options) for _ in range(players)]
+        self._seat = 0
+        self._text = ""
+
+    def reset(self, seed: int) -> str:
+        """See `TextGame.reset`."""
+        self._seat = seed % self._players if self._seat_rule == "alternate" else int(self._seat_rule)
+        # TextArena's wrappers keep what the players of the last episode saw, and show it in the next one.
+        self._env = _made(self._task, self._kwargs)
+        for number, opponent in enumerate(self._opponents):
+            opponent.begin(seed * _MOST_PLAYERS + number)
+        _begun(self._task, self._env, self._players, seed)
+        if self._let_others_play():
+            raise RuntimeError(f"TextArena's '{self._task}' ended before seat {self._seat} had a turn.")
+        return self._text
+
+    def step(self, action: str) -> TextTurn:
+        """See `TextGame.step`."""
+        done, _ = self._env.step(action=action)
+        if not (done or self._let_others_play()):
+            return TextTurn(self._text)
+        rewards, told = self._env.close()
+        reward = float((rewards or {}).get(self._seat, 0.0))
+        mine = dict((told or {}).get(self._seat, {}))
+        reason = str(mine.get("reason") or "The game is over.")
+        return TextTurn(
+            text=f"{reason} Reward {reward:g}.",
+            reward=reward,
+            terminated=True,
+            success=reward >= self._success_reward,
+            info={"seat": self._seat, "invalid_move": bool(mine.get("invalid_move", False)), "reason": reason},
+        )
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """See `TextGame.sample_action`: one of the moves that the observation offers."""
+        return random_move(self._text, random)
+
+    def close(self) -> None:
+        """See `TextGame.close`."""
+
+    def _let_others_play(self) -> bool:
+        """Until it is our turn, whose observation is kept; True where the game ended before."""
+        for _ in range(_OTHERS_TURNS):
+            player, observation = self._env.get_observation()
+            if player == self._seat:
+                self._text = str(observation).strip()
+                return False
+            done, _ = self._env.step(action=self._opponents[player].act(str(observation)))
+            if done:
+                return True
+        raise RuntimeError(f"TextArena's '{self._task}' did not come back to seat {self._seat} within {_OTHERS_TURNS} turns of the others.")
+
+
+def _least_players(task: str, kwargs: Mapping[str, Any]) -> int:
+    env = _made(task, kwargs)
+    for players in range(1, _MOST_PLAYERS + 1):
+        try:
+            _begun(task, env, players, 0)
+        except AssertionError:  # how games refuse a number of players
+            continue
+        return players
+    raise UserError(f"TextArena's '{task}' takes none of 1 to {_MOST_PLAYERS} players.")
+
+
+def _begun(task: str, env: Any, players: int, seed: int) -> None:
+    try:
+        env.reset(num_players=players, seed=seed % 2**31)
+    except LookupError as error:  # nltk's
+        raise _needs(task, error) from error
+
+
+def _made(task: str, kwargs: Mapping[str, Any]) -> Any:
+    specification = registered()[task]
+    entry = specification.entry_point
+    if isinstance(entry, str):
+        module, _, name = entry.partition(":")
+        entry = getattr(importlib.import_module(module), name)
+    taken = [name for name in inspect.signature(entry).parameters if name not in ("args", "kwargs")]
+    for name in kwargs:
+        if name not in taken:
+            raise UserError(f"TextArena's '{task}' does not take '{name}'.{did_you_mean(name, taken)}")
+    try:
+        return importlib.import_module("textarena").make(task, **kwargs)
+    except LookupError as error:
+        raise _needs(task, error) from error
+    except (TypeError, ValueError, AssertionError, ImportError) as error:
+        raise UserError(f"TextArena's '{task}' cannot be made with {dict(kwargs)}: {type(error).__name__}: {error}") from error
+
+
+def _needs(task: str, error: Exception) -> UserError:
+    family = task.partition("-v")[0]
+    what = next((what for what, names in NEEDS_DATA.items() if family in names), "data that is not on this machine")
+    first = next((line for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", first).strip()
+    return MissingAssetsError(f"TextArena's '{task}' needs {what} ({plain}).")

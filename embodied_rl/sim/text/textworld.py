@@ -1,0 +1,180 @@
+"""TextWorld (Côté et al. 2018, arXiv:1806.11532): adventures that are generated from a seed, played by TextWorld's own logic.
+
+No Z-machine and no download is needed: a game is made when its seed is asked for, and kept for the next episode of the same seed. The
+words that TextWorld compiles into a Z-machine's program are not there then: what is seen is told from the facts (`describe`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.turns import TextSim, TextTurn
+
+_KEPT_GAMES = 64
+_DIRECTIONS = ("north", "east", "south", "west")
+
+
+def tasks() -> list[str]:
+    return ["TextWorld"]
+
+
+def import_textworld() -> Any:
+    """The package. Raises MissingExtraError where it is not installed."""
+    try:
+        return importlib.import_module("textworld")
+    except ImportError as error:
+        raise MissingExtraError("TextWorld", "textworld", error) from error
+
+
+def make(
+    num_envs: int,
+    task: str = "TextWorld",
+    num_rooms: int = 3,
+    num_objects: int = 6,
+    quest_length: int = 3,
+    num_games: int | None = None,
+    show_commands: bool = True,
+    max_turns: int = 30,
+    observation_bytes: int = 2**16,
+) -> TextSim:
+    """`num_envs` adventures in this process.
+
+    Args:
+        num_rooms: of a world.
+        num_objects: in it.
+        quest_length: actions of the shortest solution.
+        num_games: play so many training games again and again (making one takes a second); None: a new one for every seed. Held-out seeds
+            have games of their own.
+        show_commands: list the commands that are possible.
+        max_turns: until an episode is cut.
+        observation_bytes: room for one observation.
+
+    Raises:
+        MissingExtraError: TextWorld is not installed.
+        UserError: a value out of its range.
+    """
+    if task not in tasks():
+        raise UserError(f"Task '{task}' is not known. Known: TextWorld.")
+    for name, value in (("num_rooms", num_rooms), ("num_objects", num_objects), ("quest_length", quest_length), ("num_games", num_games)):
+        if value is not None and value < 1:
+            raise UserError(f"TextWorld: {name} must be >= 1, got {value}.")
+    import_textworld()
+    return TextSim(
+        task,
+        lambda: WorldGame(num_rooms, num_objects, quest_length, num_games, show_commands),
+        num_envs,
+        max_turns=max_turns,
+        observation_bytes=observation_bytes,
+    )
+
+
+class WorldGame:
+    """One player. Implements `TextGame`."""
+
+    def __init__(self, num_rooms: int, num_objects: int, quest_length: int, num_games: int | None, show_commands: bool) -> None:
+        textworld = import_textworld()
+        self._size = {"nb_rooms": num_rooms, "nb_objects": num_objects, "quest_length": quest_length}
+        self._num_games, self._show_commands = num_games, show_commands
+        infos = textworld.EnvInfos(admissible_commands=True, facts=True, feedback=True, objective=True, won=True, lost=True, score=True)
+        self._env = importlib.import_module("textworld.envs").TextWorldEnv(infos)
+        self._folder = tempfile.TemporaryDirectory(prefix="textworld")
+        self._files: OrderedDict[int, Path] = OrderedDict()
+        self._state: Any = None
+        self._score = 0.0
+        self.walkthrough: list[str] = []
+        """The shortest solution of the running game, as its maker knows it."""
+
+    def reset(self, seed: int) -> str:
+        """See `TextGame.reset`."""
+        number = seed if self._num_games is None or seed >= HELD_OUT_START else seed % self._num_games
+        self._env.load(str(self._file(number)))
+        self.walkthrough = list(self._env._game.metadata.get("walkthrough") or [])
+        self._state, self._score = self._env.reset(), 0.0
+        return self._text(f"Task: {self._state['objective']}\n{describe(self._state['facts'])}")
+
+    def step(self, action: str) -> TextTurn:
+        """See `TextGame.step`."""
+        command = " ".join(action.split())
+        valid = command in (self._state["admissible_commands"] or [])
+        self._state, score, done = self._env.step(command)
+        # What the game gives is the score so far; a reward is what was added.
+        reward, self._score = float(score) - self._score, float(score)
+        won = bool(self._state["won"])
+        return TextTurn(
+            self._text(("" if valid else "That is not possible. ") + describe(self._state["facts"])),
+            reward,
+            terminated=bool(done) or won or bool(self._state["lost"]),
+            success=won,
+            info={"valid": valid, "score": float(score)},
+        )
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """See `TextGame.sample_action`: one of the possible commands."""
+        commands = sorted(self._state["admissible_commands"])
+        return commands[int(random.integers(len(commands)))]
+
+    def close(self) -> None:
+        """See `TextGame.close`."""
+        self._env.close()
+        self._folder.cleanup()
+
+    def _text(self, told: str) -> str:
+        commands = sorted(set(self._state["admissible_commands"] or []) - {"look", "inventory"})  # both are told anyway
+        shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
+        return told.strip() + shown
+
+    def _file(self, number: int) -> Path:
+        """The game's file, made where it is new."""
+        if number not in self._files:
+            textworld = import_textworld()
+            options = textworld.GameOptions()
+            options.seeds = number % 65535  # TextWorld takes 16 bits
+            for name, value in self._size.items():
+                setattr(options, name, value)
+            game = importlib.import_module("textworld.generator").make_game(options)
+            path = Path(self._folder.name) / f"{number}.json"
+            game.save(str(path))
+            self._files[number] = path
+            if len(self._files) > _KEPT_GAMES:
+                self._files.popitem(last=False)[1].unlink()
+        self._files.move_to_end(number)
+        return self._files[number]
+
+
+def describe(facts: Iterable[Any]) -> str:
+    """What the player sees and carries, in sentences, from TextWorld's facts (propositions with readable names)."""
+    told = [(fact.name, [(part.name, str(part.type)) for part in fact.arguments]) for fact in facts]
+    here = next(parts[1][0] for name, parts in told if name == "at" and parts[0][1] == "P")
+    state = {parts[0][0]: name for name, parts in told if name in ("open", "closed", "locked")}
+
+    def inside(holder: str) -> str:
+        held = sorted(parts[0][0] for name, parts in told if name in ("in", "on") and parts[1][0] == holder)
+        return ", ".join(held)
+
+    seen = []
+    for thing, kind in sorted(parts[0] for name, parts in told if name == "at" and parts[0][1] != "P" and parts[1][0] == here):
+        known = state.get(thing, "")
+        hidden = kind == "c" and known != "open"
+        held = "" if hidden else inside(thing)
+        where = " with " + held if held else ""
+        seen.append(f"{thing}{f' ({known})' if known else ''}{where}")
+    doors = {parts[2][0]: parts[1][0] for name, parts in told if name == "link" and parts[0][0] == here}
+    exits = []
+    for name, parts in told:
+        if name.endswith("_of") and parts[1][0] == here and (direction := name.removesuffix("_of")) in _DIRECTIONS:
+            door = doors.get(parts[0][0])
+            exits.append(f"{direction}{f' through the {state.get(door, str())} {door}' if door else ''}")
+    carried = sorted(parts[0][0] for name, parts in told if name == "in" and parts[1][1] == "I")
+    return (
+        f"You are in the {here}. You see: {', '.join(seen) or 'nothing'}. Exits: {', '.join(sorted(exits)) or 'none'}. "
+        f"You carry: {', '.join(carried) or 'nothing'}."
+    )

@@ -1,0 +1,124 @@
+"""Games of turns in words: what adapters of text environments share.
+
+An adapter writes a `TextGame`; batches, limits and randomness are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.sim.private_random import PrivateRandom
+from embodied_rl.types import ActionSpec, SimSpec, SnapshotKind, StepBuffers, VariableSpec
+
+
+@dataclass(frozen=True)
+class TextTurn:
+    """What came of one action."""
+
+    text: str
+    """What is seen next."""
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    """The environment's own limit; `TextSim` has another."""
+    success: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TextGame(Protocol):
+    """One environment. It may draw from the generators of the process (`random`, `numpy.random`): each has a state of its own of them."""
+
+    def reset(self, seed: int) -> str:
+        """Begin the episode that this seed means; what is seen first."""
+        ...
+
+    def step(self, action: str) -> TextTurn: ...
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """A random action; the episode is left as it is. Raises UserError where none can be drawn."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TextSim:
+    """`num_envs` text games in this process. Implements `SimEnv`."""
+
+    def __init__(
+        self,
+        task: str,
+        make: Callable[[], TextGame],
+        num_envs: int,
+        *,
+        max_turns: int | None,
+        instruction: str | None = None,
+        snapshots: SnapshotKind = "replay",
+        observation_bytes: int = 2**16,
+        action_bytes: int = 2**14,
+    ) -> None:
+        """
+        Args:
+            make: makes one game; called with the generators of the process seeded.
+            max_turns: an episode is truncated after so many; None: the game ends by itself.
+            snapshots: "replay" where an episode is a function of its seed and actions, else "none".
+            observation_bytes: room for one observation (UTF-8); a longer one is an error, never a cut.
+            action_bytes: room for one action (UTF-8).
+
+        Raises:
+            UserError: from `make`; or `max_turns` below 1.
+        """
+        if max_turns is not None and max_turns < 1:
+            raise UserError(f"{task}: max_turns must be >= 1 or null, got {max_turns}.")
+        self._random = [PrivateRandom() for _ in range(num_envs)]
+        self._games: list[TextGame] = []
+        for random in self._random:
+            with random.active(0):
+                self._games.append(make())
+        self._turns = np.zeros(num_envs, np.int64)
+        self.spec = SimSpec(
+            task=task,
+            observation={"text": VariableSpec("text", observation_bytes)},
+            action=ActionSpec.text(action_bytes),
+            max_episode_steps=max_turns,
+            instruction=instruction,
+            reports_success=True,
+            snapshots=snapshots,
+        )
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for env_id, seed in zip(env_ids, seeds, strict=True):
+            with self._random[env_id].active(int(seed) % 2**32):
+                out.observation["text"][env_id] = self._games[env_id].reset(int(seed))
+            self._turns[env_id] = 0
+
+    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
+        limit = self.spec.max_episode_steps
+        for env_id, action in zip(env_ids, actions, strict=True):
+            with self._random[env_id].active():
+                turn = self._games[env_id].step(str(action))
+            self._turns[env_id] += 1
+            late = limit is not None and self._turns[env_id] >= limit
+            out.observation["text"][env_id] = turn.text
+            out.reward[env_id] = turn.reward
+            out.terminated[env_id] = turn.terminated
+            out.truncated[env_id] = not turn.terminated and (turn.truncated or late)
+            out.success[env_id] = turn.success
+            out.info[env_id] = dict(turn.info)
+
+    def sample_action(self, env_id: int, seed: int) -> str:
+        """See `TextGame.sample_action`."""
+        return self._games[env_id].sample_action(np.random.default_rng(seed))
+
+    def render(self, env_id: int) -> np.ndarray:
+        """Raises UserError: films show the text itself (`embodied_rl.sim.text.panel`)."""
+        raise UserError(f"Task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
+
+    def close(self) -> None:
+        for game in self._games:
+            game.close()
+        self._games = []

@@ -1,0 +1,112 @@
+"""WebShop (Yao et al. 2022, arXiv:2207.01206): find and buy what an instruction describes, in a shop of a million products.
+
+WebShop is no package: its repository brings the shop (``web_agent_site``), its products and a search engine, all in one process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import MissingAssetsError, UserError
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.turns import TextSim, TextTurn
+
+_FETCH = (
+    "git clone https://github.com/princeton-nlp/WebShop && cd WebShop && ./setup.sh -d small (or -d all), then put the folder on "
+    "PYTHONPATH. It needs Java 11, pyserini and faiss"
+)
+HELD_OUT_GOALS = 500
+"""The first goals are WebShop's own test set; training takes those behind them."""
+
+
+def tasks() -> list[str]:
+    return ["WebShop"]
+
+
+def make(
+    num_envs: int,
+    task: str = "WebShop",
+    observation_mode: str = "text",
+    num_products: int | None = 1000,
+    human_goals: bool = True,
+    show_actions: bool = True,
+    max_turns: int = 15,
+    observation_bytes: int = 2**17,
+) -> TextSim:
+    """`num_envs` customers of one shop in this process.
+
+    Args:
+        observation_mode: text or text_rich.
+        num_products: size of the shop, as its set-up prepared it; None: all.
+        human_goals: instructions written by people, else made ones.
+        show_actions: list what can be clicked.
+        max_turns: until an episode is cut.
+
+    Raises:
+        MissingAssetsError: WebShop, its products or its search index are not here.
+        UserError: an unknown task or mode.
+    """
+    if task not in tasks():
+        raise UserError(f"Task '{task}' is not known. Known: WebShop.")
+    if observation_mode not in ("text", "text_rich"):
+        raise UserError(f"WebShop: observation_mode must be text or text_rich, got '{observation_mode}'.")
+    cls = import_webshop()
+    options = {"observation_mode": observation_mode, "num_products": num_products, "human_goals": human_goals}
+    return TextSim(task, lambda: ShopGame(cls, options, show_actions), num_envs, max_turns=max_turns, observation_bytes=observation_bytes)
+
+
+def import_webshop() -> Any:
+    """``WebAgentTextEnv``. Raises MissingAssetsError where it cannot be imported."""
+    try:
+        return importlib.import_module("web_agent_site.envs.web_agent_text_env").WebAgentTextEnv
+    except (ImportError, OSError) as error:
+        raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.") from error
+
+
+class ShopGame:
+    """One customer. Implements `TextGame`."""
+
+    def __init__(self, cls: Any, options: dict[str, Any], show_actions: bool) -> None:
+        try:
+            self._env = cls(**options)
+        except (OSError, KeyError, AssertionError) as error:
+            raise MissingAssetsError(f"WebShop's products or index cannot be read ({error!r}). Fetch them: {_FETCH}.") from error
+        self._show_actions = show_actions
+
+    def reset(self, seed: int) -> str:
+        """See `TextGame.reset`: held-out seeds take the first 500 goals in turn, others one of the rest."""
+        goals = len(self._env.server.goals)
+        border = min(HELD_OUT_GOALS, goals // 2)
+        if seed >= HELD_OUT_START:
+            goal = (seed - HELD_OUT_START) % max(border, 1)
+        else:
+            goal = border + int(np.random.default_rng(seed).integers(goals - border))
+        observation, _ = self._env.reset(session=goal)
+        return self._text(observation)
+
+    def step(self, action: str) -> TextTurn:
+        """See `TextGame.step`: ``search[words]`` or ``click[name]``; the reward is WebShop's score of what was bought, 0 to 1."""
+        observation, reward, done, info = self._env.step(action.strip())
+        return TextTurn(self._text(observation), float(reward), terminated=bool(done), success=float(reward) >= 1.0, info=dict(info or {}))
+
+    def sample_action(self, random: np.random.Generator) -> str:
+        """See `TextGame.sample_action`: something that can be clicked, or a search for the instruction."""
+        available = self._env.get_available_actions()
+        if available["has_search_bar"]:
+            return f"search[{self._env.get_instruction_text()}]"
+        clickables = [name for name in available["clickables"] if name != "search"]
+        return f"click[{clickables[int(random.integers(len(clickables)))]}]"
+
+    def close(self) -> None:
+        """See `TextGame.close`."""
+        self._env.close()
+
+    def _text(self, observation: str) -> str:
+        if not self._show_actions:
+            return observation
+        available = self._env.get_available_actions()
+        actions = (["search[<words>]"] if available["has_search_bar"] else []) + [f"click[{name}]" for name in available["clickables"]]
+        return f"{observation}\nPossible actions: {', '.join(actions)}"

@@ -1,0 +1,45 @@
+"""An agent program: it asks a model for a colour and judges the answer itself. It knows OpenAI's client and nothing of training.
+
+OPENAI_BASE_URL=… OPENAI_API_KEY=… python agent.py '{"colour": "red"}'
+"""
+
+import json
+import os
+import re
+import sys
+import urllib.request
+
+from openai import OpenAI
+
+COLOURS = re.compile("red|green|blue")
+TRIES = 2
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    client = OpenAI(max_retries=2)  # address and key come from the environment
+    messages = [{"role": "user", "content": f"say {task['colour']}"}]
+    said = None
+    for _ in range(TRIES):
+        answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages, max_tokens=8)
+        text = answer.choices[0].message.content or ""
+        found = COLOURS.search(text)
+        if found:
+            said = found[0]
+            break
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "say one colour"}]
+    report(1.0 if said == task["colour"] else 0.0)
+
+
+def report(reward: float) -> None:
+    """Tell whoever trains the model how it went; in production nobody asks."""
+    session = os.environ.get("EMBODIED_RL_SESSION_URL")
+    if session is None:
+        return
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{session}/reward", json.dumps({"reward": reward}).encode(), headers)
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""A vision-language agent on a game that is seen and read: what is sampled is what is trained, pictures included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from embodied_rl.agents.conversation import Prompt, PromptTooLong
+from embodied_rl.agents.sight import Sight
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import LanguageConfig, TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.policies.language import build_language_policy
+from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.sim.text import frozenlake
+from embodied_rl.train import train
+from embodied_rl.trainer import Trainer
+from embodied_rl.types import StepBuffers
+from tests.policies.vision_models import KINDS, make_vision_model
+
+
+def config(folder: Path, run_dir: Path, *more: str) -> TrainConfig:
+    return load_train_config(
+        [
+            "experiment=frozenlake_text",
+            "logger=quiet",
+            f"policy.model={folder}",
+            "policy.images=[rgb]",
+            "sim.kwargs={size: 4, hole_share: 0.2, picture_size: 32}",
+            "sim.num_slots=2",
+            "sim.num_workers=1",
+            "sim.max_episode_steps=3",
+            "algorithm.warm_start=null",
+            "algorithm.groups={group_size: 2, groups_per_step: 1, filters: []}",
+            "agent.max_new_tokens=3",
+            "evaluation.every_steps=null",
+            "evaluation.num_episodes=2",
+            "video.enabled=no",
+            f"run_dir={run_dir}",
+            *more,
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("seeing")
+    return {kind: make_vision_model(kind, root / kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("qwen2_vl", "full"), ("llava", "memory")])
+def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path], tmp_path: Path, kind: str, strategy: str) -> None:
+    with Trainer(config(folders[kind], tmp_path, f"agent.strategy={strategy}"), tmp_path, command="test") as trainer:
+        method: Any = trainer.method
+        trainer.engine.publish(version=0)
+        method.restart(0)
+        experience = method.collect(0)
+        prepared = method.prepare(experience)
+        episodes = [episode for group in experience.data for episode in group.episodes]
+        vision = trainer.policy.vision
+        lake = frozenlake.make(1, picture_size=32)
+        out = StepBuffers.allocate(lake.spec, 1)
+        for episode in episodes:
+            # The pictures of the prompts are the boards that were seen: played again from the seed.
+            lake.reset([0], [episode.seed], out)
+            boards = [out.observation["rgb"][0]]
+            for number, turn in enumerate(episode.turns):
+                shown = boards if strategy == "full" else boards[-1:]
+                assert len(turn.images) == len(shown)
+                for image, board in zip(turn.images, shown, strict=True):
+                    np.testing.assert_array_equal(image, board)
+                vision.check(turn.prompt_ids, turn.images)
+                if number + 1 < len(episode.turns):
+                    lake.step([0], [turn.parsed.text], out)
+                    boards.append(out.observation["rgb"][0])
+        rows = prepared.tokens.sequences
+        assert len(rows) == (len(episodes) if strategy == "full" else sum(len(episode.turns) for episode in episodes))
+        # The generator's log-probabilities are those of teacher forcing, over joined turns and beside rows of other lengths.
+        with torch.no_grad():
+            together = trainer.policy.evaluate(rows).log_prob.numpy()
+            for number, row in enumerate(rows):
+                sampled = np.flatnonzero(row.mask)
+                np.testing.assert_allclose(
+                    together[number, sampled], prepared.tokens.behaviour_log_prob[number, sampled].numpy(), atol=2e-5
+                )
+                alone = trainer.policy.evaluate([row]).log_prob[0].numpy()
+                np.testing.assert_allclose(together[number, sampled], alone[sampled], atol=1e-5)
+            blind = TokenSequence(rows[0].token_ids, rows[0].mask, tuple(np.zeros_like(image) for image in rows[0].images))
+            first = np.flatnonzero(rows[0].mask)
+            assert np.abs(trainer.policy.evaluate([blind]).log_prob[0].numpy()[first] - together[0, first]).max() > 1e-3
+        stats = method.update(prepared, iteration=0, steps=0)
+        assert np.isfinite(stats["grad_norm"])
+
+
+def test_a_run_and_its_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+    run = train(config(folders["qwen2_vl"], tmp_path / "run", "total_steps=1"))
+    result = evaluate_checkpoint(load_checkpoint(run), 2)
+    assert [episode.seed for episode in result.episodes] == [2**30, 2**30 + 1]
+
+
+def test_a_model_that_reads_alone_cannot_see(folders: dict[str, Path], tmp_path: Path) -> None:
+    tiny = config(folders["llava"], tmp_path / "a", "policy.model=null")
+    with pytest.raises(UserError, match=r"policy.images=\['rgb'\]: model 'tiny|reads texts alone. Name a vision-language model"):
+        Trainer(tiny, tmp_path / "a", command="test")
+    with pytest.raises(UserError, match=r"'wrist' is no picture \[H, W, 3\] uint8 .* has: text, rgb"):
+        Trainer(config(folders["llava"], tmp_path / "b", "policy.images=[wrist]"), tmp_path / "b", command="test")
+
+
+def test_sight_by_hand() -> None:
+    """Token 9 stands for a picture; a picture of n columns takes n tokens."""
+
+    def expand(token_ids: np.ndarray, images: Any) -> np.ndarray:
+        sizes = iter([image.shape[1] for image in images])
+        return np.concatenate([[token] * (next(sizes) if token == 9 else 1) for token in token_ids]).astype(np.int64)
+
+    sight = Sight(("left", "right"), "<i>", 9, expand)
+    seen: list[np.ndarray] = []
+    observation = {"text": ["go"], "left": [np.zeros((1, 2, 3), np.uint8)], "right": [np.ones((1, 3, 3), np.uint8)]}
+    assert sight.look(observation, 0, seen) == "<i><i>go"
+    assert [image.shape for image in seen] == [(1, 2, 3), (1, 3, 3)]
+    prompt = Prompt(np.array([5, 9, 6]))
+    shown = sight.show(prompt, seen, limit=5)  # the newest picture alone
+    assert isinstance(shown, Prompt)
+    assert shown.token_ids.tolist() == [5, 9, 9, 9, 6]
+    assert shown.images[0] is seen[1]
+    assert sight.show(prompt, seen, limit=4) == PromptTooLong(5, 4)
+    plain = sight.show(Prompt(np.array([5])), seen, limit=4)
+    assert isinstance(plain, Prompt)
+    assert plain.images == ()
+    with pytest.raises(UserError, match="stands for a picture"):
+        sight.look({"text": ["a <i> b"]}, 0, [])
+
+
+def test_a_language_policy_says_which_parts_it_reads(folders: dict[str, Path]) -> None:
+    assert LanguageConfig(str(folders["llava"]), images=("rgb",)).reads == ("text", "rgb")
+    assert build_language_policy(LanguageConfig(str(folders["llava"]))).vision is not None

@@ -1,0 +1,160 @@
+"""An agent program written with the ordinary openai client is trained: real processes, real HTTP, a real (tiny) model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("openai", reason="openai is not installed")
+
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.methods import check_method
+from embodied_rl.methods.programs import FAULTS_FILE
+from embodied_rl.proxy.captured import CapturedSession
+from embodied_rl.rollout.program_runner import Played
+from embodied_rl.train import train
+from embodied_rl.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+AGENT = ROOT / "examples" / "agent_program"
+SMALL = [
+    "experiment=agent_program",
+    "logger=quiet",
+    f"sim.kwargs.command=['{{python}}','{AGENT / 'agent.py'}','{{task}}']",
+    f"sim.kwargs.tasks={AGENT / 'tasks.jsonl'}",
+    "policy.tiny={hidden_size: 32, num_layers: 1, num_heads: 1, num_key_value_heads: 1, intermediate_size: 32, max_context: 256}",
+    "algorithm.groups.groups_per_step=2",
+    "algorithm.groups.group_size=2",
+    "sim.num_slots=3",
+]
+
+
+def small(run_dir: Path, *more: str) -> TrainConfig:
+    return load_train_config([*SMALL, f"run_dir={run_dir}", *more])
+
+
+def test_what_is_trained_is_what_was_captured(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    with Trainer(config, tmp_path, command="test") as trainer:
+        method: Any = trainer.method
+        seen: dict[Any, Played] = {}
+        wait = method.collector.runner.wait
+
+        def remembered(timeout_s: float) -> list[Played]:
+            found: list[Played] = wait(timeout_s)
+            seen.update({played.tag: played for played in found})
+            return found
+
+        method.collector.runner.wait = remembered
+        trainer.engine.publish(version=0)
+        trainer.method.restart(0)
+        experience = method.collect(0)
+        prepared = method.prepare(experience)
+        before = {name: tensor.clone() for name, tensor in trainer.policy.named_weights()}
+        method.update(prepared, iteration=0, steps=0)
+        changed = [name for name, tensor in trainer.policy.named_weights() if not bool((tensor == before[name]).all())]
+    sessions = {played.outcome.session: played.outcome for played in seen.values() if isinstance(played.outcome, CapturedSession)}
+    episodes = [episode for group in experience.data for episode in group.episodes]
+    assert len(episodes) == 4
+    rows = [row for episode in episodes for row in sessions[episode.metadata["session"]].trajectories()]
+    assert [sequence.token_ids.tolist() for sequence in prepared.tokens.sequences] == [row.token_ids.tolist() for row in rows]
+    for number, row in enumerate(rows):
+        width = len(row.mask)
+        assert prepared.tokens.mask[number, :width].tolist() == row.mask.tolist()
+        np.testing.assert_array_equal(prepared.tokens.behaviour_log_prob[number, :width].numpy(), row.log_prob)
+    # The proxy's numbers are those of the policy that is trained, by teacher forcing over the joined turns.
+    with Trainer(config, tmp_path / "again", command="test") as fresh:
+        evaluated = fresh.policy.evaluate(prepared.tokens.sequences)
+    for number, row in enumerate(rows):
+        np.testing.assert_allclose(
+            evaluated.log_prob[number].detach().numpy()[: len(row.mask)][row.mask], row.log_prob[row.mask], atol=2e-5
+        )
+    rewarded = {episode.episode_return for episode in episodes}
+    assert rewarded <= {0.0, 1.0}
+    assert changed or len(rewarded) == 1, "rewards differed, and nothing was learned"
+
+
+def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
+    run = train(small(tmp_path / "run", "total_steps=1", "evaluation.num_episodes=3"))
+    results = json.loads((run / "results.json").read_text())
+    assert results["num_episodes"] == 3
+    assert "say" in (run / "dialogues.html").read_text()
+    figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert figures[0]["groups/consumed"] == 2
+    assert 1 <= figures[0]["agent/turns_per_program"] <= 2
+    checkpoint = load_checkpoint(run)
+    again = evaluate_checkpoint(checkpoint, 3)
+    assert [episode.seed for episode in again.episodes] == [2**30, 2**30 + 1, 2**30 + 2]
+    assert float(np.mean([episode.success_once for episode in again.episodes])) == results["success"]
+    with pytest.raises(UserError, match=r"needs a language model behind the proxy|needs a list of actions"):
+        evaluate_checkpoint(checkpoint, 1, policy="random")
+
+
+def test_failed_programs_are_written_down(tmp_path: Path) -> None:
+    """One that fails has no reward in training, and counts as an episode without success in evaluation."""
+    crashing = tmp_path / "crashing.py"
+    crashing.write_text(
+        "import os, runpy, sys\n"
+        "if int(os.environ['EMBODIED_RL_SEED']) >= 2**30: raise SystemError('not today')\n"
+        f"runpy.run_path({str(AGENT / 'agent.py')!r}, run_name='__main__')\n"
+    )
+    more = [f"sim.kwargs.command=['{{python}}','{crashing}','{{task}}']", "total_steps=1", "evaluation.num_episodes=2"]
+    run = train(small(tmp_path / "run", *more))
+    results = json.loads((run / "results.json").read_text())
+    assert (results["num_episodes"], results["success"], results["return_mean"]) == (2, 0.0, 0.0)
+    assert not (run / FAULTS_FILE).exists(), "no program of the training failed"
+    crashing.write_text(
+        "import os, runpy, sys\n"
+        f"marker = {str(tmp_path / 'crashed')!r}\n"
+        "try:\n    os.close(os.open(marker, os.O_CREAT | os.O_EXCL)); sys.exit(9)\nexcept FileExistsError:\n    pass\n"
+        f"runpy.run_path({str(AGENT / 'agent.py')!r}, run_name='__main__')\n"
+    )
+    run = train(small(tmp_path / "second", *more))
+    (record,) = [json.loads(line) for line in (run / FAULTS_FILE).read_text().splitlines()]
+    assert (record["kind"], record["exit_status"], record["iteration"]) == ("crashed", 9, 0)
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["agent/failed_crashed"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # some two hundred processes that import openai
+def test_success_rises(tmp_path: Path) -> None:
+    """GRPO on the answers of an unchanged program: about one in eight is right at the beginning, nearly all are at the end."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"colour": "green"}\n')
+    command = [
+        *(word for word in SMALL if not word.startswith(("policy.tiny", "algorithm.groups", "sim.kwargs.tasks", "sim.num_slots"))),
+        f"sim.kwargs.tasks={tasks}",
+        "sim.kwargs.texts=[say one colour red green blue]",
+        "algorithm.groups.group_size=12",
+        "algorithm.groups.groups_per_step=2",
+        "algorithm.learning_rate=5e-3",
+        "evaluation.num_episodes=4",
+        "total_steps=300",
+        "logger=default",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    subprocess.run([sys.executable, "-m", "embodied_rl.train", *command], cwd=ROOT, check=True, timeout=1100, capture_output=True)
+    figures = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    returns = [line["episode/success"] for line in figures if "episode/success" in line]
+    assert returns[0] <= 0.35
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["success"] >= 0.75
+
+
+def test_what_makes_no_sense_is_told(tmp_path: Path) -> None:
+    blind = [word for word in SMALL if not word.startswith("policy.tiny")]
+    for overrides, message in (
+        ([*blind, "policy=mlp", "generation=torch", "~policy.tiny", "~policy.layout"], "set policy=language"),
+        ([*SMALL, "algorithm.warm_start={player: 'x:y'}"], "warm_start=null"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_method(load_train_config([*overrides, f"run_dir={tmp_path}"]))

@@ -1,0 +1,48 @@
+"""Small runs, their curves, and their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import TrainConfig
+from embodied_rl.train import train
+
+QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
+ROLLOUTS = [
+    *("sim=pendulum", *QUICK, "algorithm.rollout_steps=32", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"),
+    *("algorithm.normalize_reward=true", "hybrid.num_threads=1"),
+]
+GROUPS = [
+    *("sim=cartpole", "algorithm=grpo", "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2", "hybrid.num_threads=1"),
+    *(*QUICK, "algorithm.num_epochs=2", "algorithm.minibatch_size=64", "policy.hidden_sizes=[16]", "algorithm.kl.coef=0.1"),
+    *("algorithm.kl.target=0.01", "algorithm.reward.std=running"),
+]
+
+
+def configured(run_dir: Path, *overrides: str) -> TrainConfig:
+    return load_train_config([*overrides, f"run_dir={run_dir}"])
+
+
+def trained(run_dir: Path, *overrides: str) -> Path:
+    return train(configured(run_dir, *overrides))
+
+
+def curve(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics that depend on the seed alone."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(("time", "speed", "roles"))} for row in rows]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Curves and final weights are the same, bit for bit."""
+    assert curve(one) == curve(other)
+    first, second = (load_file(folder / "checkpoints/last/policy.safetensors") for folder in (one, other))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])

@@ -1,0 +1,96 @@
+"""Placements that cannot be had are refused before anything is started, with the reason and the nearest that can be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.roles.assembly import check_roles, playing_gpu
+
+CARTPOLE = ("sim=cartpole", "hybrid.device=cpu")
+APART = "hybrid=disaggregated"
+
+
+def configured(*overrides: str) -> TrainConfig:
+    return load_train_config([*CARTPOLE, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "nearest"),
+    [
+        (("hybrid.placement=multiplexed",), "moves running episodes", "hybrid.placement=disaggregated"),
+        (("hybrid.placement={kind: hybrid, num_pipeline_stages: 4}",), "is what sim.pipeline_groups says", "sim.pipeline_groups=4"),
+        (("hybrid.placement={env: [1/cpu], generation: [0/cpu], train: [0/cpu]}",), "Device '1/cpu' does not exist", "0/cpu"),
+        ((APART, "algorithm=bc"), "learns from recorded", "hybrid=collocated"),
+        ((APART, "algorithm=sac"), "learns from recorded", "hybrid=collocated"),
+        ((APART, "record.share=0.5"), "record.share", "hybrid=collocated"),
+        ((APART, "hybrid.offload=[simulators]"), "hybrid.offload", "hybrid=collocated"),
+        (("hybrid=ray", "+hybrid.sharding={num_shards: 2}"), "hybrid.sharding", "hybrid=collocated"),
+        ((APART, "policy=language", "sim=frozenlake", "algorithm=grpo", "generation=tokens_torch"), "language agents", "hybrid=collocated"),
+        (("hybrid.reward_worker={target: a.b:c}",), "scores whole episodes", "algorithm=grpo"),
+    ],
+)
+def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_roles(configured(*overrides))
+    assert reason in str(refused.value)
+    assert nearest in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("hybrid=collocated",),
+        (APART,),
+        ("hybrid=ray",),
+        ("hybrid.placement={kind: hybrid, num_pipeline_stages: 2}",),
+        ("hybrid.placement={env: [0/cpu], generation: [0/cpu], train: [0/cpu]}",),
+        (APART, "algorithm=grpo", "hybrid.reward_worker={target: a.b:c}"),
+        ("hybrid=fsdp2", "hybrid.placement=disaggregated"),
+    ],
+)
+def test_allowed(overrides: tuple[str, ...]) -> None:
+    check_roles(configured(*overrides))
+
+
+def test_the_player_has_the_last_gpu() -> None:
+    assert playing_gpu(None, 4) == "3"
+    assert playing_gpu("2,5, 7", 3) == "7"
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides", "reason"),
+    [
+        (1, (), "needs at least 2 GPUs, and 'this machine' has 1"),
+        (2, ("hybrid=fsdp2", "hybrid.placement=disaggregated"), "beside those of 2 training ranks"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch, count: int, overrides: tuple[str, ...], reason: str) -> None:
+    """The counts alone are made up: machines with so many GPUs are what this is about."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    with pytest.raises(UserError, match=reason):
+        check_roles(load_train_config(["sim=cartpole", APART, *overrides, "hybrid.device=cuda"]))
+
+
+def test_the_keys_are_checked() -> None:
+    with pytest.raises(UserError, match=r"hybrid.placement.kind='colocated' is not a choice.*collocated"):
+        configured("hybrid.placement=colocated")
+    with pytest.raises(UserError, match=r"hybrid.ray.cpus.train must be >= 0, got -1.0"):
+        configured("hybrid.ray.cpus.train=-1")
+    with pytest.raises(UserError, match=r"hybrid.reward_worker.target must be of the form"):
+        configured("algorithm=grpo", "hybrid.reward_worker={target: nothing}")
+
+
+def test_a_saved_configuration_is_read_again(tmp_path: Path) -> None:
+    """Checkpoints keep the long form of a placement, and older ones its name alone."""
+    config = configured(APART)
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    old = config.to_dict()
+    old["hybrid"]["placement"] = "disaggregated"
+    assert TrainConfig.from_dict(old) == config

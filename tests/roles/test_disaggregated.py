@@ -1,0 +1,131 @@
+"""Playing in a process of its own, training in this one: the same numbers as in one process, and what happens when the player ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from embodied_rl.errors import UserError
+from embodied_rl.rollout.groups import BatchNeverFullError
+from embodied_rl.train import train
+from embodied_rl.trainer import Trainer
+from tests.roles.runs import GROUPS, ROLLOUTS, assert_same_run, configured, curve, trained
+
+APART = "hybrid=disaggregated"
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param([*ROLLOUTS, "total_steps=384", "evaluation.every_steps=128"], id="rollouts"),
+        pytest.param([*GROUPS, "total_steps=400", "evaluation.every_steps=200"], id="groups"),
+    ],
+)
+def test_a_run_apart_is_the_run_in_one_process_bit_for_bit(tmp_path: Path, task: list[str]) -> None:
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
+
+
+def run_and_kill(config: Any, run_dir: Path, *, before_update: int) -> int:
+    """Train, and kill the player while it would be waiting for the update's end; how many were begun anew."""
+    run_dir.mkdir(parents=True)
+    with Trainer(config, run_dir, command="test") as trainer:
+        method: Any = trainer.method
+        update = method.update
+
+        def kill_first(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            if iteration == before_update:
+                os.kill(trainer.manager._handle.process.pid, signal.SIGKILL)
+            return update(prepared, iteration=iteration, steps=steps)
+
+        method.update = kill_first
+        trainer.run()
+        return int(trainer.manager.num_restarts)
+
+
+def test_a_killed_player_is_replaced_and_nothing_is_consumed_twice(tmp_path: Path) -> None:
+    """Its groups are asked for again by their seeds, so that the curve is that of a run in which nobody was killed."""
+    task = [*GROUPS, "total_steps=300"]
+    whole = trained(tmp_path / "whole", *task)
+    config = configured(tmp_path / "killed", *task, APART)
+    assert run_and_kill(config, tmp_path / "killed", before_update=2) == 1
+    assert_same_run(whole, tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_rollouts_go_on_with_new_episodes_when_the_player_is_killed(tmp_path: Path) -> None:
+    config = configured(tmp_path / "killed", *ROLLOUTS, APART, "total_steps=384")
+    assert run_and_kill(config, tmp_path / "killed", before_update=1) == 1
+    assert [row["step"] for row in curve(tmp_path / "killed")] == [128, 256, 384]
+
+
+def test_a_player_that_keeps_ending_ends_the_run(tmp_path: Path) -> None:
+    config = configured(tmp_path / "killed", *GROUPS, APART, "total_steps=300", "hybrid.max_restarts=0")
+    with pytest.raises(UserError, match=r"signal 9.*max_restarts.*resume=auto"):
+        run_and_kill(config, tmp_path / "killed", before_update=1)
+
+
+def test_rollouts_go_on_while_training_and_no_group_is_older_than_allowed(tmp_path: Path) -> None:
+    """With S = 1, what is trained on is of this version or the one before; and somebody did play during an update."""
+    config = configured(tmp_path / "run", *GROUPS, APART, "algorithm.groups.max_staleness=1", "total_steps=500")
+    (tmp_path / "run").mkdir()
+    ages: list[list[int]] = []
+    with Trainer(config, tmp_path / "run", command="test") as trainer:
+        method: Any = trainer.method
+        prepare = method.prepare
+
+        def note(experience: Any) -> Any:
+            ages.append([group.age(trainer.iteration) for group in experience.data.groups])
+            numbers.extend(group.number for group in experience.data.groups)
+            time.sleep(0.5)
+            return prepare(experience)
+
+        numbers: list[int] = []
+        method.prepare = note
+        trainer.run()
+        counts = method.queue.counts()
+    assert all(age in (0, 1) for batch in ages for age in batch)
+    assert any(age == 1 for batch in ages for age in batch), "nothing was played while training"
+    assert len(numbers) == len(set(numbers)) == counts.consumed == 2 * len(ages)
+    assert counts.add_up
+
+
+def test_what_the_player_raises_is_raised_here_as_what_it_was(tmp_path: Path) -> None:
+    filters = "algorithm.groups.filters=[{name: mean_score, minimum: 1000}]"
+    config = configured(tmp_path / "run", *GROUPS, APART, filters, "algorithm.groups.max_rejected_per_step=3")
+    (tmp_path / "run").mkdir()
+    with Trainer(config, tmp_path / "run", command="test") as trainer, pytest.raises(BatchNeverFullError, match="max_rejected_per_step"):
+        trainer.run()
+
+
+def test_a_simulator_that_cannot_start_is_the_users_error(tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", *ROLLOUTS, APART, "sim.task=NoSuchTask-v9")
+    with pytest.raises(UserError, match="NoSuchTask-v9"):
+        Trainer(config, tmp_path / "run", command="test")
+
+
+def test_a_run_goes_on_in_another_placement(tmp_path: Path) -> None:
+    """Where it is played is no part of a checkpoint."""
+    task = [*GROUPS, "checkpoint.every_steps=100", "checkpoint.keep_last=9"]
+    whole = trained(tmp_path / "whole", *task, "total_steps=300")
+    middle = sorted((whole / "checkpoints").glob("step_*"))[0]
+    moved = tmp_path / "moved"
+    shutil.copytree(middle, moved / "checkpoints" / middle.name)
+    shutil.copy(whole / "metrics.jsonl", moved)
+    config = configured(moved, *task, APART, "total_steps=300", "resume=auto")
+    assert_same_run(whole, train(config, overrides=[APART]))
+    described = yaml.safe_load((moved / "checkpoints/last/config.yaml").read_text())
+    assert described["hybrid"]["placement"]["kind"] == "disaggregated"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [pytest.param(ROLLOUTS, id="rollouts"), pytest.param(GROUPS, id="groups")])
+def test_a_player_apart_from_two_training_ranks(tmp_path: Path, task: list[str]) -> None:
+    ranks = [*task, "hybrid=fsdp2", "total_steps=256"]
+    assert_same_run(trained(tmp_path / "here", *ranks), trained(tmp_path / "apart", *ranks, "hybrid.placement=disaggregated"))

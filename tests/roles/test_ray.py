@@ -1,0 +1,187 @@
+"""The roles as actors of a real Ray cluster on this machine: the same curve, actors that are killed, and what can never begin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RewardWorkerConfig
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
+from embodied_rl.trainer import Trainer
+from tests.roles.runs import GROUPS, ROLLOUTS, assert_same_run, configured, trained
+
+SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 2}"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    """One cluster for the module: runs find it and leave it."""
+    from embodied_rl.roles.ray_cluster import prepare
+
+    pytest.importorskip("ray")
+    ray = prepare(RayConfig())
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield ray
+    ray.shutdown()
+
+
+def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, session: Any) -> None:
+    """With reward workers too: threads here, actors there."""
+    task = [*GROUPS, SCORED, "total_steps=200", "evaluation.every_steps=100"]
+    here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray", SCORED)
+    assert_same_run(here, there)
+    unscored = trained(tmp_path / "unscored", *GROUPS, "total_steps=200", "evaluation.every_steps=100")
+    with pytest.raises(AssertionError):
+        assert_same_run(here, unscored)
+
+
+@pytest.mark.slow
+def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any) -> None:
+    task = [*ROLLOUTS, "total_steps=384", "evaluation.every_steps=128"]
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray", "hybrid.num_threads=1"))
+
+
+def test_weights_through_the_object_store(session: Any) -> None:
+    """Another process reads what was published, whole and in order, while the publisher's own tensors change already."""
+
+    class Reader:
+        def read(self, message: tuple[int, list[Any]]) -> tuple[int, dict[str, torch.Tensor]]:
+            return message[0], dict(ray_tensors(message[1]))
+
+    weights = {
+        "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+        "b": torch.tensor([1.5, -0.0, float("nan")], dtype=torch.bfloat16),
+        "count": torch.tensor(7),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+    }
+    publisher, reader = RayPublisher(bucket_bytes=16), session.remote(Reader).remote()
+    published = publisher.publish(3, weights.items())
+    first = publisher.message
+    weights["a"] += 100.0
+    version, read = session.get(reader.read.remote(first))
+    assert (version, list(read)) == (3, list(weights))
+    torch.testing.assert_close(read["a"], torch.tensor([[0.0, 1, 2], [3, 4, 5]]), rtol=0, atol=0)
+    for name in ("b", "count", "empty", "flags"):
+        assert read[name].dtype == weights[name].dtype
+        torch.testing.assert_close(read[name], weights[name], rtol=0, atol=0, equal_nan=True)
+    assert (published.num_tensors, published.num_bytes) == (5, 24 + 6 + 8 + 0 + 2)
+    assert len(first[1]) == 2, "24 bytes do not fit a bucket of 16, and the others together do"
+    publisher.publish(4, weights.items())
+    assert session.get(reader.read.remote(publisher.message))[1]["a"][0, 0] == 100.0
+
+
+def test_what_can_never_begin_is_refused_at_once(session: Any) -> None:
+    """Ray itself would wait without a word."""
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"never begin.*train 64 CPUs.*the most are 4 CPUs"):
+        RayCluster(HybridConfig(cluster="ray", ray=RayConfig(cpus=RayCpusConfig(train=64.0))))
+    assert time.monotonic() - started < 30.0, "it waited for what never comes"
+
+
+def test_what_others_hold_is_waited_for_and_then_refused(session: Any) -> None:
+    config = HybridConfig(cluster="ray", ray=RayConfig(cpus=RayCpusConfig(env=3.5, train=0.25), start_timeout_s=2.0))
+    holding = RayCluster(config)
+    with pytest.raises(UserError, match=r"not free within 2 s.*others hold them"):
+        RayCluster(config)
+    holding.close()
+    RayCluster(config).close()
+
+
+def test_whether_actors_fit_the_nodes() -> None:
+    """Against arithmetic by hand."""
+    small, large = {"CPU": 2.0}, {"CPU": 4.0, "GPU": 1.0}
+    env, train = Need("env", 3.0, 0.0), Need("train", 1.0, 1.0)
+    assert why_never([env, train], [large], "PACK") is None  # 3 + 1 of 4
+    assert why_never([env, train], [small, large], "STRICT_SPREAD") is not None  # env fits `large` alone, and so does train
+    assert "3 CPUs" in str(why_never([env], [small, small], "PACK"))
+    assert why_never([Need("env", 2.0, 0.0)] * 2, [small, small], "PACK") is None
+    assert "at the same time" in str(why_never([Need("env", 2.0, 0.0)] * 3, [small, small], "PACK"))
+    assert "of one node" in str(why_never([Need("env", 2.0, 0.0)] * 2, [small, small], "STRICT_PACK"))
+    # 1.5 + 0.5 and 1.0 + 1.0: a greedy order (1.0 beside 0.5) would leave no room.
+    parts = [Need("env", cpus, 0.0) for cpus in (1.0, 0.5, 1.5, 1.0)]
+    assert why_never(parts, [small, small], "PACK") is None
+    assert why_never([*parts, Need("env", 0.25, 0.0)], [small, small], "PACK") is not None
+
+
+def test_every_reward_worker_needs_its_share() -> None:
+    config = HybridConfig(reward_worker=RewardWorkerConfig("a:b", num_workers=3), ray=RayConfig(cpus=RayCpusConfig(reward=2.0)))
+    assert [(need.role, need.cpus) for need in needs_of(config)] == [("env", 1.0), ("generation", 0.25), ("train", 0.5)] + 3 * [
+        ("reward", 2.0)
+    ]
+    with pytest.raises(UserError, match="role train neither"):
+        needs_of(HybridConfig(ray=RayConfig(cpus=RayCpusConfig(train=0.0))))
+
+
+def kill_once(trainer: Trainer, session: Any, role: str, at: int) -> None:
+    """Kill the actor of a role while the trainer prepares the update of iteration `at`."""
+    method: Any = trainer.method
+    prepare = method.prepare
+
+    def kill(experience: Any) -> Any:
+        if trainer.iteration == at:
+            handle = trainer.manager._handle
+            actor = handle.rewards[0] if role == "reward" else getattr(handle, role)
+            session.kill(actor, no_restart=role != "reward")
+        return prepare(experience)
+
+    method.prepare = kill
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["env", "generation", "reward"])
+def test_a_killed_actor_is_replaced_and_nothing_is_consumed_twice(tmp_path: Path, session: Any, role: str) -> None:
+    task = [*GROUPS, SCORED, "total_steps=300"]
+    whole = trained(tmp_path / "whole", *task)
+    config = configured(tmp_path / role, *task, "hybrid=ray", SCORED)
+    (tmp_path / role).mkdir()
+    with Trainer(config, tmp_path / role, command="test") as trainer:
+        kill_once(trainer, session, role, at=2)
+        trainer.run()
+        assert trainer.manager.num_restarts == (0 if role == "reward" else 1), "Ray begins reward workers anew by itself"
+    assert_same_run(whole, tmp_path / role)
+
+
+@pytest.mark.slow
+def test_a_killed_train_worker_goes_back_to_the_last_checkpoint(tmp_path: Path, session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodied_rl.roles.ray_training import TrainedApart
+
+    task = [*GROUPS, "total_steps=500", "checkpoint.every_steps=100"]
+    whole = trained(tmp_path / "whole", *task)
+    update = TrainedApart.update
+    killed: list[int] = []
+
+    def kill_once_then_update(self: TrainedApart, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+        if iteration == 4 and not killed:
+            killed.append(iteration)
+            session.kill(self._worker)
+        return update(self, prepared, iteration=iteration, steps=steps)
+
+    monkeypatch.setattr(TrainedApart, "update", kill_once_then_update)
+    again = trained(tmp_path / "killed", *task, "hybrid=ray")
+    assert killed == [4]
+    assert_same_run(whole, again)
+
+
+@pytest.mark.slow
+def test_a_train_worker_that_ends_before_the_first_checkpoint_says_how_to_go_on(
+    tmp_path: Path, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from embodied_rl.roles.ray_training import TrainedApart
+
+    update = TrainedApart.update
+
+    def kill_then_update(self: TrainedApart, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+        session.kill(self._worker)
+        return update(self, prepared, iteration=iteration, steps=steps)
+
+    monkeypatch.setattr(TrainedApart, "update", kill_then_update)
+    with pytest.raises(UserError, match=r"TrainWorker has ended.*no checkpoint yet.*resume=auto"):
+        trained(tmp_path / "run", *GROUPS, "total_steps=300", "hybrid=ray")

@@ -1,0 +1,143 @@
+"""What goes over the wire comes back as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.link import Link
+from embodied_rl.roles.failures import RoleError, as_raised, told
+from embodied_rl.roles.wire import pack, unpack
+from embodied_rl.rollout.groups import BatchNeverFullError
+from embodied_rl.sim.faults import FaultKind, FaultRecord, NonFiniteSimulationError, SimFault, SlotFault
+from embodied_rl.types import Episode, EpisodeGroup
+
+
+def sent(value: Any) -> Any:
+    """Through a real socket."""
+    ours, theirs = socket.socketpair()
+    message, tensors = pack(value)
+    sender, receiver = Link(ours), Link(theirs)
+    sender.send({"value": message}, tensors)
+    received, arrays = receiver.recv(10.0)
+    sender.close()
+    receiver.close()
+    return unpack(received["value"], arrays)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Of one type and with the same bits, all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        if one.dtype == object:
+            return all(same(a, b) for a, b in zip(one.reshape(-1), other.reshape(-1), strict=True))
+        return one.tobytes() == other.tobytes()
+    if dataclasses.is_dataclass(one):
+        return all(same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [1, 2.5, "three", True, (4, [])],
+        {1: "a key that is no text", "$": "array", ("x", 2): None},
+        {"nan": float("nan"), "exact": 0.1 + 0.2, "huge": 2**80},
+        np.float64(0.1),
+        np.int32(-3),
+        np.array([0.1, np.nan, -0.0], np.float32),
+        np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2].transpose(2, 0, 1),
+        np.zeros((0, 3), np.uint8),
+        np.array(True),
+        np.array(["a", "longer"]),
+        np.array(["text", None, {"of": [1]}, np.arange(3)], object),
+        np.array([["a", "b"], ["c", "d"]], object),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values(value: Any) -> None:
+    assert same(sent(value), value)
+
+
+def test_groups_of_episodes() -> None:
+    def episode(seed: int) -> Episode:
+        return Episode(
+            observation={"state": np.random.default_rng(seed).random((3, 2), np.float32), "text": np.array(["a", "b", "c"], object)},
+            action=np.array([[0], [1], [0]]),
+            log_prob=np.full((3, 1), -0.7, np.float32),
+            reward=np.array([1, 2, 3], np.float32),
+            terminated=False,
+            truncated=True,
+            success=True,
+            seed=7,
+            domain="toy",
+            policy_version=np.array([1, 1, 2]),
+            final_observation={"state": np.zeros(2, np.float32), "text": np.array("the end", object)},
+            metadata={"final_info": {"score": np.float32(0.5)}, "greedy": False},
+        )
+
+    group = EpisodeGroup(number=3, domain="toy", seed=7, created_version=1, episodes=(episode(0), episode(1)))
+    assert same(sent([group]), [group])
+
+
+def test_a_text_without_axes_in_an_observation() -> None:
+    assert sent({"text": "plain"}) == {"text": "plain"}
+
+
+def test_tensors_and_records_of_faults() -> None:
+    record = FaultRecord(FaultKind.DIED, 1, 42, "why", (3,), (SlotFault(3, 0, 9, 5, "restored"),), 1, 0.25)
+    assert sent(record) == record
+    tensor = torch.tensor([1.5, float("nan")], dtype=torch.bfloat16)
+    torch.testing.assert_close(sent([tensor])[0], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_unknown_objects_arrive_as_text_and_unknown_types_are_refused() -> None:
+    assert sent({"what": slice(1, 2)}) == {"what": "slice(1, 2, None)"}
+    with pytest.raises(ValueError, match="'Popen', which is not known"):
+        unpack({"$": "object", "t": "Popen", "v": {"args": "true"}}, {})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("mend it"),
+        BatchNeverFullError("never"),
+        SimFault(FaultKind.DIED, 2, "its traceback", slots=[1], seeds=[7], steps=[3]),
+        NonFiniteSimulationError(FaultKind.NON_FINITE, 2, "NaN", slots=[1], seeds=[7], steps=[3]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_are_raised_as_what_they_were(error: Exception) -> None:
+    again = as_raised(json.loads(json.dumps(told(error))))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert {name: value for name, value in vars(again).items() if name != "batch"} == {
+        name: value for name, value in vars(error).items() if name != "batch"
+    }
+
+
+def test_what_is_unexpected_brings_its_traceback() -> None:
+    empty: dict[str, int] = {}
+    try:
+        empty["missing"]
+    except KeyError as error:
+        again = as_raised(told(error))
+    assert isinstance(again, RoleError)
+    assert "test_wire.py" in str(again)
+    assert "KeyError: 'missing'" in str(again)

@@ -1,0 +1,325 @@
+"""Agent programs as real processes over real HTTP: what becomes an episode, and what becomes a typed fault."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from embodied_rl.agents.turns import rows_of
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.torch_tokens import TorchTokens
+from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
+from embodied_rl.proxy.captured import CapturedSession
+from embodied_rl.proxy.sessions import SessionSampling
+from embodied_rl.rollout.domains import DomainMixture
+from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
+from embodied_rl.rollout.program_collector import ProgramCollector, episode_of_session
+from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramFaultKind, ProgramRunner
+from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.program import TARGET, ProgramOptions, TaskBook
+from tests.rollout.programs import options, program, running, says, tokenizer
+
+
+def play(runner: ProgramRunner, *seeds: int) -> list[Played]:
+    for seed in seeds:
+        runner.start(seed, seed, SessionSampling(seed))
+    ended: dict[Hashable, Played] = {}
+    while runner.num_running:
+        ended |= {played.tag: played for played in runner.wait(60.0)}
+    return [ended[seed] for seed in seeds]
+
+
+def captured(played: Played) -> CapturedSession:
+    assert isinstance(played.outcome, CapturedSession), played.outcome
+    return played.outcome
+
+
+def fault(played: Played) -> ProgramFault:
+    assert isinstance(played.outcome, ProgramFault), played.outcome
+    return played.outcome
+
+
+def test_several_programs_with_tasks_of_their_own(tmp_path: Path) -> None:
+    words = tokenizer()
+    (tmp_path / "tasks.jsonl").write_text('{"colour": "red"}\n\n{"colour": "blue"}\n')
+    path = program(tmp_path, "said = ask('say ' + task['colour'])\nreward(1.0 if task['colour'] in said else 0.25)\n")
+    with running(says(words, "red"), words, options(path, tasks=str(tmp_path / "tasks.jsonl"))) as runner:
+        found = play(runner, *range(6))
+    assert {played.task["colour"] for played in found} == {"red", "blue"}
+    assert [played.reward for played in found] == [1.0 if played.task["colour"] == "red" else 0.25 for played in found]
+    for played in found:
+        (turn,) = captured(played).turns
+        assert turn.sampled_ids.tolist() == [*words.encode("red"), 2]
+        assert turn.version.tolist() == [5, 5]
+        asked = [{"role": "user", "content": f"say {played.task['colour']}"}]
+        assert turn.prompt_ids.tolist() == words.chat(asked).tolist()
+
+
+FAILING: list[tuple[str, str, str, dict[str, Any], ProgramFaultKind]] = [
+    ("exception", "ask('say'); reward(1.0)\nraise KeyError('oops')", "KeyError: 'oops'", {}, ProgramFaultKind.CRASHED),
+    ("status", "ask('say'); reward(1.0); sys.exit(3)", "", {}, ProgramFaultKind.CRASHED),
+    ("signal", "ask('say'); reward(1.0)\nos.kill(os.getpid(), 9)", "", {}, ProgramFaultKind.CRASHED),
+    (
+        "hangs",
+        "ask('say'); reward(1.0); print('still here', flush=True); time.sleep(600)",
+        "still here",
+        {"timeout_s": 8.0},
+        ProgramFaultKind.TIMED_OUT,
+    ),
+    ("silent", "ask('say')", "", {}, ProgramFaultKind.NO_REWARD),
+    ("ends without a word", "ask('say'); post(os.environ['EMBODIED_RL_SESSION_URL'] + '/end', {})", "", {}, ProgramFaultKind.NO_REWARD),
+    ("never asks", "reward(1.0)", "", {}, ProgramFaultKind.NO_TURNS),
+    ("status of exit", "ask('say'); sys.exit(1)", "", {"reward": "exit"}, ProgramFaultKind.CRASHED),
+]
+
+
+@pytest.mark.parametrize(("body", "told", "more", "kind"), [case[1:] for case in FAILING], ids=[case[0] for case in FAILING])
+def test_what_goes_wrong_is_a_typed_record_and_never_a_reward(
+    tmp_path: Path, body: str, told: str, more: dict[str, Any], kind: ProgramFaultKind
+) -> None:
+    words = tokenizer()
+    with running(says(words, "red"), words, options(program(tmp_path, body), **more)) as runner:
+        (played,) = play(runner, 7)
+        assert runner.proxy._book.sessions == {}, "its session is gone with it"
+    record = fault(played)
+    assert (record.kind, record.seed, played.reward) == (kind, 7, 0.0)
+    assert told in record.detail
+    assert record.num_turns == (0 if kind is ProgramFaultKind.NO_TURNS else 1)
+    assert json.loads(json.dumps(record.to_dict()))["kind"] == kind.value
+
+
+def test_rewards_by_exit_status_and_by_the_programs_own_end(tmp_path: Path) -> None:
+    words = tokenizer()
+    path = program(tmp_path, "ask('say')\nsys.exit(0 if int(os.environ['EMBODIED_RL_SEED']) % 2 else 3)")
+    with running(says(words, "red"), words, options(path, reward="exit")) as runner:
+        assert [played.reward for played in play(runner, 1, 2, 3)] == [1.0, 0.0, 1.0]
+    path = program(tmp_path, "ask('say'); post(os.environ['EMBODIED_RL_SESSION_URL'] + '/end', {'reward': 0.5})")
+    with running(says(words, "red"), words, options(path)) as runner:
+        (played,) = play(runner, 4)
+        assert (played.reward, captured(played).ended_by) == (0.5, "client")
+
+
+def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
+    words = tokenizer()
+    script = tmp_path / "no_interpreter"
+    script.write_text("#!/nowhere/at/all\n")
+    script.chmod(0o755)
+    with running(says(words, "red"), words, ProgramOptions(command=(str(script),))) as runner:
+        (played,) = play(runner, 1)
+    assert fault(played).kind is ProgramFaultKind.NOT_STARTED
+
+
+def test_children_end_with_their_program(tmp_path: Path) -> None:
+    words = tokenizer()
+    body = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\nask('say'); reward(1.0)\n"
+    )
+    with running(says(words, "red"), words, options(program(tmp_path, body))) as runner:
+        (played,) = play(runner, 1)
+    assert played.reward == 1.0
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while _lives(pid):
+        assert time.monotonic() < deadline, "the child outlived its program"
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_key_opens_its_own_session_alone(tmp_path: Path) -> None:
+    words = tokenizer()
+    body = (
+        "other = os.environ['EMBODIED_RL_SESSION_URL'].rpartition('/')[0] + '/'\n"
+        "ask('say'); reward(1.0)\n"
+        "for name in ('unknown', 'nobody'):\n"
+        "    try:\n        post(other + name + '/reward', {'reward': 9.0})\n"
+        "    except Exception as error:\n        assert error.code == 401, error\n"
+    )
+    with running(says(words, "red"), words, options(program(tmp_path, body))) as runner:
+        (played,) = play(runner, 1)
+        request = urllib.request.Request(
+            f"{runner.proxy.base_url}/chat/completions", b"{}", {"Authorization": "Bearer guessed", "Content-Type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(request, timeout=30)
+    assert played.reward == 1.0
+
+
+def test_answers_depend_on_seeds_and_weights_alone(tmp_path: Path) -> None:
+    """Greedy sessions take the likeliest tokens, whatever temperature a program asks for."""
+    words = tokenizer()
+    shape = TinyShape(hidden_size=32, num_layers=1, num_heads=1, intermediate_size=32, spread=0.5)
+    make_tiny_model(tmp_path / "model", (), shape=shape, tokenizer=word_tokenizer_of(words))
+    path = program(tmp_path, "first = ask('say red')\nask('say red', first, 'say blue'); reward(1.0)")
+
+    def tokens(seeds: list[int], temperature: float) -> list[list[int]]:
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        with running(TorchTokens(model), words, options(path)) as runner:
+            for number, seed in enumerate(seeds):
+                runner.start(number, 1, SessionSampling(seed, temperature))
+            ended: dict[Hashable, Played] = {}
+            while runner.num_running:
+                ended |= {played.tag: played for played in runner.wait(60.0)}
+        return [[int(t) for turn in captured(ended[number]).turns for t in turn.sampled_ids] for number in range(len(seeds))]
+
+    sampled = tokens([1, 2, 3], 1.0)
+    assert tokens([3, 1], 1.0) == [sampled[2], sampled[0]]
+    assert len({str(one) for one in sampled}) == 3
+    greedy = tokens([1, 2], 0.0)
+    assert greedy[0] == greedy[1]
+
+
+def word_tokenizer_of(words: Any) -> Any:
+    return words._tokenizer
+
+
+# ---- episodes and groups --------------------------------------------------------------------------------------------
+
+
+def test_rows_are_the_captured_trajectories(tmp_path: Path) -> None:
+    """Two conversations, one of which is gone on with in two ways."""
+    words = tokenizer()
+    body = (
+        "a = ask('say red'); b = ask('say blue')\nc = ask('say red', a, 'say green'); ask('say red', a, 'say one')\n"
+        "ask('say red', a, 'say green', c, 'say blue'); ask('say blue', b, 'say red'); reward(2.0)\n"
+    )
+    with running(says(words, "red", "blue green", "green"), words, options(program(tmp_path, body))) as runner:
+        (played,) = play(runner, 1)
+    session = captured(played)
+    assert [turn.parent for turn in session.turns] == [None, None, 0, 0, 2, 1]
+    episode = episode_of_session(session, words, reward=2.0, success=True, seed=1, domain="d")
+    rows, wanted = rows_of(episode.turns), session.trajectories()
+    assert [row.token_ids.tolist() for row in rows] == [path.token_ids.tolist() for path in wanted]
+    assert [row.mask.tolist() for row in rows] == [path.mask.tolist() for path in wanted]
+    assert [row.log_prob.tolist() for row in rows] == [path.log_prob.tolist() for path in wanted]
+    assert sum(int(row.mask.sum()) for row in rows) == sum(len(turn.sampled_ids) for turn in session.turns)
+    assert episode.reward.tolist() == [0.0] * 5 + [2.0]
+    assert np.unique(episode.policy_version[episode.mask]).tolist() == [5]
+    assert episode.turns[0].answer == "red"
+
+
+def collector(runner: ProgramRunner, words: Any, queue: GroupQueue, num_slots: int = 3) -> ProgramCollector:
+    return ProgramCollector(runner, queue, words, num_slots=num_slots, seed=0, sampling=SessionSampling(0))
+
+
+def new_queue(**more: Any) -> GroupQueue:
+    wanted = {"group_size": 3, "groups_per_step": 2, "max_retries": 1, **more}
+    return GroupQueue(GroupQueueConfig(**wanted), seed=0, domains=DomainMixture.single("programs"))
+
+
+def test_groups_share_their_task_and_failures_are_tried_again(tmp_path: Path) -> None:
+    words = tokenizer()
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"number": {number}}}\n' for number in range(50)))
+    # Every third start of all crashes.
+    body = (
+        f"counter = {str(tmp_path)!r} + '/started'\n"
+        "with open(counter, 'a') as file:\n    import fcntl; fcntl.flock(file, fcntl.LOCK_EX); file.write('x')\n"
+        "if os.path.getsize(counter) % 3 == 0: raise SystemError('planned')\n"
+        "ask('say red'); reward(float(task['number']))\n"
+    )
+    with running(says(words, "red"), words, options(program(tmp_path, body), tasks=str(tmp_path / "tasks.jsonl"))) as runner:
+        queue = new_queue(max_retries=5)
+        collecting = collector(runner, words, queue)
+        groups = collecting.next_groups(0)
+        figures = collecting.figures()
+    assert len(groups) == 2
+    for group in groups:
+        assert len({episode.metadata["task"]["number"] for episode in group.episodes}) == 1
+        assert [episode.episode_return for episode in group.episodes] == [float(group.episodes[0].metadata["task"]["number"])] * 3
+    counts = queue.episode_counts()
+    assert counts.accepted == 6
+    assert counts.failed == figures["failed_crashed"] == len(collecting.faults) >= 2
+    assert all("planned" in one.detail for one in collecting.faults)
+
+
+def test_superfluous_programs_are_stopped(tmp_path: Path) -> None:
+    words = tokenizer()
+    slow = (
+        f"import pathlib\nflag = pathlib.Path({str(tmp_path)!r}) / 'one'\n"
+        "try:\n    flag.touch(exist_ok=False); time.sleep(600)\nexcept FileExistsError:\n    pass\n"
+    )
+    with running(says(words, "red"), words, options(program(tmp_path, slow + "ask('say'); reward(1.0)"))) as runner:
+        queue = new_queue(group_size=2, groups_per_step=1, redundancy=1)
+        collecting = collector(runner, words, queue)
+        (group,) = collecting.next_groups(0)
+        collecting._look()
+        assert runner.num_running == 0
+    assert len(group.episodes) == 2
+    assert (queue.episode_counts().abandoned, queue.episode_counts().failed) == (1, 0)
+
+
+def test_a_program_that_always_fails_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    words = tokenizer()
+    body = "raise RuntimeError('no such table')"
+    with running(says(words, "red"), words, options(program(tmp_path, body))) as runner:
+        collecting = collector(runner, words, new_queue(max_retries=0, max_rejected_per_step=2))
+        with pytest.raises(BatchNeverFullError, match=r"program crashed \(status 1\): RuntimeError: no such table"):
+            collecting.next_groups(0)
+
+
+# ---- configuration --------------------------------------------------------------------------------------------------
+
+
+def test_tasks_by_seed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
+    (tmp_path / "b.jsonl").write_text('{"n": 3}\n{"n": 4}\n{"n": 5}\n')
+    book = TaskBook(ProgramOptions(("x",), tasks=str(tmp_path / "a.jsonl"), held_out_tasks=str(tmp_path / "b.jsonl")))
+    assert {book.task(seed)["n"] for seed in range(20)} == {1, 2}
+    assert [book.task(HELD_OUT_START + number)["n"] for number in range(4)] == [3, 4, 5, 3]
+    assert TaskBook(ProgramOptions(("x",))).task(3) == {}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"command": []}, "command must be a list of words"),
+        ({"command": "python agent.py"}, "must be a list of texts"),
+        ({"command": ["no-such-program-here"]}, "no program that can be run"),
+        ({"command": ["{python}", "missing.py"]}, r"'missing.py' is not there"),
+        ({"command": ["{python}", "{taks}"]}, r"Placeholders: \{python\}, \{task\}"),
+        ({"command": ["{python}"], "reward": "htp"}, "Did you mean 'http'"),
+        ({"command": ["{python}"], "timeout_s": 0}, "timeout_s must be > 0"),
+        ({"command": ["{python}"], "task": "x"}, "Did you mean 'tasks'"),
+    ],
+)
+def test_mistakes_are_told(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ProgramOptions.of(SimConfig(name="p", target=TARGET, kwargs=kwargs))
+
+
+def test_task_files_are_checked(tmp_path: Path) -> None:
+    for text, message in (
+        ("", "holds no task"),
+        ('{"a": 1}\n[1]', r"line 2: a task must be a JSON object"),
+        ("{", "line 1: this is not JSON"),
+    ):
+        (tmp_path / "t.jsonl").write_text(text)
+        with pytest.raises(UserError, match=message):
+            TaskBook(ProgramOptions(("x",), tasks=str(tmp_path / "t.jsonl")))
+    with pytest.raises(UserError, match="cannot be read"):
+        TaskBook(ProgramOptions(("x",), tasks=str(tmp_path / "none")))
+
+
+def test_a_program_is_no_simulator() -> None:
+    with pytest.raises(UserError, match="experiment=agent_program"):
+        SimFactory(TARGET).make(1)
