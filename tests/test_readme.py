@@ -15,9 +15,12 @@ from tests.test_examples import blocks, commands
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CLONES = ["algorithm.warm_start.episodes=8", "algorithm.warm_start.num_epochs=1", "algorithm.warm_start.measured_episodes=2"]
 SHORT = {
     (): ["total_steps=2048", "evaluation.every_steps=null", "evaluation.num_episodes=4"],
     ("experiment=fetch_reach",): [],  # as it is: the smoke run
+    ("experiment=tiny_vla",): [*CLONES, "evaluation.num_episodes=2", "evaluation.every_steps=null", "total_steps=512", "video.enabled=no"],
+    ("experiment=frozenlake_text",): [*CLONES, "evaluation.num_episodes=2", "evaluation.every_steps=null", "total_steps=64"],
 }
 """What a training command is shortened by: learning itself is shown by test_main_job.py and by docs/results.md."""
 
