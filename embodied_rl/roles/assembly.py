@@ -125,8 +125,10 @@ def _check_apart(config: TrainConfig) -> None:
     algorithm = config.algorithm
     where = "hybrid.cluster=ray" if config.hybrid.cluster == "ray" else "hybrid.placement=disaggregated"
     here = "The nearest possible: hybrid=collocated."
-    if config.policy.name == "language" or config.domains:
-        raise UserError(f"{where} is offered for robots' policies; language agents play and train in one process. {here}")
+    if config.domains:
+        raise UserError(f"{where} is offered for one task at a time; several domains play and train in one process. {here}")
+    if config.policy.name == "language" and config.hybrid.cluster == "ray":
+        raise UserError(f"{where} is offered for robots' policies. The nearest possible for language agents: hybrid=disaggregated.")
     if not algorithm.on_policy:
         raise UserError(
             f"{where} is for learning by playing, and algorithm={algorithm.name} learns from recorded or replayed steps. {here}"
@@ -135,7 +137,7 @@ def _check_apart(config: TrainConfig) -> None:
         "algorithm.initialized.share": algorithm.initialized.share > 0,
         "record.share": config.record.share > 0,
         "hybrid.offload": bool({"simulators", "kv_cache"} & set(config.hybrid.offload)),
-        "algorithm.warm_start": config.hybrid.cluster == "ray" and algorithm.warm_start is not None,
+        "algorithm.warm_start": config.hybrid.cluster == "ray" and algorithm.warm_start is not None and config.policy.name != "language",
         "hybrid.sharding": config.hybrid.cluster == "ray" and config.hybrid.sharding is not None,
     }
     for key, given in wrong.items():

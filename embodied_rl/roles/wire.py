@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_rl.agents.parsing import InvalidAction, ToolRequest, ValidAction
+from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
+from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.sim.faults import FaultKind, FaultRecord, SlotFault
 from embodied_rl.types import Episode, EpisodeGroup, EpisodeSummary, Rollout
 
-_TYPES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (CollectorTimes, Episode, EpisodeGroup, EpisodeSummary, FaultRecord, Rollout, SlotFault)
-}
+_AGENTS: tuple[type[Any], ...] = (AgentEpisode, Dropped, InvalidAction, MalformedCall, ToolCall, ToolRequest, Turn, ValidAction)
+_ROBOTS: tuple[type[Any], ...] = (CollectorTimes, Episode, EpisodeGroup, EpisodeSummary, FaultRecord, Rollout, SlotFault)
+_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ROBOTS, *_AGENTS)}
 _ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (FaultKind,)}
 _KIND = "$"
 """Key of the objects below; a mapping is always sent as a list of pairs, so that none is taken for one of them."""

@@ -167,6 +167,10 @@ class AgentCollector:
         used = {} if self.agent.tools is None else {"tool_turns": 0.0, **self.agent.tools.figures()}
         return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **used, **shares}
 
+    def metrics(self) -> dict[str, float]:
+        """`figures`, as they are logged."""
+        return {f"agent/{name}": value for name, value in self.figures().items()}
+
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
     @property

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ToolRequest, ValidAction
+from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
+from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.link import Link
 from embodied_rl.roles.failures import RoleError, as_raised, told
@@ -94,6 +97,36 @@ def test_groups_of_episodes() -> None:
 
     group = EpisodeGroup(number=3, domain="toy", seed=7, created_version=1, episodes=(episode(0), episode(1)))
     assert same(sent([group]), [group])
+
+
+def test_episodes_of_agents() -> None:
+    def turn(parsed: ParsedAction, version: int, **options: Any) -> Turn:
+        return Turn(
+            observation="a board",
+            prompt_ids=np.array([4, 5, 6]),
+            token_ids=np.array([7, 8]),
+            log_prob=np.array([-0.1, -2.5], np.float32),
+            version=np.array([version, version + 1]),
+            answer="left",
+            parsed=parsed,
+            reward=-0.1,
+            game_reward=0.1 + 0.2,
+            **options,
+        )
+
+    calls = ToolRequest((ToolCall("calculator", {"expression": "6 * 7", "digits": [1, None]}), MalformedCall("not closed", "{")))
+    turns = [
+        turn(ValidAction("left"), 3, dropped=Dropped(2, 40)),
+        turn(InvalidAction("cut", "lef"), 4, images=(np.arange(12, dtype=np.uint8).reshape(2, 2, 3),)),
+        turn(calls, 4),
+    ]
+    whole = episode_of(turns, terminated=True, truncated=False, success=True, seed=5, domain="lake", final_text="goal", greedy=True)
+    group = EpisodeGroup(number=3, domain="lake", seed=5, created_version=3, episodes=(whole,))
+    again = sent([group])
+    assert same(again, [group])
+    assert type(again[0].episodes[0]) is AgentEpisode
+    assert again[0].episodes[0].turns[2].parsed == calls
+    assert again[0].episodes[0].game_return == whole.game_return
 
 
 def test_a_text_without_axes_in_an_observation() -> None:

@@ -1,0 +1,119 @@
+"""Language agents that play in a process of their own: the same numbers as in one process, and what happens when it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.agents.turns import AgentEpisode
+from embodied_rl.errors import UserError
+from embodied_rl.methods.language_apart import write_model_files
+from embodied_rl.train import train
+from embodied_rl.trainer import Trainer
+from tests.roles.runs import TEXTS, assert_same_run, configured, curve, trained
+
+APART = "hybrid=disaggregated"
+
+
+def test_a_run_apart_is_the_run_in_one_process_bit_for_bit(tmp_path: Path) -> None:
+    """With a warm start, whose scripted player plays there, and evaluations in between."""
+    task = [*TEXTS, "total_steps=300", "evaluation.every_steps=100"]
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
+    rows = curve(tmp_path / "apart")
+    assert rows[0]["warm_start/episodes"] == 8.0
+    assert sum("train/loss" in row for row in rows) > 1
+    assert any("eval/return" in row for row in rows)
+    assert all(row["train/log_prob_difference"] == 0.0 for row in rows if "train/loss" in row), "other weights played"
+    pages = [(tmp_path / name / "dialogues.html").read_text(encoding="utf-8") for name in ("here", "apart")]
+    assert pages[0] == pages[1]
+
+
+def test_a_killed_player_is_replaced_and_nothing_is_consumed_twice(tmp_path: Path) -> None:
+    """The new one is told of the model before it plays, and asked for the same groups by their seeds."""
+    task = [*TEXTS, "total_steps=300", "algorithm.warm_start=null"]
+    whole = trained(tmp_path / "whole", *task)
+    config = configured(tmp_path / "killed", *task, APART)
+    (tmp_path / "killed").mkdir()
+    with Trainer(config, tmp_path / "killed", command="test") as trainer:
+        method: Any = trainer.method
+        update = method.update
+
+        def kill_first(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            if iteration == 1:
+                os.kill(trainer.manager._handle.process.pid, signal.SIGKILL)
+            return dict(update(prepared, iteration=iteration, steps=steps))
+
+        method.update = kill_first
+        trainer.run()
+        assert trainer.manager.num_restarts == 1
+    assert_same_run(whole, tmp_path / "killed")
+
+
+def test_episodes_go_on_while_training_and_none_is_older_than_allowed(tmp_path: Path) -> None:
+    """With S = 1: each group is of this version or the one before, and each token says which weights sampled it."""
+    overrides = [*TEXTS, APART, "algorithm.warm_start=null", "algorithm.groups.max_staleness=1", "total_steps=700"]
+    config = configured(tmp_path / "run", *overrides)
+    (tmp_path / "run").mkdir()
+    ages: list[int] = []
+    numbers: list[int] = []
+    behind: list[int] = []
+    with Trainer(config, tmp_path / "run", command="test") as trainer:
+        method: Any = trainer.method
+        prepare = method.prepare
+
+        def note(experience: Any) -> Any:
+            for group in experience.data:
+                ages.append(group.age(trainer.iteration))
+                numbers.append(group.number)
+                for episode in group.episodes:
+                    assert isinstance(episode, AgentEpisode)
+                    behind.extend(trainer.iteration - np.concatenate([turn.version for turn in episode.turns]))
+            time.sleep(0.5)
+            return prepare(experience)
+
+        method.prepare = note
+        trainer.run()
+        counts = method.queue.counts()
+        iterations = trainer.iteration
+    assert set(ages) == {0, 1}, "1 is missing: nothing was played while training"
+    assert set(behind) == {0, 1}
+    assert len(numbers) == len(set(numbers)) == counts.consumed == 4 * iterations
+    assert counts.add_up
+
+
+def test_a_run_goes_on_in_another_placement(tmp_path: Path) -> None:
+    """The player gets the checkpoint's own tokenizer, whatever the simulators would show now."""
+    task = [*TEXTS, "checkpoint.every_steps=100", "checkpoint.keep_last=9"]
+    whole = trained(tmp_path / "whole", *task, "total_steps=300")
+    middle = sorted((whole / "checkpoints").glob("step_*"))[0]
+    moved = tmp_path / "moved"
+    shutil.copytree(middle, moved / "checkpoints" / middle.name)
+    shutil.copy(whole / "metrics.jsonl", moved)
+    config = configured(moved, *task, APART, "total_steps=300", "resume=auto")
+    assert_same_run(whole, train(config, overrides=[APART]))
+
+
+def test_a_model_that_the_player_cannot_use_is_the_users_error(tmp_path: Path) -> None:
+    config = configured(tmp_path / "run", *TEXTS, APART, 'agent.stop=["<nothing of the kind>"]')
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="nothing of the kind"):
+        Trainer(config, tmp_path / "run", command="test")
+
+
+@pytest.mark.parametrize("name", ["../config.json", "/tmp/config.json", "a/../../b"])
+def test_files_of_a_model_stay_in_its_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be named"):
+        write_model_files({name: np.zeros(1, np.uint8)}, tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_a_player_apart_from_two_training_ranks(tmp_path: Path) -> None:
+    ranks = [*TEXTS, "hybrid=fsdp2", "total_steps=256"]
+    assert_same_run(trained(tmp_path / "here", *ranks), trained(tmp_path / "apart", *ranks, "hybrid.placement=disaggregated"))
