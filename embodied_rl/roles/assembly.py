@@ -127,8 +127,6 @@ def _check_apart(config: TrainConfig) -> None:
     here = "The nearest possible: hybrid=collocated."
     if config.domains:
         raise UserError(f"{where} is offered for one task at a time; several domains play and train in one process. {here}")
-    if config.policy.name == "language" and config.hybrid.cluster == "ray":
-        raise UserError(f"{where} is offered for robots' policies. The nearest possible for language agents: hybrid=disaggregated.")
     if not algorithm.on_policy:
         raise UserError(
             f"{where} is for learning by playing, and algorithm={algorithm.name} learns from recorded or replayed steps. {here}"
