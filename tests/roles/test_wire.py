@@ -66,6 +66,7 @@ def same(one: Any, other: Any) -> bool:
         np.int32(-3),
         np.array([0.1, np.nan, -0.0], np.float32),
         np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2].transpose(2, 0, 1),
+        np.arange(3000, dtype=np.float64).reshape(30, 100)[:, ::2],
         np.zeros((0, 3), np.uint8),
         np.array(True),
         np.array(["a", "longer"]),
@@ -76,6 +77,16 @@ def same(one: Any, other: Any) -> bool:
 )
 def test_values(value: Any) -> None:
     assert same(sent(value), value)
+
+
+def test_small_arrays_of_a_type_share_a_tensor_and_are_apart_again() -> None:
+    value = [np.arange(5), np.ones(2, np.float32), np.arange(5, 9).reshape(2, 2), np.arange(2000), np.zeros(0, np.int64)]
+    assert len(pack(value)[1]) == 3
+    again = sent(value)
+    assert same(again, value)
+    again[0][:] = -1
+    assert same(again[2], value[2])
+    assert again[0].base is None, "one array would keep all of them"
 
 
 def test_groups_of_episodes() -> None:
