@@ -26,8 +26,9 @@ from embodied_rl.methods.groups import make_group_queue
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, read_model, write_model_files
 from embodied_rl.methods.language_player import first_texts, make_agent
 from embodied_rl.methods.warm_start import play_script
-from embodied_rl.roles.player import Player
+from embodied_rl.roles.player import Player, make_scorer
 from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.types import SimSpec
 
@@ -57,9 +58,15 @@ class OwnAgent:
 class AgentPlayer(Player):
     """Plays groups of text episodes; see `Player`."""
 
-    def __init__(self, config: TrainConfig, *, make_backend: MakeBackend = own_backend) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        make_backend: MakeBackend = own_backend,
+        make_scoring: Callable[[TrainConfig], Scorer | None] = make_scorer,
+    ) -> None:
         """Start the environments. Raises UserError as `EnvManager` does."""
-        self._make_backend = make_backend
+        self._make_backend, self._make_scoring = make_backend, make_scoring
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._agent: OwnAgent | None = None
         self._start(config)
@@ -83,7 +90,9 @@ class AgentPlayer(Player):
             raise
         self.acting = self._agent
         self.queue = make_group_queue(self.config, spec.task)
-        self.collector = make_agent_collector(self.config, self.manager, self._agent.generator, self.queue)
+        collector = make_agent_collector(self.config, self.manager, self._agent.generator, self.queue)
+        self.collector = collector
+        self.scorer = collector.scorer = self._make_scoring(self.config)
 
     def demonstrate(self) -> list[AgentEpisode]:
         """See `play_script`; what was being played is lost, so that `restart` must follow."""

@@ -15,6 +15,7 @@ from embodied_rl.roles.player import make_scorer
 from embodied_rl.roles.player_process import PlayerProcess
 from embodied_rl.roles.remote import PlayerHandle, RemoteCollector, RemotePlayer
 from embodied_rl.sim.affinity import available_cores
+from embodied_rl.sim.text.program import is_program
 
 
 def start_player(config: TrainConfig) -> RemotePlayer | None:
@@ -60,10 +61,10 @@ def check_roles(config: TrainConfig) -> None:
                 f"hybrid.reward_worker scores whole episodes, and algorithm={algorithm.name} learns from fixed rollouts or recordings: "
                 "choose a method on groups (algorithm=grpo, ppo_episodes, …)."
             )
-        if config.policy.name == "language" or config.domains:
+        if is_program(config.sim) or config.domains:
             raise UserError(
-                "hybrid.reward_worker scores the episodes of robots' policies; language agents have their rewards from the task: set "
-                "hybrid.reward_worker=null."
+                "hybrid.reward_worker scores the episodes of one task's simulators; agent programs and several domains have rewards of "
+                "their own: set hybrid.reward_worker=null."
             )
         if algorithm.initialized.share > 0:
             raise UserError(

@@ -195,13 +195,12 @@ class EnvWorker:
         options = config.hybrid.reward_worker
 
         def build() -> Player:
+            def make_scoring(_: TrainConfig) -> RayScorer | None:
+                return None if options is None else RayScorer(rewards, options)
+
             if config.policy.name == "language":
-                return AgentPlayer(config, make_backend=lambda _, __, files: RayTokens(generation, files))
-            return Player(
-                config,
-                make_acting=lambda _, spec: RayGenerator(generation, spec),
-                make_scoring=lambda _: None if options is None else RayScorer(rewards, options),
-            )
+                return AgentPlayer(config, make_backend=lambda _, __, files: RayTokens(generation, files), make_scoring=make_scoring)
+            return Player(config, make_acting=lambda _, spec: RayGenerator(generation, spec), make_scoring=make_scoring)
 
         kind, player = outcome_of(build)
         if kind == "value":

@@ -114,6 +114,30 @@ def test_files_of_a_model_stay_in_its_folder(tmp_path: Path, name: str) -> None:
         write_model_files({name: np.zeros(1, np.uint8)}, tmp_path / "model")
 
 
+def test_reward_workers_score_whole_dialogues_here_and_there(tmp_path: Path) -> None:
+    """Everything else set to zero, an episode's return is its score: less a tenth for each turn."""
+    scored = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 2, combine: replace}"
+    task = [*TEXTS, "total_steps=200", "algorithm.warm_start=null"]
+    here = trained(tmp_path / "here", *task, scored)
+    config = configured(tmp_path / "apart", *task, APART, scored)
+    (tmp_path / "apart").mkdir()
+    with Trainer(config, tmp_path / "apart", command="test") as trainer:
+        method: Any = trainer.method
+        prepare = method.prepare
+
+        def note(experience: Any) -> Any:
+            for episode in (episode for group in experience.data for episode in group.episodes):
+                assert episode.episode_return == pytest.approx(-0.1 * len(episode.turns))
+                assert episode.episode_return == pytest.approx(sum(turn.reward for turn in episode.turns))
+                assert episode.game_return == episode.metadata["simulator_return"]
+            return prepare(experience)
+
+        method.prepare = note
+        trainer.run()
+    assert_same_run(here, tmp_path / "apart")
+    assert curve(here)[-1]["reward_worker/scored"] == 8.0 * sum("train/loss" in row for row in curve(here))
+
+
 @pytest.mark.slow
 def test_a_player_apart_from_two_training_ranks(tmp_path: Path) -> None:
     ranks = [*TEXTS, "hybrid=fsdp2", "total_steps=256"]

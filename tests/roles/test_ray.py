@@ -50,12 +50,13 @@ def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any) -> None:
 
 
 def test_a_language_agent_with_ray_is_the_one_without_it_bit_for_bit(tmp_path: Path, session: Any) -> None:
-    """The warm start happens before the actor that trains keeps its reference, and is in both runs' checkpoints."""
-    task = [*TEXTS, "total_steps=250", "evaluation.every_steps=100", "algorithm.kl.coef=0.1"]
+    """The warm start comes before the actor that trains keeps its reference, and is in both runs' checkpoints; with reward workers too."""
+    task = [*TEXTS, SCORED, "total_steps=250", "evaluation.every_steps=100", "algorithm.kl.coef=0.1"]
     here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray")
     assert_same_run(here, there)
     rows = curve(there)
     assert rows[0]["warm_start/episodes"] == 8.0
+    assert rows[0]["reward_worker/scored"] == 8.0
     assert [row["train/kl"] for row in rows if "train/kl" in row][-1] > 0.0
     states = [load_checkpoint(folder) for folder in (here, there)]
     assert states[0].state["algorithm"] == states[1].state["algorithm"]
