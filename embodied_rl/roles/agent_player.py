@@ -67,7 +67,6 @@ class AgentPlayer(Player):
     ) -> None:
         """Start the environments. Raises UserError as `EnvManager` does."""
         self._make_backend, self._make_scoring = make_backend, make_scoring
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._agent: OwnAgent | None = None
         self._start(config)
 
@@ -78,16 +77,17 @@ class AgentPlayer(Player):
     def take_model(self, files: ModelFiles) -> None:
         """What the model is; its weights come with `load`. Once. Raises UserError for one that the backend or the agent cannot use."""
         assert self._agent is None, "a player has one model"
-        self._folder = tempfile.TemporaryDirectory(prefix="embodied_rl_player_")
-        folder = Path(self._folder.name)
-        write_model_files(files, folder)
         spec = plain_spec(self.manager.spec)
-        backend = self._make_backend(self.config, folder, files)
-        try:
-            self._agent = OwnAgent(self.config, spec, folder, backend)
-        except BaseException:
-            backend.close()
-            raise
+        # All of it is read when this is over: a player that is killed leaves nothing behind.
+        with tempfile.TemporaryDirectory(prefix="embodied_rl_player_") as name:
+            folder = Path(name)
+            write_model_files(files, folder)
+            backend = self._make_backend(self.config, folder, files)
+            try:
+                self._agent = OwnAgent(self.config, spec, folder, backend)
+            except BaseException:
+                backend.close()
+                raise
         self.acting = self._agent
         self.queue = make_group_queue(self.config, spec.task)
         collector = make_agent_collector(self.config, self.manager, self._agent.generator, self.queue)
@@ -107,8 +107,6 @@ class AgentPlayer(Player):
                 self._agent.generator.close()
         finally:
             super().close()
-            if self._folder is not None:
-                self._folder.cleanup()
 
 
 def make_player(config: TrainConfig) -> Player:

@@ -69,10 +69,9 @@ class GenerationWorker:
 
         def build() -> None:
             _one_thread()
-            self._folder = tempfile.TemporaryDirectory(prefix="embodied_rl_model_")
-            folder = Path(self._folder.name)
-            write_model_files(files, folder)
-            self._backend = blank_backend(self._config, folder, resolve_device(self._config.hybrid.device))
+            with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
+                write_model_files(files, Path(name))
+                self._backend = blank_backend(self._config, Path(name), resolve_device(self._config.hybrid.device))
 
         return outcome_of(build)
 
