@@ -131,12 +131,14 @@ class Trainer:
             base = None if checkpoint is None else base_of(checkpoint, config.policy.model, verify=False)
             folder = None if checkpoint is None else checkpoint.path
             self.policy = make_language_policy(config, self.manager, self.run_dir, folder, base)
-            self.generator = make_agent_generator(config, self.policy, self.spec, self.run_dir)
+            if not isinstance(self.manager, RemotePlayer):
+                self.generator = make_agent_generator(config, self.policy, self.spec, self.run_dir)
         else:
             self.policy = build_policy(config.policy, self.spec)
             self.generator = make_generator(config.generation, self.policy)
         if isinstance(self.manager, RemotePlayer):
-            self.generator, self.manager.policy = self.manager, self.policy
+            self.generator = self.manager
+            self.manager.take_policy(self.policy)
         if not isinstance(self.manager, DomainManagers):
             self.method = make_method(config, self.manager, self.policy, self.generator, self.run_dir)
             self.method = connect(config, self.method, self.manager)

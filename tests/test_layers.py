@@ -59,7 +59,7 @@ FLOORS: dict[str, set[str]] = {
     "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
     "offline_report": GROUND | {"episodes", "video"},
     "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "hybrid", "policies", "rollout", "sim"},
-    "roles": GROUND | {"algorithms", "config", "generation", "hybrid", "methods", "policies", "rollout", "sim"},
+    "roles": GROUND | {"agents", "algorithms", "config", "generation", "hybrid", "methods", "policies", "rollout", "sim"},
     "trainer": GROUND
     | {
         "config",

@@ -24,7 +24,6 @@ from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
 from embodied_rl.methods.programs import ProgramMethod, check_programs
 from embodied_rl.methods.rollout import RolloutMethod
 from embodied_rl.policies.language import LanguagePolicy
-from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
 from embodied_rl.sim.text.program import is_program
 
@@ -175,7 +174,6 @@ def make_method(config: TrainConfig, manager: Any, policy: Any, generator: Gener
     """What the configuration asks for. Raises UserError for a combination that makes no sense."""
     algorithm = config.algorithm
     if isinstance(policy, LanguagePolicy):
-        assert isinstance(generator, AgentGenerator), "the trainer makes one for a language policy"
         if isinstance(manager, ProgramManager):
             assert isinstance(generator, ProgramGenerator), "programs have a proxy"
             return ProgramMethod(config, manager, policy, generator, run_dir)

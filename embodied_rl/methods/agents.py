@@ -11,16 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, rows_of
-from embodied_rl.algorithms.composition import Composition
+from embodied_rl.algorithms.composition import Composition, compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.hybrid.language_learner import LanguageLearner, ReferenceLogProbs, TokenBatch
 from embodied_rl.hybrid.rank_group import RankGroup
 from embodied_rl.hybrid.sharded_language import ShardedLanguageLearner
@@ -56,8 +54,13 @@ class PreparedTurns:
 class AgentMethod:
     """Groups of text episodes → credit of turns → tokens. Implements `Method`."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: LanguagePolicy, generator: AgentGenerator, run_dir: Path) -> None:
-        """`run_dir` gets the dialogues of the last episodes, `DIALOGUES`, when the run ends."""
+    def __init__(self, config: TrainConfig, manager: Any, policy: LanguagePolicy, generator: Any, run_dir: Path) -> None:
+        """
+        Args:
+            manager: an `EnvManager`, or the player in another process.
+            generator: an `AgentGenerator`; anything else: who plays is elsewhere, and the one who connects them sets `collector`.
+            run_dir: gets the dialogues of the last episodes, `DIALOGUES`, when the run ends.
+        """
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config = config
@@ -69,11 +72,10 @@ class AgentMethod:
         self._queue_config = queue_config(groups)
         self._filters = build_filters(groups.filters)
         self._domains = DomainMixture.single(manager.spec.task)
-        self._generator, self._agent = generator, generator.agent
+        self._tokenizer = policy.tokenizer
         self.queue = self._new_queue()
-        self.collector = self._new_collector(manager, generator.agent, generator.backend, composition.advantage.needs)
+        self.collector: Any = self._new_collector(manager, generator)
         self.warm_start = WarmStart(config, manager, self.learner, generator)
-        self._figures: dict[str, float] = {}
         self._run_dir, self._task = run_dir, manager.spec.task
         self._last: list[AgentEpisode] = []
 
@@ -83,13 +85,13 @@ class AgentMethod:
 
     @property
     def times(self) -> CollectorTimes:
-        return self.collector.times
+        times: CollectorTimes = self.collector.times
+        return times
 
     def collect(self, iteration: int) -> Experience:
         groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
         episodes = agent_episodes(groups)
         self._last = episodes[:_DIALOGUES_SHOWN]
-        self._figures = {f"agent/{name}": value for name, value in self.collector.figures().items()}
         finished = [(episode.success, episode.game_return, episode.num_messages) for episode in episodes]
         return Experience(sum(episode.num_messages for episode in episodes), finished, {}, groups)
 
@@ -126,7 +128,7 @@ class AgentMethod:
     def finish(self) -> None:
         """Write down the last training episodes, to be read."""
         if self._last:
-            tokenizer = self._agent.tokenizer
+            tokenizer = self._tokenizer
             write_dialogues(
                 self._run_dir / DIALOGUES,
                 self._last,
@@ -137,7 +139,7 @@ class AgentMethod:
     def metrics(self) -> dict[str, float]:
         wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
         counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
-        return {**counts, **self._figures, **self.warm_start.metrics()}
+        return {**counts, **self.collector.metrics(), **self.warm_start.metrics()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()
@@ -158,18 +160,24 @@ class AgentMethod:
     def _new_queue(self) -> GroupQueue:
         return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._domains, filters=self._filters)
 
-    def _new_collector(self, manager: EnvManager, agent: Agent, backend: TokenBackend, needs: frozenset[str]) -> AgentCollector:
-        groups = self.config.algorithm.groups
-        assert groups is not None, "the configuration was checked"
-        return AgentCollector(
-            manager,
-            agent,
-            backend,
-            self.queue,
-            seed=self.config.seed,
-            min_ready=1 if groups.max_staleness else None,
-            greedy_member="greedy_baseline" in needs,
-        )
+    def _new_collector(self, manager: Any, generator: Any) -> Any:
+        """None: it is elsewhere."""
+        return make_agent_collector(self.config, manager, generator, self.queue) if isinstance(generator, AgentGenerator) else None
+
+
+def make_agent_collector(config: TrainConfig, manager: EnvManager, generator: AgentGenerator, queue: GroupQueue) -> AgentCollector:
+    """The collector that a configuration describes, in whatever process the simulators are."""
+    groups = config.algorithm.groups
+    assert groups is not None, "the configuration was checked"
+    return AgentCollector(
+        manager,
+        generator.agent,
+        generator.backend,
+        queue,
+        seed=config.seed,
+        min_ready=1 if groups.max_staleness else None,
+        greedy_member="greedy_baseline" in compose(config.algorithm).advantage.needs,
+    )
 
 
 def _make_learner(

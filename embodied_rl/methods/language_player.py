@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,10 +18,12 @@ from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, Tr
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.generation.scripted_tokens import RandomTokens
 from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.model_folder import max_context
+from embodied_rl.policies.vision_inputs import VisionInputs
 from embodied_rl.rollout.agent_generator import AgentGenerator
-from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
+from embodied_rl.rollout.program_manager import ProgramGenerator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
@@ -83,7 +85,25 @@ def read_language_policy(
     return policy
 
 
-def make_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec) -> Agent:
+class Speaking(Protocol):
+    """What an agent needs of a language policy: nothing of its weights."""
+
+    @property
+    def config(self) -> LanguageConfig: ...
+
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' configuration of the whole model."""
+        ...
+
+    @property
+    def vision(self) -> VisionInputs | None: ...
+
+
+def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
     """The agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does, and for pictures that it cannot see."""
     sight = _make_sight(policy, spec)
     agent = Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=max_context(policy.hf_config))
@@ -91,7 +111,7 @@ def make_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec) -> Ag
     return agent
 
 
-def _make_sight(policy: LanguagePolicy, spec: SimSpec) -> Sight | None:
+def _make_sight(policy: Speaking, spec: SimSpec) -> Sight | None:
     """How the policy sees the pictures of `LanguageConfig.images`; None: it is to see none."""
     keys = policy.config.images
     if not keys:
@@ -169,6 +189,19 @@ def _make_tiny(config: TrainConfig, language: LanguageConfig, texts: Iterable[st
     return make_tiny_model(folder, (), shape=shape, seed=config.seed, tokenizer=word_tokenizer(texts))
 
 
+def first_texts(manager: Any) -> list[str]:
+    """What the first observations say; episodes that were begun are lost.
+
+    Args:
+        manager: an `EnvManager`, or whoever knows its ``texts()``: programs, a player in another process.
+    """
+    if not isinstance(manager, EnvManager):
+        return [str(text) for text in manager.texts()]
+    shown = [str(text) for text in manager.reset().observation["text"]]
+    manager.discard()
+    return shown
+
+
 def _about_tools(agent: AgentConfig) -> list[str]:
     """What is read and written about tools."""
     if not agent.tools:
@@ -182,9 +215,7 @@ def _about_tools(agent: AgentConfig) -> list[str]:
 
 def _texts(agent: AgentConfig, manager: EnvManager) -> Iterable[str]:
     """What will be read and written: first observations, instruction, templates and actions, in small letters too."""
-    shown: list[Any] = manager.texts() if isinstance(manager, ProgramManager) else list(manager.reset().observation["text"])
-    told = [*map(str, shown), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
+    told = [*first_texts(manager), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
     told += [f"<{tag}></{tag}>" for tag in (agent.tag, agent.summary_tag)]
     told += _about_tools(agent)
-    manager.discard()
     return [*told, *(action.lower() for action in agent.actions)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from embodied_rl.agents.agent import Agent
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.methods.agents import AgentMethod
@@ -25,7 +24,7 @@ class ProgramMethod(AgentMethod):
         self, config: TrainConfig, manager: ProgramManager, policy: LanguagePolicy, generator: ProgramGenerator, run_dir: Path
     ) -> None:
         self._programs, self._served, self._faults_written = manager, generator, 0
-        super().__init__(config, manager, policy, generator, run_dir)  # type: ignore[arg-type]  # of a manager it takes the spec alone
+        super().__init__(config, manager, policy, generator, run_dir)
 
     def collect(self, iteration: int) -> Experience:
         """See `Method.collect`; programs that failed are written into `FAULTS_FILE`."""
@@ -35,13 +34,13 @@ class ProgramMethod(AgentMethod):
             self._write_faults(iteration)
 
     def _write_faults(self, iteration: int) -> None:
-        faults = self.collector.faults[self._faults_written :]  # type: ignore[attr-defined]
+        faults = self.collector.faults[self._faults_written :]
         if faults:
             with (self._run_dir / FAULTS_FILE).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"iteration": iteration, **fault.to_dict()}) + "\n" for fault in faults)
         self._faults_written += len(faults)
 
-    def _new_collector(self, manager: object, agent: Agent, backend: object, needs: frozenset[str]) -> ProgramCollector:  # type: ignore[override]
+    def _new_collector(self, manager: object, generator: object) -> ProgramCollector:
         served = self._served
         return ProgramCollector(
             served.runner(self._programs.options),
@@ -49,8 +48,8 @@ class ProgramMethod(AgentMethod):
             served.tokenizer,
             num_slots=self._programs.num_slots,
             seed=self.config.seed,
-            sampling=served.sampling(agent.config.temperature),
-            greedy_member="greedy_baseline" in needs,
+            sampling=served.sampling(served.agent.config.temperature),
+            greedy_member="greedy_baseline" in self.algorithm.composition.advantage.needs,
         )
 
 

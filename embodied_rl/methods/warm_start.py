@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode, rows_of
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
@@ -36,9 +37,14 @@ Player = Callable[[str], str]
 class WarmStart:
     """Runs once, before the first episode of a run that asks for it (`algorithm.warm_start`)."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, learner: LanguageLearner, generator: AgentGenerator) -> None:
+    def __init__(self, config: TrainConfig, manager: Any, learner: LanguageLearner, generator: Any) -> None:
+        """
+        Args:
+            manager: an `EnvManager`; or, of a player in another process, who can `evaluate` and `demonstrate` there.
+            generator: an `AgentGenerator` where the manager is an `EnvManager`.
+        """
         self.options = config.algorithm.warm_start
-        self._seed, self._task = config.seed, manager.spec.task
+        self._config, self._seed = config, config.seed
         self._manager, self._learner, self._generator = manager, learner, generator
         self._figures: dict[str, float] = {}
         self._episodes: list[AgentEpisode] = []
@@ -72,9 +78,10 @@ class WarmStart:
 
     def sequences(self) -> list[TokenSequence]:
         """Successful episodes of the player, as rows of tokens. Raises as `run`."""
-        assert self.options is not None, "there is a warm start"
-        assert self.options.player is not None, "the configuration was checked"
-        self._episodes = self._play(load_target(self.options.player))
+        if isinstance(self._generator, AgentGenerator):
+            self._episodes = play_script(self._config, self._manager, self._generator.agent)
+        else:
+            self._episodes = self._manager.demonstrate()
         return [TokenSequence(row.token_ids, row.mask, row.images) for episode in self._episodes for row in rows_of(episode.turns)]
 
     def note(self, before: float, after: float, loss: float) -> None:
@@ -102,39 +109,52 @@ class WarmStart:
     def success(self) -> float:
         """Share of held-out episodes that succeed now."""
         assert self.options is not None, "there is a warm start"
-        episodes = evaluate(self._manager, self._generator, self.options.measured_episodes, first_seed=_SEEDS)
+        count = self.options.measured_episodes
+        if isinstance(self._generator, AgentGenerator):
+            episodes = evaluate(self._manager, self._generator, count, first_seed=_SEEDS)
+        else:
+            episodes = self._manager.evaluate(count, _SEEDS)
         return float(np.mean([episode.success_once for episode in episodes]))
 
-    def _play(self, player: Player) -> list[AgentEpisode]:
-        """Successful episodes of the player, through the collector that training uses."""
-        assert self.options is not None, "there is a warm start"
-        agent, wanted = self._generator.agent, self.options.episodes
 
-        def script(request: GenerationRequest) -> list[int]:
-            assert request.messages is not None, "the agent's requests hold the observation"
-            return agent.answer_ids(player(str(request.messages[-1]["content"])))
+def play_script(config: TrainConfig, manager: EnvManager, agent: Agent) -> list[AgentEpisode]:
+    """Successful episodes of the scripted player, through the collector that training uses; those of the manager are lost.
 
-        queue = GroupQueue(
-            GroupQueueConfig(group_size=1, groups_per_step=min(wanted, 4 * self._manager.num_slots)),
-            seed=self._seed,
-            domains=DomainMixture.single(f"{self._task}/warm start"),
-        )
-        backend = ScriptedTokens(script)
-        collector = AgentCollector(self._manager, agent, backend, queue, seed=self._seed)
-        collector.restart(queue)
-        found: list[AgentEpisode] = []
-        played = 0
-        for version in itertools.count():
-            groups = collector.next_groups(version)
-            played += len(groups)
-            found += [e for group in groups for e in group.episodes if isinstance(e, AgentEpisode) and e.success]
-            if len(found) >= wanted:
-                return found[:wanted]
-            if played >= _TRIES * wanted:
-                raise UserError(
-                    f"The player algorithm.warm_start.player={self.options.player} succeeded in {len(found)} of {played} episodes, and "
-                    f"{wanted} successful ones were asked for (algorithm.warm_start.episodes)."
-                )
-            backend.load_weights(version + 1, ())
-            queue.published(version + 1)
-        raise AssertionError("the loop ends by itself")
+    Raises:
+        UserError: there is no such player, or it does not succeed.
+        SimFault: see EnvManager.
+    """
+    options = config.algorithm.warm_start
+    assert options is not None, "there is a warm start"
+    assert options.player is not None, "the configuration was checked"
+    player: Player = load_target(options.player)
+    wanted = options.episodes
+
+    def script(request: GenerationRequest) -> list[int]:
+        assert request.messages is not None, "the agent's requests hold the observation"
+        return agent.answer_ids(player(str(request.messages[-1]["content"])))
+
+    queue = GroupQueue(
+        GroupQueueConfig(group_size=1, groups_per_step=min(wanted, 4 * manager.num_slots)),
+        seed=config.seed,
+        domains=DomainMixture.single(f"{manager.spec.task}/warm start"),
+    )
+    backend = ScriptedTokens(script)
+    collector = AgentCollector(manager, agent, backend, queue, seed=config.seed)
+    collector.restart(queue)
+    found: list[AgentEpisode] = []
+    played = 0
+    for version in itertools.count():
+        groups = collector.next_groups(version)
+        played += len(groups)
+        found += [e for group in groups for e in group.episodes if isinstance(e, AgentEpisode) and e.success]
+        if len(found) >= wanted:
+            return found[:wanted]
+        if played >= _TRIES * wanted:
+            raise UserError(
+                f"The player algorithm.warm_start.player={options.player} succeeded in {len(found)} of {played} episodes, and "
+                f"{wanted} successful ones were asked for (algorithm.warm_start.episodes)."
+            )
+        backend.load_weights(version + 1, ())
+        queue.published(version + 1)
+    raise AssertionError("the loop ends by itself")

@@ -15,6 +15,7 @@ from embodied_rl.roles.player import make_scorer
 from embodied_rl.roles.player_process import PlayerProcess
 from embodied_rl.roles.remote import PlayerHandle, RemoteCollector, RemotePlayer
 from embodied_rl.sim.affinity import available_cores
+from embodied_rl.sim.text.program import is_program
 
 
 def start_player(config: TrainConfig) -> RemotePlayer | None:
@@ -60,10 +61,10 @@ def check_roles(config: TrainConfig) -> None:
                 f"hybrid.reward_worker scores whole episodes, and algorithm={algorithm.name} learns from fixed rollouts or recordings: "
                 "choose a method on groups (algorithm=grpo, ppo_episodes, …)."
             )
-        if config.policy.name == "language" or config.domains:
+        if is_program(config.sim) or config.domains:
             raise UserError(
-                "hybrid.reward_worker scores the episodes of robots' policies; language agents have their rewards from the task: set "
-                "hybrid.reward_worker=null."
+                "hybrid.reward_worker scores the episodes of one task's simulators; agent programs and several domains have rewards of "
+                "their own: set hybrid.reward_worker=null."
             )
         if algorithm.initialized.share > 0:
             raise UserError(
@@ -125,8 +126,8 @@ def _check_apart(config: TrainConfig) -> None:
     algorithm = config.algorithm
     where = "hybrid.cluster=ray" if config.hybrid.cluster == "ray" else "hybrid.placement=disaggregated"
     here = "The nearest possible: hybrid=collocated."
-    if config.policy.name == "language" or config.domains:
-        raise UserError(f"{where} is offered for robots' policies; language agents play and train in one process. {here}")
+    if config.domains:
+        raise UserError(f"{where} is offered for one task at a time; several domains play and train in one process. {here}")
     if not algorithm.on_policy:
         raise UserError(
             f"{where} is for learning by playing, and algorithm={algorithm.name} learns from recorded or replayed steps. {here}"
@@ -135,7 +136,7 @@ def _check_apart(config: TrainConfig) -> None:
         "algorithm.initialized.share": algorithm.initialized.share > 0,
         "record.share": config.record.share > 0,
         "hybrid.offload": bool({"simulators", "kv_cache"} & set(config.hybrid.offload)),
-        "algorithm.warm_start": config.hybrid.cluster == "ray" and algorithm.warm_start is not None,
+        "algorithm.warm_start": config.hybrid.cluster == "ray" and algorithm.warm_start is not None and config.policy.name != "language",
         "hybrid.sharding": config.hybrid.cluster == "ray" and config.hybrid.sharding is not None,
     }
     for key, given in wrong.items():

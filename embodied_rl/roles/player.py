@@ -21,6 +21,7 @@ from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.wire import register
+from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.group_collector import GroupCollector
@@ -47,18 +48,22 @@ class Played:
     metrics: dict[str, float]
 
 
-class PlayingGenerator(Protocol):
+class Acting(Protocol):
     """What acts for a player."""
 
     @property
     def generator(self) -> Generator: ...
 
-    @property
-    def layout(self) -> ActionLayout: ...
-
     def load(self, version: int, tensors: Any) -> None:
         """Act with these weights as `version` from now on."""
         ...
+
+
+class PlayingGenerator(Acting, Protocol):
+    """What acts for simulators of robots."""
+
+    @property
+    def layout(self) -> ActionLayout: ...
 
 
 class OwnGenerator:
@@ -89,6 +94,12 @@ class Player:
     ```
     """
 
+    acting: Acting
+    collector: RolloutCollector | GroupCollector | AgentCollector
+    queue: GroupQueue | None
+    """None: fixed rollouts."""
+    scorer: Scorer | None
+
     def __init__(
         self,
         config: TrainConfig,
@@ -97,6 +108,24 @@ class Player:
         make_scoring: Callable[[TrainConfig], Scorer | None] | None = None,
     ) -> None:
         """Start the simulators and what acts for them. Raises UserError as `EnvManager` does."""
+        self._start(config)
+        try:
+            spec = plain_spec(self.manager.spec)
+            acting = make_acting(config, spec)
+            self.acting = acting
+            if config.algorithm.groups is None:
+                self.collector = make_rollout_collector(config, self.manager, acting.generator, acting.layout)
+            else:
+                self.queue = make_group_queue(config, spec.task)
+                collector = make_group_collector(config, self.manager, acting.generator, self.queue, acting.layout)
+                self.collector = collector
+                self.scorer = collector.scorer = (make_scoring or make_scorer)(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: TrainConfig) -> None:
+        """The simulators."""
         self.config = config
         self.manager = EnvManager.from_config(
             training_sim(config),
@@ -104,22 +133,11 @@ class Player:
             autoreset=config.algorithm.groups is None,
             chunk_size=config.policy.chunk_size,
         )
-        self.scorer: Scorer | None = None
+        self.scorer = None
         self._faults_told = 0
-        self.queue: GroupQueue | None = None
-        self.collector: RolloutCollector | GroupCollector
-        try:
-            spec = plain_spec(self.manager.spec)
-            self.acting = make_acting(config, spec)
-            if config.algorithm.groups is None:
-                self.collector = make_rollout_collector(config, self.manager, self.acting.generator, self.acting.layout)
-            else:
-                self.queue = make_group_queue(config, spec.task)
-                self.collector = make_group_collector(config, self.manager, self.acting.generator, self.queue, self.acting.layout)
-                self.scorer = self.collector.scorer = (make_scoring or make_scorer)(config)
-        except BaseException:
-            self.close()
-            raise
+        self._may_pump = False
+        """Not before somebody said what to play, nor when an evaluation has taken the simulators."""
+        self.queue = None
 
     # ---- what may be asked ------------------------------------------------------------------------------------------
 
@@ -135,6 +153,7 @@ class Player:
 
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None) -> None:
         """Begin new episodes: of all slots, or what the state of a group queue asks for."""
+        self._may_pump = True
         if isinstance(self.collector, RolloutCollector):
             self.collector.restart(seed_round=seed_round)
             return
@@ -155,9 +174,7 @@ class Player:
 
     def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
         """See `rollout.evaluation.evaluate`; what was being played is lost, so that `restart` must follow."""
-        if isinstance(self.collector, GroupCollector) and self.queue is not None:
-            # Nothing may answer for these slots' old episodes.
-            self.collector.restart(self.queue)
+        self._give_up_episodes()
         return evaluate(self.manager, self.acting.generator, num_episodes, first_seed=first_seed)
 
     def peek(self, slots: list[int]) -> dict[str, np.ndarray]:
@@ -166,7 +183,7 @@ class Player:
 
     def pump(self) -> bool:
         """Play on for a moment, between requests; False: nothing may be played now."""
-        if isinstance(self.collector, RolloutCollector) or self.collector.min_ready is None:
+        if not self._may_pump or isinstance(self.collector, RolloutCollector) or self.collector.min_ready is None:
             return False
         return self.collector.pump()
 
@@ -175,6 +192,12 @@ class Player:
         if self.scorer is not None:
             self.scorer.close()
         self.manager.close()
+
+    def _give_up_episodes(self) -> None:
+        """For whatever else is to be played: nothing may answer for the slots' old episodes."""
+        self._may_pump = False
+        if not isinstance(self.collector, RolloutCollector) and self.queue is not None:
+            self.collector.restart(self.queue)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

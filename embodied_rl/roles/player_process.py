@@ -23,6 +23,7 @@ import embodied_rl
 from embodied_rl.config import TrainConfig
 from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.roles.agent_player import make_player
 from embodied_rl.roles.failures import RoleLost, as_raised, told
 from embodied_rl.roles.player import Player, serve
 from embodied_rl.roles.wire import pack, unpack
@@ -153,7 +154,7 @@ def main(descriptor: int) -> None:
     inbox = _LinkInbox(link, descriptor)
     try:
         try:
-            player = Player(TrainConfig.from_dict(unpack(message["with"], tensors)["config"]))
+            player = make_player(TrainConfig.from_dict(unpack(message["with"], tensors)["config"]))
         except Exception as error:
             link.recv()  # what it is asked first
             link.send({"error": told(error)})

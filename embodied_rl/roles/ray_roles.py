@@ -15,76 +15,69 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch
+from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
-from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
+from embodied_rl.roles.agent_player import AgentPlayer
 from embodied_rl.roles.player import OwnGenerator, Player, serve
+from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
+from embodied_rl.roles.ray_tokens import RayTokens
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.scoring import ScoreLedger, checked_score, load_score
 from embodied_rl.types import ActionLayout, Episode, Observation, SimSpec
 
-Told = tuple[str, Any]
-"""("value", …), ("error", what `failures.told` gives), or ("lost", which other role ended)."""
-GONE = (RayActorError, ObjectLostError)
-"""How Ray tells of an actor that ended, or of a node with what it held."""
-
-
-def outcome_of(task: Callable[[], Any]) -> Told:
-    """Run a task of an actor; Ray's own exceptions hide what was raised, so that ours travel as values."""
-    try:
-        return "value", task()
-    except (*GONE, RoleLost) as error:
-        return "lost", _first_line(error)
-    except Exception as error:
-        return "error", told(error)
-
-
-def value_of(reference: Any, role: str) -> Any:
-    """What an actor's method returned. Raises RoleLost, and what was raised there."""
-    try:
-        kind, value = ray.get(reference)
-    except GONE as error:
-        raise RoleLost(f"The Ray actor {role} has ended: {_first_line(error)}") from error
-    if kind == "lost":
-        raise RoleLost(f"A Ray actor that {role} works with has ended: {value}")
-    if kind == "error":
-        raise as_raised(value)
-    return value
-
 
 class GenerationWorker:
-    """A policy that acts for simulators elsewhere."""
+    """A policy that acts for simulators elsewhere, or a token backend that answers for language agents."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._acting: OwnGenerator | None = None
+        self._backend: TokenBackend | None = None
 
     def begin(self, spec: Mapping[str, Any]) -> Told:
         """Build the policy for a simulator; the layout of its actions."""
 
         def build() -> ActionLayout:
-            from embodied_rl.hybrid.threads import compute_threads
-
-            compute_threads(1).__enter__()  # for as long as the actor lives
+            _one_thread()
             self._acting = OwnGenerator(self._config, SimSpec.from_dict(dict(spec)))
             return self._acting.layout
 
         return outcome_of(build)
+
+    def begin_tokens(self, files: ModelFiles) -> Told:
+        """Build the token backend for a model."""
+
+        def build() -> None:
+            _one_thread()
+            with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
+                write_model_files(files, Path(name))
+                self._backend = blank_backend(self._config, Path(name), resolve_device(self._config.hybrid.device))
+
+        return outcome_of(build)
+
+    def tokens(self, what: str, *arguments: Any) -> Told:
+        """What the token backend's method `what` returns."""
+        return outcome_of(lambda: getattr(self._backend, what)(*arguments))
 
     def act(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Told:
         """See `Generator.send` and `Generator.recv`."""
@@ -98,6 +91,9 @@ class GenerationWorker:
 
     def load(self, version: int, references: list[Any]) -> Told:
         """Act with the weights that a `RayPublisher` told of."""
+        if self._backend is not None:
+            backend = self._backend
+            return outcome_of(lambda: backend.load_weights(version, ray_tensors(references)))
         assert self._acting is not None, "begin comes first"
         acting = self._acting
         return outcome_of(lambda: acting.load(version, ray_tensors(references)))
@@ -165,7 +161,7 @@ class RayScorer:
             try:
                 found[number] = ray.get(reference)
             except RayTaskError as error:
-                found[number] = _first_line(error.cause if error.cause is not None else error)
+                found[number] = first_line(error.cause if error.cause is not None else error)
         return self._ledger.settle(found)
 
     def wait(self, timeout_s: float) -> None:
@@ -198,11 +194,12 @@ class EnvWorker:
         options = config.hybrid.reward_worker
 
         def build() -> Player:
-            return Player(
-                config,
-                make_acting=lambda _, spec: RayGenerator(generation, spec),
-                make_scoring=lambda _: None if options is None else RayScorer(rewards, options),
-            )
+            def make_scoring(_: TrainConfig) -> RayScorer | None:
+                return None if options is None else RayScorer(rewards, options)
+
+            if config.policy.name == "language":
+                return AgentPlayer(config, make_backend=lambda _, __, files: RayTokens(generation, files), make_scoring=make_scoring)
+            return Player(config, make_acting=lambda _, spec: RayGenerator(generation, spec), make_scoring=make_scoring)
 
         kind, player = outcome_of(build)
         if kind == "value":
@@ -297,5 +294,8 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+def _one_thread() -> None:
+    """Of an actor that generates, for as long as it lives."""
+    from embodied_rl.hybrid.threads import compute_threads
+
+    compute_threads(1).__enter__()

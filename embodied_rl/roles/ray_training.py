@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ import ray
 import torch
 from torch import Tensor
 
-from embodied_rl.config import HybridConfig, TrainConfig
+from embodied_rl.config import AnyPolicyConfig, HybridConfig, LanguageConfig, TrainConfig
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
 from embodied_rl.methods import Experience, Method, make_method
+from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
 from embodied_rl.policies.build import build_policy
+from embodied_rl.roles.ray_calls import Told, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
-from embodied_rl.roles.ray_roles import Told, outcome_of, value_of, wait_for_start
+from embodied_rl.roles.ray_roles import wait_for_start
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.types import SimSpec
@@ -26,15 +29,17 @@ from embodied_rl.types import SimSpec
 class TrainWorker:
     """The learning half of a method."""
 
-    def __init__(self, config: TrainConfig, spec: dict[str, Any], num_slots: int) -> None:
+    def __init__(self, config: TrainConfig, spec: dict[str, Any], num_slots: int, model: ModelFiles | None) -> None:
+        """`model`: of a language agent."""
         self._publisher = RayPublisher()
 
         def build() -> None:
             # What plays, and with it the rest of `hybrid`, is elsewhere.
             hybrid = HybridConfig(device=config.hybrid.device, num_threads=config.hybrid.num_threads, precision=config.hybrid.precision)
-            own = dataclasses.replace(config, hybrid=hybrid)
+            # A warm start is over before it matters here: see `TrainedApart.restart`.
+            own = dataclasses.replace(config, hybrid=hybrid, algorithm=dataclasses.replace(config.algorithm, warm_start=None))
             torch.manual_seed(config.seed)
-            self.policy: Any = build_policy(config.policy, SimSpec.from_dict(spec))
+            self.policy: Any = _build(config.policy, SimSpec.from_dict(spec), model)
             simulators: Any = SimpleNamespace(spec=SimSpec.from_dict(spec), num_slots=num_slots)
             nobody: Any = _NoGenerator()
             method: Any = make_method(own, simulators, self.policy, nobody, Path(config.run_dir))
@@ -87,7 +92,7 @@ class TrainedApart:
         """Of this process; it has nothing to do."""
         self._policy = player.policy
         actor: Any = ray.remote(TrainWorker).options(**cluster.options("train"))
-        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots)
+        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots, player.model)
         try:
             first = self._worker.load.remote(_on_host(self._policy.state_dict()))
             wait_for_start(cluster, first, config.hybrid.ray.start_timeout_s, "TrainWorker")
@@ -135,6 +140,11 @@ class TrainedApart:
         self.inner.published(version)
 
     def restart(self, iteration: int) -> None:
+        warm_start = getattr(self.inner, "warm_start", None)
+        if warm_start is not None and warm_start.wanted:
+            # Of a language agent: here, where policy and player are at hand; the worker takes what came of it.
+            warm_start.run(iteration)
+            self._ask(self._worker.load.remote(_on_host(self._policy.state_dict())))
         self._ask(self._worker.ask.remote("restart", iteration))
         self.inner.restart(iteration)
 
@@ -155,10 +165,10 @@ class TrainedApart:
         self._ask(self._worker.ask.remote("load_state_tensors", state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The worker's, with the queue of this process."""
+        """The worker's, with the queue and the warm start of this process."""
         state: dict[str, Any] = self._ask(self._worker.ask.remote("state_dict"))
         own = self.inner.state_dict()
-        return {**state, "queue": own["queue"]} if "queue" in own else state
+        return {**state, **{name: own[name] for name in ("queue", "warm_start") if name in own}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._ask(self._worker.ask.remote("load_state_dict", state))
@@ -198,6 +208,16 @@ def train_on_ray(config: TrainConfig, method: Any, player: RemotePlayer) -> Trai
     trained = TrainedApart(config, method, player, player.cluster)
     player.at_close.append(trained.close)
     return trained
+
+
+def _build(config: AnyPolicyConfig, spec: SimSpec, model: ModelFiles | None) -> Any:
+    """The policy, with random weights."""
+    if model is None:
+        return build_policy(config, spec)
+    assert isinstance(config, LanguageConfig), "others have no files"
+    with tempfile.TemporaryDirectory() as folder:
+        write_model_files(model, Path(folder))
+        return blank_policy(config, Path(folder))
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
+from embodied_rl.methods.language_apart import model_files
+from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.roles.failures import RoleLost
 from embodied_rl.roles.player import Played
 from embodied_rl.rollout.collector import CollectorTimes
@@ -53,7 +56,9 @@ class RemotePlayer:
         self.cluster: Any = None
         """The Ray cluster that it plays on; None without."""
         self.policy: Any = None
-        """Whose weights `publish` sends; set when it is built."""
+        """Whose weights `publish` sends; see `take_policy`."""
+        self.model: dict[str, np.ndarray] | None = None
+        """Of a language agent: what its model is, for whoever builds it elsewhere (`language_apart.model_files`)."""
         self.needs_restart = False
         """A new player waits to be told which episodes to play."""
         self._handle: PlayerHandle | None = None
@@ -70,12 +75,33 @@ class RemotePlayer:
         self.num_slots = int(described["num_slots"])
         self.worker_pids: list[int] = described["worker_pids"]
 
+    def take_policy(self, policy: Any) -> None:
+        """The policy that is trained: its weights are published from now on, and a language agent's player learns what model it is.
+
+        Raises UserError for a model that the player's token backend cannot run.
+        """
+        self.policy = policy
+        if isinstance(policy, LanguagePolicy):
+            self.model = model_files(policy)
+            try:
+                self._live().call("take_model", files=self.model)
+            except RoleLost as lost:
+                self.replace(lost)
+
+    def texts(self) -> list[str]:
+        """See `AgentPlayer.texts`."""
+        return [str(text) for text in self._insist("texts")]
+
+    def demonstrate(self) -> list[AgentEpisode]:
+        """See `AgentPlayer.demonstrate`."""
+        return list(self._insist("demonstrate"))
+
     def publish(self, version: int) -> None:
         """See `Generator.publish`."""
         started = time.perf_counter()
         self.version = version
         try:
-            self._live().publish(version, self.policy.state_dict())
+            self._live().publish(version, self._weights())
         except RoleLost as lost:
             self.replace(lost)
         self.publish_s = time.perf_counter() - started
@@ -88,11 +114,7 @@ class RemotePlayer:
 
     def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
         """See `Player.evaluate`."""
-        while True:
-            try:
-                return list(self._live().call("evaluate", num_episodes=num_episodes, first_seed=first_seed))
-            except RoleLost as lost:
-                self.replace(lost)
+        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed))
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """See `PlayerHandle.call`."""
@@ -118,8 +140,10 @@ class RemotePlayer:
         try:
             self._handle = self._start(self.config)
             self.worker_pids = self._handle.call("describe")["worker_pids"]
+            if self.model is not None:
+                self._handle.call("take_model", files=self.model)
             if self.policy is not None:
-                self._handle.publish(self.version, self.policy.state_dict())
+                self._handle.publish(self.version, self._weights())
         except RoleLost as again:
             self.replace(again)
 
@@ -134,6 +158,21 @@ class RemotePlayer:
         self._end_player()
         while self.at_close:
             self.at_close.pop()()
+
+    def _weights(self) -> dict[str, Tensor]:
+        """What the player acts with: of a language agent the model alone, any adapter merged into it."""
+        if isinstance(self.policy, LanguagePolicy):
+            return dict(self.policy.named_weights())
+        weights: dict[str, Tensor] = self.policy.state_dict()
+        return weights
+
+    def _insist(self, what: str, **arguments: Any) -> Any:
+        """`ask`, again of a new player when one ends."""
+        while True:
+            try:
+                return self.ask(what, **arguments)
+            except RoleLost as lost:
+                self.replace(lost)
 
     def _end_player(self) -> None:
         handle, self._handle = self._handle, None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,14 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_rl.agents.parsing import InvalidAction, ToolRequest, ValidAction
+from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
+from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.sim.faults import FaultKind, FaultRecord, SlotFault
 from embodied_rl.types import Episode, EpisodeGroup, EpisodeSummary, Rollout
 
-_TYPES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (CollectorTimes, Episode, EpisodeGroup, EpisodeSummary, FaultRecord, Rollout, SlotFault)
-}
+_AGENTS: tuple[type[Any], ...] = (AgentEpisode, Dropped, InvalidAction, MalformedCall, ToolCall, ToolRequest, Turn, ValidAction)
+_ROBOTS: tuple[type[Any], ...] = (CollectorTimes, Episode, EpisodeGroup, EpisodeSummary, FaultRecord, Rollout, SlotFault)
+_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ROBOTS, *_AGENTS)}
 _ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (FaultKind,)}
+_SMALL_BYTES = 4096
 _KIND = "$"
 """Key of the objects below; a mapping is always sent as a list of pairs, so that none is taken for one of them."""
 
@@ -35,8 +41,8 @@ def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
     Numbers, texts, None, lists, tuples, mappings, arrays, torch tensors and the known dataclasses come back as they were; of anything
     else (a simulator's own objects in an info) its `repr` arrives.
     """
-    tensors: dict[str, Tensor] = {}
-    return _pack(value, tensors), tensors
+    parcel = _Parcel()
+    return _pack(value, parcel), parcel.tensors()
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -49,6 +55,9 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     content: Any = value.get("v")
     if kind == "array":
         return tensors[value["n"]].numpy()
+    if kind == "small array":
+        pool, start, shape = tensors[value["p"]].numpy(), value["o"], value["s"]
+        return pool[start : start + math.prod(shape)].reshape(shape).copy()
     if kind == "tensor":
         return tensors[value["n"]]
     if kind == "scalar":
@@ -71,39 +80,63 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     return _TYPES[value["t"]](**{name: unpack(item, tensors) for name, item in content.items()})
 
 
-def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _pack(value: Any, parcel: _Parcel) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.ndarray):
-        return _pack_array(value, tensors)
+        return _pack_array(value, parcel)
     if isinstance(value, Tensor):
-        return {_KIND: "tensor", "n": _add(value, tensors)}
+        return {_KIND: "tensor", "n": parcel.add(value)}
     if isinstance(value, np.bool_ | np.number):
         return {_KIND: "scalar", "t": value.dtype.str, "v": value.item()}
     if isinstance(value, enum.Enum) and type(value).__name__ in _ENUMS:
         return {_KIND: "enum", "t": type(value).__name__, "v": value.name}
     if dataclasses.is_dataclass(value) and _TYPES.get(type(value).__name__) is type(value):
-        fields = {field.name: _pack(getattr(value, field.name), tensors) for field in dataclasses.fields(value)}
+        fields = {field.name: _pack(getattr(value, field.name), parcel) for field in dataclasses.fields(value)}
         return {_KIND: "object", "t": type(value).__name__, "v": fields}
     if isinstance(value, Mapping):
-        return {_KIND: "mapping", "v": [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]}
+        return {_KIND: "mapping", "v": [[_pack(key, parcel), _pack(item, parcel)] for key, item in value.items()]}
     if isinstance(value, list):
-        return [_pack(item, tensors) for item in value]
+        return [_pack(item, parcel) for item in value]
     if isinstance(value, tuple):
-        return {_KIND: "tuple", "v": [_pack(item, tensors) for item in value]}
+        return {_KIND: "tuple", "v": [_pack(item, parcel) for item in value]}
     return repr(value)
 
 
-def _pack_array(value: np.ndarray, tensors: dict[str, Tensor]) -> Any:
+def _pack_array(value: np.ndarray, parcel: _Parcel) -> Any:
     if value.dtype == object:
-        return {_KIND: "objects", "s": list(value.shape), "v": [_pack(item, tensors) for item in value.reshape(-1)]}
+        return {_KIND: "objects", "s": list(value.shape), "v": [_pack(item, parcel) for item in value.reshape(-1)]}
     if value.dtype.kind not in "biuf":
         return {_KIND: "text array", "t": value.dtype.str, "s": list(value.shape), "v": value.astype(str).reshape(-1).tolist()}
+    if value.nbytes <= _SMALL_BYTES:
+        name, start = parcel.add_small(value)
+        return {_KIND: "small array", "p": name, "o": start, "s": list(value.shape)}
     plain = np.ascontiguousarray(value).reshape(value.shape)  # numpy gives arrays without axes one
-    return {_KIND: "array", "n": _add(torch.from_numpy(plain if plain.flags.writeable else plain.copy()), tensors)}
+    return {_KIND: "array", "n": parcel.add(torch.from_numpy(plain if plain.flags.writeable else plain.copy()))}
 
 
-def _add(tensor: Tensor, tensors: dict[str, Tensor]) -> str:
-    name = str(len(tensors))
-    tensors[name] = tensor
-    return name
+class _Parcel:
+    """Arrays of one message. Small ones of a type lie in one tensor: agents' episodes have thousands, and each tensor costs by itself."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._pools: dict[str, list[np.ndarray]] = {}
+        self._sizes: Counter[str] = Counter()
+
+    def add(self, tensor: Tensor) -> str:
+        """Its name."""
+        name = str(len(self._tensors))
+        self._tensors[name] = tensor
+        return name
+
+    def add_small(self, array: np.ndarray) -> tuple[str, int]:
+        """(name of its pool, where it begins there)"""
+        name = f"small {array.dtype.str}"
+        start = self._sizes[name]
+        self._pools.setdefault(name, []).append(array.reshape(-1))
+        self._sizes[name] += array.size
+        return name, start
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them."""
+        return {**self._tensors, **{name: torch.from_numpy(np.concatenate(parts)) for name, parts in self._pools.items()}}

@@ -28,6 +28,7 @@ from embodied_rl.generation.tokens import Completion, TokenBackend
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeGroup, StepBatch
 
@@ -94,6 +95,11 @@ class AgentCollector:
         self.manager, self.agent, self.backend, self.queue = manager, agent, backend, queue
         self.seed, self.min_ready = seed, min_ready
         self.times = CollectorTimes()
+        self.scorer: Scorer | None = None
+        """Gives episodes a further reward before they are handed in, while others are played."""
+        self._awaited: dict[int, Assignment] = {}
+        """Of episodes that are being scored, by the scorer's numbers."""
+        self._num_scored = 0
         self._greedy_member, self._trained, self._temperature = greedy_member, trained, temperature
         self._playing: dict[int, _Playing] = {}
         self._idle = list(range(manager.num_slots))
@@ -132,9 +138,13 @@ class AgentCollector:
         Args:
             patience_s: how long to wait where nothing is ready; in lockstep everything is waited for.
         """
+        taken = self._take_scores()
         self._begin_idle()
         if not self._playing:
-            return False
+            if self._awaited and self.scorer is not None:
+                self.scorer.wait(patience_s)
+                self._tick()
+            return taken or bool(self._awaited)
         if self._in_step:
             before = time.perf_counter()
             # Who has tokens to sample meanwhile does not stand and wait for a simulator.
@@ -153,6 +163,7 @@ class AgentCollector:
         self.queue = queue
         self._playing.clear()
         self._requests.clear()
+        self._awaited.clear()
         for future in self._tools.values():
             future.cancel()
         self._tools.clear()
@@ -166,6 +177,11 @@ class AgentCollector:
         shares = {name: value / turns for name, value in counts.items() if name != "turns"}
         used = {} if self.agent.tools is None else {"tool_turns": 0.0, **self.agent.tools.figures()}
         return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **used, **shares}
+
+    def metrics(self) -> dict[str, float]:
+        """`figures`, as they are logged."""
+        scored = {} if self.scorer is None else self.scorer.metrics()
+        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **scored}
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +222,25 @@ class AgentCollector:
             final_text=final_text,
             greedy=playing.greedy,
         )
-        self.queue.finished(playing.assignment, episode)
+        if self.scorer is None:
+            self.queue.finished(playing.assignment, episode)
+            return
+        self._num_scored += 1
+        self._awaited[self._num_scored] = playing.assignment
+        self.scorer.submit(self._num_scored, episode)
+
+    def _take_scores(self) -> bool:
+        """Hand in the episodes that were scored meanwhile; whether there were any."""
+        scored = [] if self.scorer is None else self.scorer.ready()
+        for number, found in scored:
+            assignment = self._awaited.pop(number, None)
+            if assignment is None:
+                continue  # submitted before a restart
+            if isinstance(found, str):
+                self.queue.failed(assignment, f"it was not scored: {found}")
+            else:
+                self.queue.finished(assignment, found)
+        return bool(scored)
 
     # ---- the simulators' side ---------------------------------------------------------------------------------------
 

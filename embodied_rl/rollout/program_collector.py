@@ -90,6 +90,10 @@ class ProgramCollector:
         failed = {name: float(value) for name, value in sorted(counts.items()) if name.startswith("failed")}
         return {"episodes": float(counts["episodes"]), "failed": 0.0, **failed, **means}
 
+    def metrics(self) -> dict[str, float]:
+        """`figures`, as they are logged."""
+        return {f"agent/{name}": value for name, value in self.figures().items()}
+
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:

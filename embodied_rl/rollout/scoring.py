@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
 from embodied_rl.types import Episode
@@ -66,7 +67,8 @@ def checked_score(score: Score, episode: Episode) -> float:
 def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"]) -> Episode:
     """The episode with `score` in its last message's reward; its metadata says ``score``, ``simulator_return``.
 
-    Rewards of a chunk's steps (`Episode.chunk_reward`) get it at the last step that was taken.
+    Rewards of a chunk's steps (`Episode.chunk_reward`) get it at the last step that was taken. Of a language agent, penalties of invalid
+    answers are rewards like others, and `AgentEpisode.game_return` stays the simulator's.
     """
     reward = episode.reward.copy() if combine == "add" else np.zeros_like(episode.reward)
     reward[-1] += score
@@ -74,6 +76,10 @@ def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"])
     if chunks is not None and episode.executed is not None:
         chunks = chunks.copy() if combine == "add" else np.zeros_like(chunks)
         chunks[-1, np.flatnonzero(episode.executed[-1])[-1]] += score
+    if isinstance(episode, AgentEpisode):
+        turns = tuple(dataclasses.replace(turn, reward=float(value)) for turn, value in zip(episode.turns, reward, strict=True))
+        metadata = {**episode.metadata, "score": score, "simulator_return": episode.game_return}
+        return dataclasses.replace(episode, reward=reward, metadata=metadata, turns=turns)
     metadata = {**episode.metadata, "score": score, "simulator_return": episode.episode_return}
     return dataclasses.replace(episode, reward=reward, chunk_reward=chunks, metadata=metadata)
 

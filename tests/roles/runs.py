@@ -24,6 +24,15 @@ GROUPS = [
     *("algorithm.kl.target=0.01", "algorithm.reward.std=running"),
 ]
 
+TEXTS = [
+    *("experiment=frozenlake_text", *QUICK, "sim.num_slots=8", "evaluation.every_steps=null", "hybrid.num_threads=1"),
+    *("algorithm.groups.group_size=2", "algorithm.groups.groups_per_step=4", "algorithm.groups.filters=[]", "agent.max_new_tokens=2"),
+    "policy.tiny={hidden_size: 32, num_layers: 1, num_heads: 1, num_key_value_heads: 1, intermediate_size: 32, max_context: 512}",
+    *("algorithm.minibatch_size=16", "evaluation.interim_episodes=8"),
+    *("algorithm.warm_start.episodes=8", "algorithm.warm_start.num_epochs=1", "algorithm.warm_start.measured_episodes=4"),
+]
+"""A language agent, with a warm start."""
+
 
 def configured(run_dir: Path, *overrides: str) -> TrainConfig:
     return load_train_config([*overrides, f"run_dir={run_dir}"])

@@ -13,10 +13,13 @@ from embodied_rl.roles.assembly import check_roles, playing_gpu
 
 CARTPOLE = ("sim=cartpole", "hybrid.device=cpu")
 APART = "hybrid=disaggregated"
+SPEAKING = ("policy=language", "algorithm=grpo", "generation=tokens_torch")
 
 
 def configured(*overrides: str) -> TrainConfig:
-    return load_train_config([*CARTPOLE, *overrides])
+    # What is composed later replaces the simulator.
+    chosen = any(word.startswith(("sim=", "experiment=")) for word in overrides)
+    return load_train_config([*(CARTPOLE[1:] if chosen else CARTPOLE), *overrides])
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,9 @@ def configured(*overrides: str) -> TrainConfig:
         ((APART, "record.share=0.5"), "record.share", "hybrid=collocated"),
         ((APART, "hybrid.offload=[simulators]"), "hybrid.offload", "hybrid=collocated"),
         (("hybrid=ray", "+hybrid.sharding={num_shards: 2}"), "hybrid.sharding", "hybrid=collocated"),
-        ((APART, "policy=language", "sim=frozenlake", "algorithm=grpo", "generation=tokens_torch"), "language agents", "hybrid=collocated"),
+        (("experiment=multi_domain", APART), "several domains", "hybrid=collocated"),
+        ((*SPEAKING, "sim=agent_program", "hybrid.reward_worker={target: a.b:c}"), "rewards of their own", "reward_worker=null"),
+        (("hybrid=ray", "algorithm=grpo", "algorithm.warm_start={episodes: 1}"), "algorithm.warm_start", "hybrid=collocated"),
         (("hybrid.reward_worker={target: a.b:c}",), "scores whole episodes", "algorithm=grpo"),
     ],
 )
@@ -47,6 +52,9 @@ def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
         (),
         ("hybrid=collocated",),
         (APART,),
+        (APART, *SPEAKING, "sim=frozenlake"),
+        (*SPEAKING, "sim=frozenlake", "hybrid.reward_worker={target: a.b:c}"),
+        ("hybrid=ray", "experiment=frozenlake_text"),
         ("hybrid=ray",),
         ("hybrid.placement={kind: hybrid, num_pipeline_stages: 2}",),
         ("hybrid.placement={env: [0/cpu], generation: [0/cpu], train: [0/cpu]}",),

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RewardWorkerConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
 from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import GROUPS, ROLLOUTS, assert_same_run, configured, trained
+from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 
 SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 2}"
 
@@ -46,6 +47,54 @@ def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, sessio
 def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any) -> None:
     task = [*ROLLOUTS, "total_steps=384", "evaluation.every_steps=128"]
     assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray", "hybrid.num_threads=1"))
+
+
+def test_a_language_agent_with_ray_is_the_one_without_it_bit_for_bit(tmp_path: Path, session: Any) -> None:
+    """The warm start comes before the actor that trains keeps its reference, and is in both runs' checkpoints; with reward workers too."""
+    task = [*TEXTS, SCORED, "total_steps=250", "evaluation.every_steps=100", "algorithm.kl.coef=0.1"]
+    here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray")
+    assert_same_run(here, there)
+    rows = curve(there)
+    assert rows[0]["warm_start/episodes"] == 8.0
+    assert rows[0]["reward_worker/scored"] == 8.0
+    assert [row["train/kl"] for row in rows if "train/kl" in row][-1] > 0.0
+    states = [load_checkpoint(folder) for folder in (here, there)]
+    assert states[0].state["algorithm"] == states[1].state["algorithm"]
+    assert states[0].learner.keys() == states[1].learner.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["env", "generation"])
+def test_a_killed_actor_of_a_language_agent_is_replaced(tmp_path: Path, session: Any, role: str) -> None:
+    task = [*TEXTS, "total_steps=400", "algorithm.warm_start=null"]
+    whole = trained(tmp_path / "whole", *task)
+    config = configured(tmp_path / role, *task, "hybrid=ray")
+    (tmp_path / role).mkdir()
+    with Trainer(config, tmp_path / role, command="test") as trainer:
+        kill_once(trainer, session, role, at=1)
+        trainer.run()
+        assert trainer.manager.num_restarts == 1
+    assert_same_run(whole, tmp_path / role)
+
+
+@pytest.mark.slow
+def test_a_language_agent_with_ray_plays_on_while_training(tmp_path: Path, session: Any) -> None:
+    overrides = [*TEXTS, "hybrid=ray", "algorithm.warm_start=null", "algorithm.groups.max_staleness=1", "total_steps=700"]
+    config = configured(tmp_path / "run", *overrides)
+    (tmp_path / "run").mkdir()
+    ages: list[int] = []
+    with Trainer(config, tmp_path / "run", command="test") as trainer:
+        method: Any = trainer.method
+        update = method.update
+
+        def note(experience: Any, **options: Any) -> Any:
+            ages.extend(group.age(trainer.iteration) for group in experience.data)
+            time.sleep(0.5)
+            return update(experience, **options)
+
+        method.update = note
+        trainer.run()
+    assert set(ages) == {0, 1}
 
 
 def test_weights_through_the_object_store(session: Any) -> None:

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ToolRequest, ValidAction
+from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
+from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.link import Link
 from embodied_rl.roles.failures import RoleError, as_raised, told
@@ -63,6 +66,7 @@ def same(one: Any, other: Any) -> bool:
         np.int32(-3),
         np.array([0.1, np.nan, -0.0], np.float32),
         np.arange(24, dtype=np.int64).reshape(2, 3, 4)[:, ::2].transpose(2, 0, 1),
+        np.arange(3000, dtype=np.float64).reshape(30, 100)[:, ::2],
         np.zeros((0, 3), np.uint8),
         np.array(True),
         np.array(["a", "longer"]),
@@ -73,6 +77,16 @@ def same(one: Any, other: Any) -> bool:
 )
 def test_values(value: Any) -> None:
     assert same(sent(value), value)
+
+
+def test_small_arrays_of_a_type_share_a_tensor_and_are_apart_again() -> None:
+    value = [np.arange(5), np.ones(2, np.float32), np.arange(5, 9).reshape(2, 2), np.arange(2000), np.zeros(0, np.int64)]
+    assert len(pack(value)[1]) == 3
+    again = sent(value)
+    assert same(again, value)
+    again[0][:] = -1
+    assert same(again[2], value[2])
+    assert again[0].base is None, "one array would keep all of them"
 
 
 def test_groups_of_episodes() -> None:
@@ -94,6 +108,36 @@ def test_groups_of_episodes() -> None:
 
     group = EpisodeGroup(number=3, domain="toy", seed=7, created_version=1, episodes=(episode(0), episode(1)))
     assert same(sent([group]), [group])
+
+
+def test_episodes_of_agents() -> None:
+    def turn(parsed: ParsedAction, version: int, **options: Any) -> Turn:
+        return Turn(
+            observation="a board",
+            prompt_ids=np.array([4, 5, 6]),
+            token_ids=np.array([7, 8]),
+            log_prob=np.array([-0.1, -2.5], np.float32),
+            version=np.array([version, version + 1]),
+            answer="left",
+            parsed=parsed,
+            reward=-0.1,
+            game_reward=0.1 + 0.2,
+            **options,
+        )
+
+    calls = ToolRequest((ToolCall("calculator", {"expression": "6 * 7", "digits": [1, None]}), MalformedCall("not closed", "{")))
+    turns = [
+        turn(ValidAction("left"), 3, dropped=Dropped(2, 40)),
+        turn(InvalidAction("cut", "lef"), 4, images=(np.arange(12, dtype=np.uint8).reshape(2, 2, 3),)),
+        turn(calls, 4),
+    ]
+    whole = episode_of(turns, terminated=True, truncated=False, success=True, seed=5, domain="lake", final_text="goal", greedy=True)
+    group = EpisodeGroup(number=3, domain="lake", seed=5, created_version=3, episodes=(whole,))
+    again = sent([group])
+    assert same(again, [group])
+    assert type(again[0].episodes[0]) is AgentEpisode
+    assert again[0].episodes[0].turns[2].parsed == calls
+    assert again[0].episodes[0].game_return == whole.game_return
 
 
 def test_a_text_without_axes_in_an_observation() -> None:

@@ -1,0 +1,44 @@
+"""Calls of a Ray cluster's actors: what they return, what they raise, and which role was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError
+
+from embodied_rl.roles.failures import RoleLost, as_raised, told
+
+Told = tuple[str, Any]
+"""("value", …), ("error", what `failures.told` gives), or ("lost", which other role ended)."""
+GONE = (RayActorError, ObjectLostError)
+"""How Ray tells of an actor that ended, or of a node with what it held."""
+
+
+def outcome_of(task: Callable[[], Any]) -> Told:
+    """Run a task of an actor; Ray's own exceptions hide what was raised, so that ours travel as values."""
+    try:
+        return "value", task()
+    except (*GONE, RoleLost) as error:
+        return "lost", first_line(error)
+    except Exception as error:
+        return "error", told(error)
+
+
+def value_of(reference: Any, role: str) -> Any:
+    """What an actor's method returned. Raises RoleLost, and what was raised there."""
+    try:
+        kind, value = ray.get(reference)
+    except GONE as error:
+        raise RoleLost(f"The Ray actor {role} has ended: {first_line(error)}") from error
+    if kind == "lost":
+        raise RoleLost(f"A Ray actor that {role} works with has ended: {value}")
+    if kind == "error":
+        raise as_raised(value)
+    return value
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
