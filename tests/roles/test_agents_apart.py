@@ -89,6 +89,7 @@ def test_episodes_go_on_while_training_and_none_is_older_than_allowed(tmp_path: 
     assert counts.add_up
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_placement(tmp_path: Path) -> None:
     """The player gets the checkpoint's own tokenizer, whatever the simulators would show now."""
     task = [*TEXTS, "checkpoint.every_steps=100", "checkpoint.keep_last=9"]
