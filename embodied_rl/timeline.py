@@ -61,17 +61,20 @@ class _Busy:
     def __init__(self) -> None:
         self.num_open = 0
         self.since_ns = 0
+        self.counted_ns = 0
         self.total_ns = 0
 
     def begin(self, now_ns: int) -> None:
         if self.num_open == 0:
-            self.since_ns = now_ns
+            # A thread that read the clock and then had to wait comes late: what others did meanwhile is counted already.
+            self.since_ns = max(now_ns, self.counted_ns)
         self.num_open += 1
 
     def end(self, now_ns: int) -> None:
         self.num_open -= 1
         if self.num_open == 0:
-            self.total_ns += now_ns - self.since_ns
+            self.counted_ns = max(now_ns, self.since_ns)
+            self.total_ns += self.counted_ns - self.since_ns
 
     def at(self, now_ns: int) -> int:
         return self.total_ns + (now_ns - self.since_ns if self.num_open else 0)

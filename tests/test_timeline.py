@@ -148,3 +148,14 @@ def test_a_run_writes_its_timeline(tmp_path: Path) -> None:
         assert any(one["ts"] <= wait["ts"] and wait["ts"] + wait["dur"] <= one["ts"] + one["dur"] + 1 for one in collects)
     last = json.loads((run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-2])
     assert 0 < last["utilisation/training"] < 1
+
+
+def test_a_span_that_is_told_late_is_not_counted_twice() -> None:
+    """Thread A reads the clock at 10 and then waits; thread B is busy from 20 to 50; A's span is told from 10, and ends at 60."""
+    busy = module._Busy()
+    busy.begin(20)
+    busy.end(50)
+    busy.begin(10)
+    assert busy.at(60) == 40  # 20 to 60: what A did before 20 is lost, nothing is there twice
+    busy.end(60)
+    assert busy.at(99) == 40

@@ -287,9 +287,14 @@ def _write_part(partial: Path, rank: int, parts: dict[str, Tensor], entries: dic
 def _tell_failure(partial: Path, rank: int, error: BaseException) -> None:
     """So that rank 0 need not wait for a part that will never come. An empty file, where there is no room for the reason."""
     path = partial / f"rank_{rank:05d}{_FAILED}"
-    with contextlib.suppress(OSError):
-        path.touch()
-        path.write_text(str(error), encoding="utf-8")
+    with contextlib.suppress(OSError, UserError):
+        if not partial.is_dir():
+            return
+        try:
+            # At once with its text: rank 0 removes the folder as soon as it sees the file.
+            write_atomic(path, str(error))
+        except (OSError, UserError):
+            path.touch()
 
 
 def _all_there(partial: Path, notes: list[Path]) -> bool:

@@ -137,8 +137,10 @@ def test_a_rank_that_cannot_write_is_told_at_once(tmp_path: Path, monkeypatch: p
     first = save_sharded(tmp_path / "parts", {"w": torch.ones(3)}, asynchronous=True)
     original = module.save_file
 
-    def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def full(tensors: Any, path: Path, **options: Any) -> None:
+        if path.name.startswith("rank_00001"):  # rank 0's thread may not have come so far yet
+            raise OSError(28, "No space left on device")
+        original(tensors, path, **options)
 
     monkeypatch.setattr(module, "save_file", full)
     rank[0] = 1
