@@ -7,7 +7,9 @@ the numbers, 130 Ctrl-C.
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,17 @@ def run_command(body: Callable[[], object]) -> None:
         if faults is None or not isinstance(error, faults.SimFault):
             raise
         fail(str(error), 1)
+
+
+def serve_until_stopped(close: Callable[[], object], message: str) -> None:
+    """Tell that a server is up and leave it to its threads until Ctrl-C or SIGTERM; then `close` it."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    print(f"{message}  (Ctrl-C ends it)", flush=True)
+    try:
+        ended.wait()
+    finally:
+        close()
 
 
 def fail(message: str, status: int) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.cli import Argument, Command, run_command
+from embodied_rl.cli import Argument, Command, run_command, serve_until_stopped
 
 if TYPE_CHECKING:
     from embodied_rl.proxy.app import AgentProxy
@@ -46,13 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
     proxy = start(values)
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    print(f"Serving at {proxy.base_url}; ended sessions go to {values['output']}  (Ctrl-C ends it)", flush=True)
-    try:
-        ended.wait()
-    finally:
-        proxy.close()
+    serve_until_stopped(proxy.close, f"Serving at {proxy.base_url}; ended sessions go to {values['output']}")
 
 
 def start(values: dict[str, Any]) -> AgentProxy:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from embodied_rl.cli import Argument, Command, run_command
+from embodied_rl.cli import Argument, Command, run_command, serve_until_stopped
 
 COMMAND = Command(
     name="serve_envs",
@@ -42,14 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
     service = start(values)
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    names = service.hub.names
-    print(f"Serving {len(names)} simulators at {service.url}  (Ctrl-C ends it)", flush=True)
-    try:
-        ended.wait()
-    finally:
-        service.close()
+    serve_until_stopped(service.close, f"Serving {len(service.hub.names)} simulators at {service.url}")
 
 
 def start(values: dict[str, Any]) -> Any:
