@@ -95,6 +95,43 @@ class ServerLimits:
     """Open at a time; a further one is answered 503."""
 
 
+class _Listening(ThreadingHTTPServer):
+    """A thread for each of so many connections at most; a further one is turned away."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], requests: type[BaseHTTPRequestHandler], max_connections: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._places = threading.Semaphore(max_connections)
+        self.connections = set[socket.socket]()
+        super().__init__(address, requests)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            self.connections.add(request)
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread could be started: its place is free again
+                self.connections.discard(request)
+                self._places.release()
+                raise
+        else:
+            with contextlib.suppress(OSError):
+                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.discard(request)
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a connection that broke is the client's affair
+
+
 class HttpServer:
     """Listens from construction on; `close` ends it. The handler is called from many threads at once."""
 
@@ -122,45 +159,12 @@ class HttpServer:
             UserError: the address is not ours, or the port is taken.
         """
         allowed = limits or ServerLimits()
-        places = threading.Semaphore(allowed.max_connections)
-        connections = self._connections = set[socket.socket]()
 
         class Requests(_Requests):
             settings = _Settings(handle, allowed, any_host_header, format_problem)
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-            def process_request(self, request: Any, client_address: Any) -> None:
-                if places.acquire(blocking=False):
-                    connections.add(request)
-                    try:
-                        super().process_request(request, client_address)
-                    except BaseException:  # no thread could be started: its place is free again
-                        connections.discard(request)
-                        places.release()
-                        raise
-                else:
-                    with contextlib.suppress(OSError):
-                        request.sendall(
-                            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-                        )
-                    self.shutdown_request(request)
-
-            def process_request_thread(self, request: Any, client_address: Any) -> None:
-                try:
-                    super().process_request_thread(request, client_address)
-                finally:
-                    connections.discard(request)
-                    places.release()
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a connection that broke is the client's affair
-
         try:
-            self._server = Server((host, port), Requests)
+            self._server = _Listening((host, port), Requests, allowed.max_connections)
         except OSError as error:
             raise UserError(f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another host= or port=.") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True)
@@ -181,7 +185,7 @@ class HttpServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
-        for connection in list(self._connections):
+        for connection in list(self._server.connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RD)  # answers still leave; kept connections end
 
