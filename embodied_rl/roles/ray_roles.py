@@ -206,7 +206,7 @@ class EnvWorker:
             with contextlib.suppress(EOFError):
                 serve(player, self)
             player.close()
-        while True:
+        while True:  # a daemon of the actor, until that is ended: whoever still asks must not wait for ever
             _, _, answer = self._requests.get()
             answer.set_result((kind, player) if kind != "value" else ("lost", "it was ended"))
 

@@ -45,7 +45,8 @@ def evaluate(
     batch = manager.reset(EpisodeSeeds.held_out(first_seed), reconfigure=reconfigure)
     first = HELD_OUT_START + first_seed
     # Slot s plays the seeds first + s, first + s + N, …: its share of num_episodes.
-    left = np.array([len(range(slot, num_episodes, manager.num_slots)) for slot in range(manager.num_slots)])
+    share = np.array([len(range(slot, num_episodes, manager.num_slots)) for slot in range(manager.num_slots)])
+    left = share.copy()
     finished: list[EpisodeSummary] = []
     observation = {key: part.copy() for key, part in batch.observation.items()}
     slots = np.arange(manager.num_slots)
@@ -73,11 +74,16 @@ def evaluate(
         if remembering is not None:
             remembering.begin(over)
         if not manager.autoreset and (again := [slot for slot in sorted(over) if left[slot]]):
-            played = {slot: len(range(slot, num_episodes, manager.num_slots)) - int(left[slot]) for slot in again}
-            manager.begin(again, [first + slot + played[slot] * manager.num_slots for slot in again])
-            for key, part in manager.recv(again).observation.items():
-                observation[key][again] = part
+            seeds = [first + slot + int(share[slot] - left[slot]) * manager.num_slots for slot in again]
+            _begin_next(manager, again, seeds, observation)
     return _whole(finished, first, num_episodes)
+
+
+def _begin_next(manager: EnvManager, slots: list[int], seeds: list[int], observation: dict[str, np.ndarray]) -> None:
+    """Where episodes do not begin by themselves: these slots' next ones, with their first observations put in place."""
+    manager.begin(slots, seeds)
+    for key, part in manager.recv(slots).observation.items():
+        observation[key][slots] = part
 
 
 def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> list[EpisodeSummary]:
