@@ -226,8 +226,8 @@ class StepBuffers:
     """[n] bool: cut by a limit; the value of the final observation still counts."""
     success: np.ndarray
     """[n] bool: success at this step; False where the simulator has no notion of it."""
-    info: list[dict[str, Any] | None]
-    """[n] the simulator's own info of this step."""
+    info: list[Mapping[str, Any] | None]
+    """[n] the simulator's own info of this step; like the rows it may change with the next step."""
 
     @staticmethod
     def allocate(spec: SimSpec, num_envs: int) -> StepBuffers:

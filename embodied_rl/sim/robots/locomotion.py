@@ -8,9 +8,10 @@ and snapshots are gymnasium's own: the environments stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -35,14 +36,40 @@ class _Body:
     model: Any
     data: Any
     ctrl: np.ndarray
-    position: np.ndarray
-    """Where x is measured: the root joint or the main body; element 0 is x, for Ant 1 is y."""
-    sources: tuple[np.ndarray, ...]
-    """qpos, qvel and, for Ant, cfrc_ext."""
-    rows: tuple[np.ndarray, ...]
-    """Where they are copied to."""
+    copies: tuple[tuple[np.ndarray, np.ndarray], ...]
+    """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and where the main body is."""
     limit: Any
     """The TimeLimit, or None."""
+
+
+class _Info(Mapping[str, float]):
+    """An environment's info, worked out when it is read: that is once an episode, and building it cost as much as the rewards."""
+
+    def __init__(self, columns: Callable[[], dict[str, float]]) -> None:
+        self._columns = columns
+
+    def __getitem__(self, key: str) -> float:
+        return self._columns()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns())
+
+    def __len__(self) -> int:
+        return len(self._columns())
+
+
+class _Terms(NamedTuple):
+    """What a reward is made of, one entry per environment."""
+
+    velocity: np.ndarray
+    """[n, 2] m/s, from the positions before and after"""
+    forward: np.ndarray
+    control: np.ndarray
+    contact: np.ndarray | None
+    """of Ant alone"""
+    healthy: np.ndarray | None
+    """[n] bool; None where the task knows no falling over"""
+    survive: np.ndarray | None
 
 
 def is_known(env: gymnasium.Env) -> bool:
@@ -63,15 +90,19 @@ class LocomotionSim(GymnasiumSim):
         import mujoco
 
         first: Any = envs[0].unwrapped
-        self._advance, self._forces = mujoco.mj_step, mujoco.mj_rnePostConstraint
+        self._advance = mujoco.mj_step
         self._is_ant = type(first).__name__ == "AntEnv"
+        # Gymnasium works contact forces out after every step of every task; Ant alone reads them, and the motion does not depend on them.
+        self._forces = mujoco.mj_rnePostConstraint if self._is_ant else None
         self._frame_skip, self._dt = int(first.frame_skip), float(first.dt)
         num_envs, self._nq, self._nv = len(envs), int(first.model.nq), int(first.model.nv)
         self._joints = np.zeros((num_envs, self._nq + self._nv))
         self._contact = np.zeros((num_envs, 6 * int(first.model.nbody)))
-        self._position = np.zeros((num_envs, 2))
+        self._position = np.zeros((num_envs, 2)) if self._is_ant else self._joints[:, :2]
+        """Where x is measured: the main body or the root joint; column 0 is x, for Ant 1 is y."""
         self._before = np.zeros((num_envs, 2))
         self._bodies = [self._body(i, env) for i, env in enumerate(envs)]
+        self._infos: list[Mapping[str, float]] = [_Info(partial(self._info, i)) for i in range(num_envs)]
         self._terms = first
         """Where the reward's weights and the healthy ranges stand; the environments were made with the same arguments."""
         kinds: dict[str, Callable[[Any], np.ndarray | None]] = {
@@ -91,28 +122,49 @@ class LocomotionSim(GymnasiumSim):
             limit = limit.env
         inner: Any = env.unwrapped
         data, row = inner.data, self._joints[index]
-        sources, rows = [data.qpos, data.qvel], [row[: self._nq], row[self._nq :]]
-        position = data.qpos[:2]
+        copies = [(row[: self._nq], data.qpos), (row[self._nq :], data.qvel)]
         if self._is_ant:
-            sources.append(data.cfrc_ext.reshape(-1))
-            rows.append(self._contact[index])
-            position = data.body(inner._main_body).xpos[:2]
+            copies += [(self._contact[index], data.cfrc_ext.reshape(-1)), (self._position[index], data.body(inner._main_body).xpos[:2])]
         assert all(
-            np.shares_memory(source, getattr(data, name)) for source, name in zip(sources, ("qpos", "qvel", "cfrc_ext"), strict=False)
+            np.shares_memory(source, getattr(data, name)) for (_, source), name in zip(copies, ("qpos", "qvel", "cfrc_ext"), strict=False)
         )
-        return _Body(inner.model, data, data.ctrl, position, tuple(sources), tuple(rows), limit if isinstance(limit, TimeLimit) else None)
+        return _Body(inner.model, data, data.ctrl, tuple(copies), limit if isinstance(limit, TimeLimit) else None)
+
+    # ---- whatever moves a body outside a step -----------------------------------------------------------------------
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        super().reset(env_ids, seeds, out, options)
+        for i in env_ids:
+            self._look(i)
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        super().restore(env_id, data)
+        self._look(env_id)
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        super().set_physics(env_id, state)
+        self._look(env_id)
+
+    def _look(self, env_id: int) -> None:
+        """Bring our rows up to date: the next step measures from where the body is now."""
+        for row, source in self._bodies[env_id].copies:
+            row[:] = source
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         advance, forces, frame_skip = self._advance, self._forces, self._frame_skip
-        before, after, truncated = self._before, self._position, out.truncated
+        bodies, truncated, infos = self._bodies, out.truncated, self._infos
+        first, last = env_ids[0], env_ids[-1] + 1
+        rows: Any = slice(first, last) if last - first == len(env_ids) else np.asarray(env_ids)
+        self._before[rows] = self._position[rows]
         for i, action in zip(env_ids, actions, strict=True):
-            body = self._bodies[i]
-            before[i] = body.position
+            body = bodies[i]
             body.ctrl[:] = action
             advance(body.model, body.data, frame_skip)
-            forces(body.model, body.data)
-            after[i] = body.position
-            for row, source in zip(body.rows, body.sources, strict=True):
+            if forces is not None:
+                forces(body.model, body.data)
+            for row, source in body.copies:
                 row[:] = source
             limit = body.limit
             if limit is None:
@@ -120,10 +172,9 @@ class LocomotionSim(GymnasiumSim):
             else:
                 limit._elapsed_steps += 1
                 truncated[i] = limit._elapsed_steps >= limit._max_episode_steps
-        first, last = env_ids[0], env_ids[-1] + 1
-        rows: Any = slice(first, last) if last - first == len(env_ids) else np.asarray(env_ids)
+            out.info[i] = infos[i]
         self._observe(rows, out.observation["state"])
-        self._judge(env_ids, rows, actions, out)
+        self._judge(rows, actions, out)
 
     def _observe(self, rows: Any, state: np.ndarray) -> None:
         """Observations of the environments `rows` [n, dim]."""
@@ -140,36 +191,44 @@ class LocomotionSim(GymnasiumSim):
         if self._clips_velocity:
             state[rows, end - self._nv : end] = np.clip(self._joints[rows, self._nq :], -10, 10)
 
-    def _judge(self, env_ids: Sequence[int], rows: Any, actions: np.ndarray, out: StepBuffers) -> None:
-        """Rewards, ends and infos. Gymnasium's order of operations and mixture of precisions is kept: see the tests."""
+    def _judge(self, rows: Any, actions: np.ndarray, out: StepBuffers) -> None:
+        """Rewards and ends."""
+        terms = self._reward_terms(rows, actions)
+        if terms.healthy is None:
+            out.reward[rows] = terms.forward - terms.control
+            out.terminated[rows] = False
+        else:
+            costs = terms.control if terms.contact is None else terms.control + terms.contact
+            out.reward[rows] = terms.forward + terms.survive - costs
+            out.terminated[rows] = ~terms.healthy & bool(self._terms._terminate_when_unhealthy)
+        out.success[rows] = False
+
+    def _reward_terms(self, rows: Any, actions: np.ndarray) -> _Terms:
+        """Gymnasium's order of operations and mixture of precisions is kept: see the tests."""
         terms = self._terms
         velocity = (self._position[rows] - self._before[rows]) / self._dt
         forward = terms._forward_reward_weight * velocity[:, 0]
-        control = terms._ctrl_cost_weight * np.square(actions).sum(axis=1)
+        control = terms._ctrl_cost_weight * np.add.reduce(np.square(actions), axis=1)
+        contact = terms._contact_cost_weight * np.square(self._contact[rows]).sum(axis=1) if self._is_ant else None
         healthy = self._is_healthy(rows)
-        infos = {"x_position": self._joints[rows, 0], "x_velocity": velocity[:, 0], "reward_forward": forward, "reward_ctrl": -control}
-        if healthy is None:
-            reward = forward - control
-            out.terminated[rows] = False
-        else:
-            survive = healthy * terms._healthy_reward
-            costs = control
-            if self._is_ant:
-                contact = terms._contact_cost_weight * np.square(self._contact[rows]).sum(axis=1)
-                costs = control + contact
+        return _Terms(velocity, forward, control, contact, healthy, None if healthy is None else healthy * terms._healthy_reward)
+
+    def _info(self, env_id: int) -> dict[str, float]:
+        """Gymnasium's info of the last step of one environment."""
+        rows = slice(env_id, env_id + 1)
+        # The action was a float32, and its squares are summed as such.
+        terms = self._reward_terms(rows, self._bodies[env_id].ctrl[None].astype(np.float32))
+        columns = {"x_position": self._joints[rows, 0], "x_velocity": terms.velocity[:, 0], "reward_forward": terms.forward}
+        columns["reward_ctrl"] = -terms.control
+        if terms.survive is not None:
+            columns["reward_survive"] = terms.survive
+            if terms.contact is not None:
                 place = self._joints[rows, :2]
-                infos |= {"y_position": place[:, 1], "y_velocity": velocity[:, 1], "reward_contact": -contact}
-                infos["distance_from_origin"] = np.hypot(place[:, 0], place[:, 1])
+                columns |= {"y_position": place[:, 1], "y_velocity": terms.velocity[:, 1], "reward_contact": -terms.contact}
+                columns["distance_from_origin"] = np.hypot(place[:, 0], place[:, 1])
             else:
-                infos["z_distance_from_origin"] = self._joints[rows, 1] - terms.init_qpos[1]
-            reward = forward + survive - costs
-            infos["reward_survive"] = survive
-            out.terminated[rows] = ~healthy & bool(terms._terminate_when_unhealthy)
-        out.reward[rows] = reward
-        out.success[rows] = False
-        names, columns = list(infos), [column.tolist() for column in infos.values()]
-        for i, values in zip(env_ids, zip(*columns, strict=True), strict=True):
-            out.info[i] = dict(zip(names, values, strict=True))
+                columns["z_distance_from_origin"] = self._joints[rows, 1] - self._terms.init_qpos[1]
+        return {name: column.item() for name, column in columns.items()}
 
     def _ant_is_healthy(self, rows: Any) -> np.ndarray:
         low, high = self._terms._healthy_z_range

@@ -1,15 +1,18 @@
 """Agent programs: what is started for an episode, with which task, and how its reward comes back.
 
 A program is any command that talks to OpenAI's interface. It is started once for each episode, with the address and key of the agent proxy
-in the environment variables that the ``openai`` package reads; it knows nothing of training. See `embodied_rl.rollout.program_runner` for
-how programs are run side by side.
+in the environment variables that the ``openai`` package reads; it knows nothing of training. One that can play many episodes stays instead
+(`embodied_rl.sim.text.served_program`), and so does a Python function (`embodied_rl.sim.text.program_worker`). See
+`embodied_rl.rollout.program_runner` for how programs are run side by side.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -26,18 +29,25 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
 TARGET = "embodied_rl.sim.text.program:AgentProgram"
 """``sim.target`` of a run whose episodes are programs."""
 
-RewardSource = Literal["http", "exit"]
-"""http: the program, or whoever judges it, posts it to its session. exit: status 0 is 1, `FAILURE_STATUS` is 0."""
+RewardSource = Literal["http", "exit", "return"]
+"""http: the program, or whoever judges it, posts it to its session. exit: status 0 is 1, `FAILURE_STATUS` is 0. return: what a function
+returns, or a program that stays says in its reply; rewards that were posted are added."""
+
+ProgramMode = Literal["once", "serve"]
+"""once: started for every episode. serve: started once, and given an episode a line."""
 
 FAILURE_STATUS = 3
 """Exit status of a program that did its work and did not succeed (1 is what Python says of an exception, 2 of wrong arguments)."""
 
-FIELDS = ("python", "task", "seed", "model")
+WORKER = "embodied_rl.sim.text.program_worker"
+"""Module that calls `ProgramOptions.function`."""
+
 _TAIL_BYTES = 4096
 
 
@@ -45,7 +55,7 @@ _TAIL_BYTES = 4096
 class ProgramOptions:
     """``sim.kwargs`` of an agent program. Raises UserError for an impossible value."""
 
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     """Words of the command. ``{python}`` is this interpreter, ``{task}`` the task as JSON, ``{seed}`` the episode's, ``{model}`` the
     model's name; braces that are meant as such are doubled."""
     tasks: str | None = None
@@ -61,8 +71,15 @@ class ProgramOptions:
     """Further environment variables."""
     texts: tuple[str, ...] = ()
     """Words that the tokenizer of a tiny random model must know beside those of the tasks."""
+    mode: ProgramMode = "once"
+    """Of `command`. A program that stays has task, seed, key and addresses from its input: ``{task}`` and ``{seed}`` cannot be filled in."""
+    function: str | None = None
+    """Instead of a command: ``module:function`` or ``file.py:function``, called with a client and a task in processes that stay."""
+    memory_mb: int | None = None
+    """Address space (2**20 bytes) of each process that stays; null: no limit."""
 
     def __post_init__(self) -> None:
+        self._check_mode()
         if not self.command or not all(isinstance(word, str) and word for word in self.command):
             raise UserError(f"sim.kwargs.command must be a list of words such as ['{{python}}', 'agent.py'], got {list(self.command)}.")
         if self.reward not in get_args(RewardSource):
@@ -70,6 +87,41 @@ class ProgramOptions:
         if not self.timeout_s > 0:
             raise UserError(f"sim.kwargs.timeout_s must be > 0, got {self.timeout_s}.")
         self.words({}, 0, "model")
+
+    def _check_mode(self) -> None:
+        if self.mode not in get_args(ProgramMode):
+            raise UserError(f"sim.kwargs.mode='{self.mode}' is not a choice.{did_you_mean(str(self.mode), get_args(ProgramMode))}")
+        if self.function is not None:
+            if self.command:
+                raise UserError(
+                    "sim.kwargs.function is called instead of a program: set sim.kwargs.command=null, or leave the function out."
+                )
+            if not isinstance(self.function, str) or not all(self.function.rpartition(":")[::2]):
+                raise UserError(f"sim.kwargs.function must be 'module:function' or 'file.py:function', got {self.function!r}.")
+            # It is a command like any other from here on.
+            object.__setattr__(self, "command", ("{python}", "-m", WORKER, self.function.replace("{", "{{").replace("}", "}}")))
+            object.__setattr__(self, "mode", "serve")
+        if self.stays and self.reward == "exit":
+            raise UserError(
+                "sim.kwargs.reward=exit needs a program that ends with its episode: take http or return, or sim.kwargs.mode=once."
+            )
+        if self.reward == "return" and not self.stays:
+            raise UserError(
+                "sim.kwargs.reward=return is for a function, or a program with sim.kwargs.mode=serve: a program that ends has "
+                "no reply; take http or exit."
+            )
+        if self.memory_mb is not None and (not self.stays or self.memory_mb < 1):
+            raise UserError(f"sim.kwargs.memory_mb must be >= 1 and is for programs that stay, got {self.memory_mb}.")
+
+    @property
+    def stays(self) -> bool:
+        """Whether a program plays one episode after another."""
+        return self.mode == "serve"
+
+    @property
+    def serve_limits(self) -> ServeLimits:
+        """Of a program that stays."""
+        return ServeLimits(self.timeout_s, self.memory_mb)
 
     @staticmethod
     def of(config: SimConfig) -> ProgramOptions:
@@ -80,7 +132,7 @@ class ProgramOptions:
                 raise UserError(f"sim.kwargs.{name} is not known for an agent program.{did_you_mean(name, known)}")
         given = dict(config.kwargs)
         for name in ("command", "texts"):
-            value = given.get(name, ())
+            value = given.get(name) or ()
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise UserError(f"sim.kwargs.{name} must be a list of texts, got {value!r}.")
             given[name] = tuple(value)
@@ -90,17 +142,23 @@ class ProgramOptions:
 
     def words(self, task: Mapping[str, Any], seed: int, model: str) -> list[str]:
         """The command of one episode. Raises UserError for an unknown placeholder."""
-        filled = {"python": sys.executable, "task": json.dumps(task), "seed": str(seed), "model": model}
+        filled = {"python": sys.executable, "model": model}
+        if not self.stays:
+            filled |= {"task": json.dumps(task), "seed": str(seed)}
         try:
             return [word.format_map(filled) for word in self.command]
         except (KeyError, ValueError, IndexError) as error:
             raise UserError(
                 f"sim.kwargs.command={list(self.command)} cannot be filled in ({error!r}). Placeholders: "
-                f"{', '.join('{' + name + '}' for name in FIELDS)}; double the braces that are meant as such."
+                f"{', '.join('{' + name + '}' for name in filled)}; double the braces that are meant as such."
+                f"{' A program that stays reads its tasks from its input.' if self.stays else ''}"
             ) from error
 
     def check_command(self) -> None:
         """Raises UserError where the program, or the script that Python is to run, is not there."""
+        if self.function is not None:
+            _check_function(self.function)
+            return
         words = self.words({}, 0, "model")
         if shutil.which(words[0]) is None:
             raise UserError(f"sim.kwargs.command: '{words[0]}' is no program that can be run here.")
@@ -109,6 +167,22 @@ class ProgramOptions:
             raise UserError(
                 f"sim.kwargs.command: '{script}' is not there, seen from {Path.cwd()}. Give an absolute path, or start from its folder."
             )
+
+
+def _check_function(target: str) -> None:
+    where, _, _ = target.rpartition(":")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise UserError(
+                f"sim.kwargs.function: '{where}' is not there, seen from {Path.cwd()}. Give an absolute path, or start from its folder."
+            )
+        return
+    try:
+        found = importlib.util.find_spec(where)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UserError(f"sim.kwargs.function: module '{where}' cannot be found in this environment.")
 
 
 class AgentProgram:
@@ -207,36 +281,67 @@ class RunningProgram:
             self._output.close()
             raise
         self.deadline = time.monotonic() + timeout_s
-        self.descriptor = os.pidfd_open(self._process.pid)
-        """Readable once it has ended."""
+        self._descriptor = os.pidfd_open(self._process.pid)
 
-    def end(self) -> tuple[int, str]:
-        """Kill what still runs of the group and wait: (exit status, minus the signal's number; the end of what it printed)."""
+    @property
+    def wake_s(self) -> float:
+        """When, on the monotonic clock, something is to be done even if nothing is heard."""
+        return self.deadline
+
+    def watched(self) -> list[tuple[int, int]]:
+        """Descriptors and the events of `select.poll` that may mean progress."""
+        return [(self._descriptor, select.POLLIN)]
+
+    def is_over(self) -> bool:
+        """Whether it has ended; never waits."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def end(self) -> ProgramEnding:
+        """Kill what still runs of the group and wait."""
         # Before the process is reaped its number cannot belong to another one.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
-        os.close(self.descriptor)
+        os.close(self._descriptor)
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _TAIL_BYTES))
         tail = self._output.read().decode("utf-8", "replace")
         self._output.close()
-        return status, tail
+        return ProgramEnding(status, tail)
 
 
-def program_environment(
-    options: ProgramOptions, *, base_url: str, key: str, session: str, model: str, task: Mapping[str, Any], seed: int
-) -> dict[str, str]:
-    """The variables that a program is started with: this process's own, the options', and where the model and its session are."""
+def episode_line(*, base_url: str, key: str, session: str, model: str, task: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """What a program that stays is told of an episode."""
+    return {
+        "task": dict(task),
+        "seed": seed,
+        "model": model,
+        "base_url": base_url,
+        "api_key": key,
+        "session_url": f"{base_url}/sessions/{session}",
+    }
+
+
+def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> dict[str, str]:
+    """The variables that a program that stays is started with: this process's own, the options', and where the model is."""
     own = {
         "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": key,
         "OPENAI_MODEL": model,
-        "EMBODIED_RL_SESSION_URL": f"{base_url}/sessions/{session}",
-        "EMBODIED_RL_TASK": json.dumps(task),
-        "EMBODIED_RL_SEED": str(seed),
         # The proxy is on this machine, whatever is between it and the rest of the world.
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
     return {**os.environ, **options.env, **own}
+
+
+def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of a program that is started for one episode; `line` is its `episode_line`."""
+    own = {
+        "OPENAI_API_KEY": line["api_key"],
+        "EMBODIED_RL_SESSION_URL": line["session_url"],
+        "EMBODIED_RL_TASK": json.dumps(line["task"]),
+        "EMBODIED_RL_SEED": str(line["seed"]),
+    }
+    return {**lasting_environment(options, line["base_url"], line["model"]), **own}

@@ -1,0 +1,122 @@
+"""A process that calls one function for episode after episode: what ``sim.kwargs.function`` starts. The standard library alone.
+
+It is an ordinary program of ``mode=serve``: a JSON object a line on its input, and one on its output for each; see
+`embodied_rl.sim.text.served_program`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+Function = Callable[[Any, dict[str, Any]], float | None]
+"""``function(client, task)``: an ``openai.OpenAI`` client that is pointed at the episode's session, and the task. What it returns is the
+episode's reward where ``sim.kwargs.reward=return``."""
+
+
+def load_function(target: str) -> Function:
+    """``module:function`` or ``path/to/file.py:function``.
+
+    Raises:
+        SystemExit: there is no such module, file or function, or it cannot be called with a client and a task.
+    """
+    where, _, name = target.rpartition(":")
+    try:
+        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except ImportError as error:
+        raise SystemExit(f"'{target}' cannot be imported: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
+        raise SystemExit(f"'{where}' has no function '{name}'. Its functions: {', '.join(known) or 'none'}.")
+    if inspect.iscoroutinefunction(function):
+        raise SystemExit(f"'{target}' is a coroutine function; give one that calls asyncio.run itself.")
+    try:
+        inspect.signature(function).bind(None, {})
+    except TypeError as error:
+        raise SystemExit(f"'{target}' must take (client, task): {error}.") from error
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"'{path}' is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # what lies beside it, as for a script
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError as error:
+        raise ImportError(f"'{path}' is not there") from error
+    return module
+
+
+class Clients:
+    """OpenAI clients for one session after another over the same connections: a new client costs more than an answer."""
+
+    def __init__(self) -> None:
+        """Raises SystemExit where the ``openai`` package is missing."""
+        try:
+            from openai import OpenAI
+        except ImportError as error:
+            raise SystemExit(f"sim.kwargs.function needs OpenAI's client ({error}): pip install openai") from error
+        self._new, self._first = OpenAI, None
+
+    def client(self, base_url: str, key: str) -> Any:
+        """For the session that `key` opens."""
+        if self._first is None:
+            self._first = self._new(base_url=base_url, api_key=key)
+        return self._first.with_options(base_url=base_url, api_key=key)
+
+
+def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> dict[str, Any]:
+    """One episode: the line to answer with. An exception of the function is the episode's, not the process's."""
+    os.environ.update(
+        {
+            "OPENAI_BASE_URL": episode["base_url"],
+            "OPENAI_API_KEY": episode["api_key"],
+            "OPENAI_MODEL": episode["model"],
+            "EMBODIED_RL_SESSION_URL": episode["session_url"],
+            "EMBODIED_RL_TASK": json.dumps(episode["task"]),
+            "EMBODIED_RL_SEED": str(episode["seed"]),
+        }
+    )
+    number = {"episode": episode["episode"]}
+    try:
+        reward = function(clients.client(episode["base_url"], episode["api_key"]), dict(episode["task"]))
+        if reward is not None and not math.isfinite(reward := float(reward)):
+            raise ValueError(f"the function returned {reward}, which is no reward")
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        return {**number, "error": f"{type(error).__name__}: {error}"}
+    return {**number, "done": True, "reward": reward}
+
+
+def serve(function: Function, lines: Iterable[str], replies: TextIO) -> None:
+    """Answer every line until there are no more, which is when whoever started us has ended."""
+    clients = Clients()
+    for line in lines:
+        replies.write(json.dumps(play(function, clients, json.loads(line))) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    """``python -m embodied_rl.sim.text.program_worker module:function``"""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the function prints is no reply
+    with replies:
+        serve(load_function(sys.argv[1]), sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

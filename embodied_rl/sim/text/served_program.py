@@ -1,0 +1,288 @@
+"""Programs that stay: each is started once and given one episode after another, a line of JSON for each.
+
+```
+   to its input    {"episode": 7, "task": {…}, "seed": 3, "model": "policy", "base_url": "http://127.0.0.1:…/v1",
+                    "api_key": "sk-…", "session_url": "http://…/sessions/…"}
+   from its output {"done": true}    {"done": true, "reward": 1.0}    {"error": "what went wrong"}
+```
+A reply may repeat ``episode``; other lines are what the program prints. One that crashes or runs out of time costs the episode that it was
+in: the next episode has a process of its own, after a pause that doubles while nothing but failures comes. A program whose input ends is
+to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_TAIL_BYTES = 4096
+_MAX_LINE_BYTES = 2**20
+"""A reply is short; of a line beyond, the beginning is thrown away."""
+_MAX_READS = 16
+"""Pieces of output that are read of one program before the next has its turn."""
+
+
+@dataclass(frozen=True)
+class ProgramEnding:
+    """How a program came through an episode."""
+
+    status: int | None
+    """Exit status, minus the signal's number where one ended it; None where the process lives on."""
+    output: str
+    """The end of what it printed."""
+    reward: float | None = None
+    """What it said in its reply."""
+    failed: bool = False
+    """It said so itself."""
+
+
+@dataclass(frozen=True)
+class ServeLimits:
+    """What a program that stays may use."""
+
+    timeout_s: float
+    """Of an episode; one that takes longer is ended with its process."""
+    memory_mb: int | None = None
+    """Address space (2**20 bytes) of each process; None: no limit."""
+    backoff_s: float = 0.1
+    """Pause before the second start after failures in a row; doubles with each further one."""
+    max_backoff_s: float = 30.0
+
+
+class _Process:
+    """A started program; for one episode at a time."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], memory_mb: int | None) -> None:
+        self._printed = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (`kill` closes it; appending, so that it can be emptied)
+        try:
+            self._process = subprocess.Popen(
+                list(words), env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, start_new_session=True
+            )
+        except BaseException:
+            self._printed.close()
+            raise
+        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
+        if memory_mb is not None:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(self._process.pid, resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
+        self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self.input, False)
+        os.set_blocking(self.output, False)
+        self._unsent, self._unread = b"", b""
+
+    @property
+    def wants_to_send(self) -> bool:
+        return bool(self._unsent)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def begin(self, line: Mapping[str, Any]) -> None:
+        """Give it an episode; what it wrote before is forgotten."""
+        self.lines()
+        self._unread = b""
+        self._printed.truncate(0)
+        self._unsent = json.dumps(line).encode() + b"\n"
+        self.send()
+
+    def send(self) -> None:
+        """As much of the episode's line as it takes now."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.input, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # it has ended, which its output says as well
+            self._unsent = b""
+
+    def lines(self) -> tuple[list[bytes], bool]:
+        """Whole lines that it has written since the last call; and whether its output is still open."""
+        is_open = True
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.output, 2**16):
+                *whole, rest = (self._unread + part).split(b"\n")
+                self._unread = rest[-_MAX_LINE_BYTES:]
+                if whole:
+                    return whole, True
+            if self._unread:
+                self.print(self._unread)
+            self._unread, is_open = b"", False
+        return [], is_open
+
+    def print(self, line: bytes) -> None:
+        """Keep a line that was no reply with what it printed on its error stream."""
+        self._printed.write(line[-_TAIL_BYTES:] + b"\n")
+
+    def tail(self) -> str:
+        """The end of what it printed in this episode."""
+        size = self._printed.seek(0, os.SEEK_END)
+        self._printed.seek(max(0, size - _TAIL_BYTES))
+        return self._printed.read().decode("utf-8", "replace")
+
+    def kill(self) -> tuple[int, str]:
+        """End it and all that it started: (exit status, the end of what it printed)."""
+        # Before the process is reaped its number cannot belong to another one.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        status, tail = self._process.wait(), self.tail()
+        for file in (self._process.stdin, self._process.stdout, self._printed):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()  # type: ignore[union-attr]
+        return status, tail
+
+
+class ProgramPool:
+    """Processes of one program: as many as there are episodes at a time. For one thread."""
+
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], limits: ServeLimits) -> None:
+        self._words, self._env, self.limits = words, env, limits
+        self._idle: list[_Process] = []
+        self._failures = 0
+        self._not_before_s = 0.0
+        self._num_episodes = 0
+        self.num_started = 0
+        """Processes, all of them."""
+
+    def begin(self, episode: Mapping[str, Any]) -> ServedEpisode:
+        """Play an episode in a process that waits for one, or in a new one."""
+        self._num_episodes += 1
+        return ServedEpisode(self, {"episode": self._num_episodes, **episode}, self._not_before_s)
+
+    def take(self) -> _Process:
+        """A process that lives. Raises OSError where none can be started."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive:
+                return process
+            process.kill()
+        self.num_started += 1
+        return _Process(self._words, self._env, self.limits.memory_mb)
+
+    def has_idle(self) -> bool:
+        """Whether an episode need not wait for a start."""
+        return bool(self._idle)
+
+    def came_back(self, process: _Process) -> None:
+        """Its episode is over and it can play another one."""
+        self._failures, self._not_before_s = 0, 0.0
+        self._idle.append(process)
+
+    def was_lost(self) -> None:
+        """A process ended in its episode: the next start waits longer than this one did."""
+        self._failures += 1
+        pause = 0.0 if self._failures == 1 else min(self.limits.backoff_s * 2.0 ** (self._failures - 2), self.limits.max_backoff_s)
+        self._not_before_s = time.monotonic() + pause
+
+    def close(self) -> None:
+        """End the processes that wait; may be used again."""
+        while self._idle:
+            self._idle.pop().kill()
+
+
+class ServedEpisode:
+    """An episode in a program that stays; stands where a `RunningProgram` does."""
+
+    def __init__(self, pool: ProgramPool, line: Mapping[str, Any], not_before_s: float) -> None:
+        self._pool, self._line, self._not_before_s = pool, line, not_before_s
+        self._process: _Process | None = None
+        self._ending: ProgramEnding | None = None
+        self.deadline = max(time.monotonic(), 0.0 if pool.has_idle() else not_before_s) + pool.limits.timeout_s
+        self._start_when_due()
+
+    @property
+    def wake_s(self) -> float:
+        """When, on the monotonic clock, something is to be done even if nothing is heard."""
+        waits = self._process is None and self._ending is None
+        return min(self._not_before_s, self.deadline) if waits else self.deadline
+
+    def watched(self) -> list[tuple[int, int]]:
+        """Descriptors and the events of `select.poll` that may mean progress."""
+        if self._process is None:
+            return []
+        sending = [(self._process.input, select.POLLOUT)] if self._process.wants_to_send else []
+        return [(self._process.output, select.POLLIN), *sending]
+
+    def is_over(self) -> bool:
+        """Whether the program has replied, or ended; never waits."""
+        self._start_when_due()
+        if self._ending is not None or self._process is None:
+            return self._ending is not None
+        self._process.send()
+        for _ in range(_MAX_READS):  # others are to be looked after as well
+            lines, is_open = self._process.lines()
+            for line in lines:
+                if (ending := self._reply(line)) is not None:
+                    self._ending = ending
+                    return True
+                self._process.print(line)
+            if not is_open:
+                self._ending = self._lose()
+            if not is_open or not lines:
+                return not is_open
+        return False
+
+    def end(self) -> ProgramEnding:
+        """Of an episode that is over: how. Of another one: its process is ended, and counts as lost if time ran out."""
+        if self._ending is None:
+            late = time.monotonic() >= self.deadline
+            self._ending = self._lose() if late else ProgramEnding(*self._kill())
+        elif self._process is not None:
+            self._pool.came_back(self._process)
+            self._process = None
+        return self._ending
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _start_when_due(self) -> None:
+        if self._process is not None or self._ending is not None:
+            return
+        if not self._pool.has_idle() and time.monotonic() < self._not_before_s:
+            return
+        try:
+            self._process = self._pool.take()
+        except OSError as error:
+            self._pool.was_lost()
+            self._ending = ProgramEnding(None, f"{type(error).__name__}: {error}", failed=True)
+            return
+        self._process.begin(self._line)
+
+    def _kill(self) -> tuple[int, str]:
+        if self._process is None:  # it still waited for its start
+            return -int(signal.SIGKILL), ""
+        process, self._process = self._process, None
+        return process.kill()
+
+    def _lose(self) -> ProgramEnding:
+        self._pool.was_lost()
+        return ProgramEnding(*self._kill())
+
+    def _reply(self, line: bytes) -> ProgramEnding | None:
+        """What a line says of this episode; None: it is something that the program prints."""
+        assert self._process is not None, "it wrote the line"
+        try:
+            said = json.loads(line)
+        except ValueError:
+            return None
+        if not isinstance(said, dict) or not (said.get("done") is True or "error" in said):
+            return None
+        if said.get("episode", self._line["episode"]) != self._line["episode"]:
+            return None
+        reward = said.get("reward")
+        if "error" in said:
+            return ProgramEnding(None, f"{self._process.tail()}\n{said['error']}", failed=True)
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
+            return ProgramEnding(None, f"{self._process.tail()}\nThe reply's reward is no finite number: {reward!r:.80}", failed=True)
+        return ProgramEnding(None, self._process.tail(), None if reward is None else float(reward))
