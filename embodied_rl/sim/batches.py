@@ -13,6 +13,10 @@ from embodied_rl.sim.rooms import INFO_ROOM
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, memory_of
 from embodied_rl.types import EpisodeSummary, StepBatch
 
+Slots = range | Sequence[int] | np.ndarray
+
+_SCATTERED_KEPT = 1024
+
 
 class SlotViews:
     """A set of slots, ascending. Of a contiguous range the batch holds views, made once; of others copies, made by each call."""
@@ -160,6 +164,37 @@ class SlotViews:
             terminated=bool(arrays["terminated"][slot]),
             final_info=self.crew.slab.rooms("final_info", INFO_ROOM).read(slot) or {},
         )
+
+
+class ViewsOfSlots:
+    """The `SlotViews` of a crew, each made once: there are a few ranges, and scattered sets come again and again."""
+
+    def __init__(self, crew: Crew, num_slots: int, chunk_size: int) -> None:
+        self._crew, self._num_slots, self._chunk_size = crew, num_slots, chunk_size
+        self._ranges: dict[range, SlotViews] = {}
+        self._scattered: dict[tuple[int, ...], SlotViews] = {}
+
+    def of(self, slots: Slots) -> SlotViews:
+        """Raises ValueError for slots that do not exist."""
+        if isinstance(slots, range) and slots.step == 1:
+            known = self._ranges.get(slots)
+            if known is None:
+                known = self._ranges[slots] = SlotViews(self._crew, self._checked(slots), self._chunk_size)
+            return known
+        ids = sorted(slots.tolist() if isinstance(slots, np.ndarray) else map(int, slots))
+        if ids and ids[-1] - ids[0] == len(ids) - 1 and len(set(ids)) == len(ids):
+            return self.of(range(ids[0], ids[-1] + 1))
+        scattered = self._scattered.get(key := tuple(ids))
+        if scattered is None:
+            if len(self._scattered) >= _SCATTERED_KEPT:
+                self._scattered.clear()
+            scattered = self._scattered[key] = SlotViews(self._crew, self._checked(ids), self._chunk_size)
+        return scattered
+
+    def _checked(self, slots: range | list[int]) -> range | np.ndarray:
+        if len(slots) and not (slots[0] >= 0 and slots[-1] < self._num_slots):
+            raise ValueError(f"Slots {slots} are not within 0 … {self._num_slots - 1}.")
+        return slots if isinstance(slots, range) else np.asarray(slots, np.int64)
 
 
 def ascending(slots: Sequence[int] | np.ndarray, actions: Any) -> tuple[Sequence[int] | np.ndarray, Any]:

@@ -16,19 +16,17 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.sim.affinity import PlacementPolicy, available_cores, place_workers
-from embodied_rl.sim.batches import SlotViews, ascending
+from embodied_rl.sim.batches import Slots, ViewsOfSlots, ascending
 from embodied_rl.sim.crew import Crew, CrewPlan
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultPolicy, FaultRecord
 from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
-from embodied_rl.sim.process import WorkerProcess
+from embodied_rl.sim.process import WorkerProcess, close_all
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.supervisor import Supervisor
 from embodied_rl.sim.transport import ABORTED, IDLE, PENDING, READY, fence
 from embodied_rl.types import SimSpec, StepBatch
-
-Slots = range | Sequence[int] | np.ndarray
 
 _POLL_EVERY_SENDS = 1024
 _POLL_EVERY_S = 0.1
@@ -113,11 +111,11 @@ class EnvManager:
             success_ends_episode=success_ends_episode,
             step_timeout_s=step_timeout_s,
             start_timeout_s=start_timeout_s,
-            placements=_placements(placement, self.num_workers, gpus),
+            placements=[p.to_dict() for p in place_workers(self.num_workers, placement, gpus)] if placement != "none" else None,
             spare_workers=spare_workers,
         )
         self._processes: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(self, _close_workers, self._processes)
+        self._finalizer = weakref.finalize(self, close_all, self._processes)
         self._pool: dict[str, Crew] = {}
         self._offloaded = False
         self._sends = 0
@@ -206,7 +204,7 @@ class EnvManager:
             self._live_crew()  # raises
         if not isinstance(slots, range):
             slots, actions = ascending(slots, actions)
-        views = self._views(slots)
+        views = self._views.of(slots)
         if not views.may_send():
             raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
         self._ledger.sent(views.slots, views.put_actions(actions))
@@ -229,7 +227,7 @@ class EnvManager:
         crew = self._live_crew()
         assert crew.slab is not None, "the manager is closed"
         ordered, chosen = ascending(slots, seeds)
-        views = self._views(ordered)
+        views = self._views.of(ordered)
         if not views.may_send():
             raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
         for slot, seed in zip(views.slots, chosen, strict=True):
@@ -261,7 +259,7 @@ class EnvManager:
         crew = self._live_crew()
         if slots is None:
             slots = self._wait_any(min_ready, timeout_s)
-        views = self._views(slots)
+        views = self._views.of(slots)
         if not views.is_ready():
             if IDLE in (marks := views.marks()):
                 idle = [int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark == IDLE]
@@ -341,7 +339,7 @@ class EnvManager:
         requests = {index: ({"operation": "resume"}, encode_state(own)) for index, own in items.items()}
         answers = self._supervisor.command(requests, self._plan.start_timeout_s, "restore episodes")
         self.last_drift = {int(slot): drift for message, _ in answers.values() for slot, drift in message["drift"].items()}
-        views = self._views([int(slot) for slot in slots])
+        views = self._views.of([int(slot) for slot in slots])
         views.mark(IDLE)  # a step that was ready belonged to what the slot did before
         views.clear_outcome()
         return views.batch(None)
@@ -459,37 +457,14 @@ class EnvManager:
         self._ledger = EpisodeLedger(self.num_slots, keep_actions=self.spec.snapshots != "none")
         self._supervisor = Supervisor(crew, self._policy, self._ledger)
         self.last_drift = {}
-        self._ranges: dict[range, SlotViews] = {}
-        self._scattered: dict[tuple[int, ...], SlotViews] = {}
-        self._all = self._views(range(self.num_slots))
+        self._views = ViewsOfSlots(crew, self.num_slots, self.chunk_size)
+        self._all = self._views.of(range(self.num_slots))
 
     def _live_crew(self) -> Crew:
         assert self._crew is not None, "the manager is closed"
         if self._offloaded:
             raise RuntimeError("The manager is offloaded: call onload() first.")
         return self._crew
-
-    def _views(self, slots: Slots) -> SlotViews:
-        """Views of contiguous slots are made once; others, as copies, each time."""
-        if isinstance(slots, range) and slots.step == 1:
-            known = self._ranges.get(slots)
-            if known is None:
-                known = self._ranges[slots] = SlotViews(self._live_crew(), self._checked(slots), self.chunk_size)
-            return known
-        ids = sorted(slots.tolist() if isinstance(slots, np.ndarray) else map(int, slots))
-        if ids and ids[-1] - ids[0] == len(ids) - 1 and len(set(ids)) == len(ids):
-            return self._views(range(ids[0], ids[-1] + 1))
-        scattered = self._scattered.get(key := tuple(ids))
-        if scattered is None:
-            if len(self._scattered) >= 1024:  # as many sets of slots as there may be: the oldest go
-                self._scattered.clear()
-            scattered = self._scattered[key] = SlotViews(self._live_crew(), self._checked(ids), self.chunk_size)
-        return scattered
-
-    def _checked(self, slots: range | list[int]) -> range | np.ndarray:
-        if len(slots) and not (slots[0] >= 0 and slots[-1] < self.num_slots):
-            raise ValueError(f"Slots {slots} are not within 0 … {self.num_slots - 1}.")
-        return slots if isinstance(slots, range) else np.asarray(slots, np.int64)
 
     def _wait_any(self, min_ready: int | None, timeout_s: float | None) -> list[int]:
         crew = self._live_crew()
@@ -519,23 +494,8 @@ class EnvManager:
         self._supervisor.settle()
 
 
-def _placements(policy: PlacementPolicy, num_workers: int, gpus: Sequence[int]) -> list[dict[str, Any]] | None:
-    if policy == "none":
-        return None
-    return [placement.to_dict() for placement in place_workers(num_workers, policy, gpus)]
-
-
 def _key(factory: SimFactory) -> str:
     return repr(dataclasses.asdict(factory))
-
-
-def _close_workers(workers: list[WorkerProcess]) -> None:
-    """Let go of all first, then wait for each, so that closing takes as long as the slowest alone."""
-    for worker in workers:
-        worker.release()
-    for worker in workers:
-        worker.close()
-    workers.clear()
 
 
 assert os.name == "posix", "embodied_rl needs Linux or macOS (on Windows: WSL 2)"
