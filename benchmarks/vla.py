@@ -2,12 +2,14 @@
 
 ``python benchmarks/vla.py``. Weights are random: only shapes matter here.
 
-- On a CPU, a tiny model of the same layout, batch 1: images to seven sampled tokens with log-probabilities and the hidden state that the
-  value head reads. *generate* is transformers' own loop on the stock Llama with the same weights, restricted to the action tokens; both
-  sides run the same vision part. Sides take turns in each round, on one thread; times are processor time, which other programs on
-  the machine disturb least. Then a training step with all weights and with LoRA.
+- On a CPU, a tiny model of the same layout (`--shape medium`: one ten times as large), batch 1: images to seven sampled tokens with
+  log-probabilities and the hidden state that the value head reads. *generate* is transformers' own loop on the stock Llama with the same
+  weights, restricted to the action tokens; both sides run the same vision part. Sides take turns in each round, on one thread; times are
+  processor time, which other programs on the machine disturb least.
 - On a CUDA device, the 7B shape in bfloat16: OpenVLA and OpenVLA-OFT at batch 1, 8, 32 and 256 with CUDA graphs, beside the roofline
-  (`roofline_s`), transformers' `generate` at batch 1 and 32, and training steps.
+  (`roofline_s`), and transformers' `generate` at batch 1 and 32.
+
+Training steps: `vla_training.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ PROMPT_TOKENS, NUM_TOKENS = 35, 7
 WANTED_RATIO, WANTED_SHARE = 3.0, 0.6
 PEAKS = {"H200": (790e12, 4.3e12), "H100": (790e12, 3.0e12), "A100": (280e12, 1.9e12), "4090": (160e12, 0.95e12)}
 """{part of the device's name: (bfloat16 FLOP/s, bytes/s)}, what large products and copies really reach."""
-LORA_TARGETS = ["qkv", "fc1", "fc2", "fc3", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 # ---- models and inputs ------------------------------------------------------------------------------------------------
@@ -46,6 +47,22 @@ def tiny_config() -> OpenVLAConfig:
     text = {**OpenVLAConfig.openvla_7b().text, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     vision = (ViTShape(32, 3, 2, 128, num_registers=4, layer_scale=True), ViTShape(48, 4, 3, 179, attention_pool=True))
     return OpenVLAConfig(text=text, vision=vision)
+
+
+def medium_config() -> OpenVLAConfig:
+    """25 million parameters, of which 16 are the vocabulary's."""
+    text = {
+        **OpenVLAConfig.openvla_7b().text,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
+    vision = (ViTShape(96, 5, 3, 384, num_registers=4, layer_scale=True), ViTShape(144, 5, 3, 576, attention_pool=True))
+    return OpenVLAConfig(text=text, vision=vision)
+
+
+SHAPES = {"tiny": tiny_config, "medium": medium_config, "7b": OpenVLAConfig.openvla_7b}
 
 
 def random_model(make: Callable[[], VisionLanguageModel], device: str, dtype: torch.dtype) -> Any:
@@ -87,7 +104,7 @@ def decide_chunk(model: OpenVLAOFT, normaliser: PixelNormaliser) -> Callable[...
     """Pictures to a sampled chunk of OpenVLA-OFT."""
 
     def run(*, images: Tensor, input_ids: Tensor, mask: Tensor, noise: Tensor) -> Generated:
-        hidden = model.action_hidden(model.sequence(normaliser(images), input_ids, mask, padded=False))
+        hidden = model.decide_hidden(model.sequence(normaliser(images), input_ids, mask, padded=False))
         distribution = TokenDistribution.from_logits(model.action_logits(hidden))
         choices = distribution.sample(noise)
         return Generated(choices, distribution.log_prob(choices), hidden[:, 0])
@@ -205,66 +222,13 @@ def measure(sides: dict[str, Callable[[], Any]], rounds: int, device: str) -> di
     return seconds
 
 
-def training_step(model: OpenVLA, lora: bool, device: str, rows: int, rounds: int) -> tuple[float, float, int]:
-    """Median seconds of a policy-gradient step, peak GiB (on a GPU; else of weights, gradients and Adam's moments), trained weights.
-
-    Full training has checkpointed activations in the language model, LoRA too; the vision part keeps its own.
-    """
-    if lora:
-        from peft import LoraConfig, inject_adapter_in_model
-
-        model.requires_grad_(False)
-        inject_adapter_in_model(LoraConfig(r=32, lora_alpha=16, target_modules=LORA_TARGETS), model)
-    else:
-        model.requires_grad_(True)
-    model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, foreach=False)
-    given = random_inputs(rows, device, NUM_TOKENS)
-    tokens = model.tokens.first_token + (given["noise"] * model.tokens.num_bins).long()
-    normaliser = PixelNormaliser().to(device)
-    seconds = []
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(rounds + 1):
-        synchronise(device)
-        start = time.perf_counter()
-        prefix = model.prefix(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False)
-        logits, _ = model.teacher_forced(prefix, tokens)
-        loss = -TokenDistribution.from_logits(logits).log_prob(tokens - model.tokens.first_token).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    held = sum(p.numel() * p.element_size() for p in model.parameters()) + 3 * sum(p.numel() * p.element_size() for p in trained)
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else held
-    return statistics.median(seconds[1:]), peak / 2**30, sum(p.numel() for p in trained)
-
-
-def training_rows(device: str, make: Callable[[], OpenVLA], rows: int, rounds: int) -> list[list[str]]:
-    """A line for each way of training; one that does not fit says so."""
-    table = []
-    for name, lora in (("LoRA, rank 32", True), ("all weights", False)):
-        try:
-            seconds, gib, count = training_step(make(), lora, device, rows, rounds)
-            table.append([name, f"{count:,}", f"{1e3 * seconds:.1f}", f"{gib:.2f}"])
-        except torch.OutOfMemoryError:
-            table.append([name, "", "out of memory", ""])
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return table
-
-
 # ---- the two machines -------------------------------------------------------------------------------------------------
 
 
-def on_a_cpu(rounds: int) -> str:
-    """Print the tables; return the figure."""
+def on_a_cpu(shape: str, rounds: int) -> str:
+    """Print the table; return the figure."""
     torch.set_num_threads(1)
-    model, normaliser = random_model(lambda: OpenVLA(tiny_config()), "cpu", torch.float32), PixelNormaliser()
+    model, normaliser = random_model(lambda: OpenVLA(SHAPES[shape]()), "cpu", torch.float32), PixelNormaliser()
     given = random_inputs(1, "cpu", NUM_TOKENS)
     with torch.inference_mode():
         difference = agreement(model, normaliser, given)
@@ -283,21 +247,20 @@ def on_a_cpu(rounds: int) -> str:
     fastest = {name: min(times) for name, times in seconds.items()}
     rows = [[name, f"{1e3 * medians[name]:.2f}", f"{1e3 * fastest[name]:.2f}", f"{1 / medians[name]:.0f}"] for name in sides]
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"tiny model, {count:,} parameters, float32, batch 1, one thread, {rounds} rounds; results differ by {difference:.1g} at most\n")
+    print(
+        f"{shape} model, {count:,} parameters, float32, batch 1, one thread, {rounds} rounds; results differ by {difference:.1g} at most\n"
+    )
     print(text_table(["a decision", "median ms", "fastest", "actions/s"], rows))
-    print()
-    training = training_rows("cpu", lambda: random_model(lambda: OpenVLA(tiny_config()), "cpu", torch.float32), 4, max(2, rounds // 8))
-    print(text_table(["training step, 4 rows", "trained weights", "ms", "GiB of weights, gradients, Adam"], training))
     ratio = medians["transformers' generate"] / medians["ours"]
     best = fastest["transformers' generate"] / fastest["ours"]
     kept = "kept" if min(ratio, best) >= WANTED_RATIO else "missed"
-    reached = f"fastest rounds {best:.1f}x (reach: {WANTED_RATIO:.0f}x, {kept})"
+    reached = f"fastest rounds {best:.1f}x" + (f" (reach: {WANTED_RATIO:.0f}x, {kept})" if shape == "tiny" else "")
     language = medians["transformers' generate"] - medians["images and prompt alone"]
     without = language / medians["ours, without them"]
     return f"figure: transformers' generate / ours = {ratio:.1f}x per action, {reached}; without images and prompt {without:.1f}x"
 
 
-def on_a_gpu(batches: list[int], rounds: int, peaks: tuple[float, float] | None, *, train: bool) -> str:
+def on_a_gpu(batches: list[int], rounds: int, peaks: tuple[float, float] | None) -> str:
     """Print the tables; return the figure."""
     config, normaliser = OpenVLAConfig.openvla_7b(), PixelNormaliser().cuda()
     shares: dict[str, float] = {}
@@ -322,10 +285,6 @@ def on_a_gpu(batches: list[int], rounds: int, peaks: tuple[float, float] | None,
         del model, program
         release()
     print(text_table(["side", "batch", "decisions/s", "actions/s", "peak GiB", "roofline/s", "share"], rows))
-    if train:
-        print()
-        training = training_rows("cuda", lambda: random_model(lambda: OpenVLA(config), "cuda", torch.bfloat16), 8, 3)
-        print(text_table(["training step, 8 rows", "trained weights", "ms", "peak GiB"], training))
     share = shares.get("OpenVLA, CUDA graph, 32", math.nan)
     kept = "kept" if share >= WANTED_SHARE else "missed"
     return f"figure: OpenVLA 7B at batch 32 reaches {100 * share:.0f}% of the roofline (reach: {100 * WANTED_SHARE:.0f}%, {kept})"
@@ -359,22 +318,22 @@ def release() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--shape", choices=("tiny", "medium"), default="tiny", help="on a CPU; the reach is the tiny one's")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 256], help="of the 7B shape, on a CUDA device")
-    parser.add_argument("--cpu", action="store_true", help="the tiny model on the CPU, even where there is a CUDA device")
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU, even where there is a CUDA device")
     parser.add_argument("--peak-tflops", type=float, help="bfloat16 TFLOP/s of a device that the script does not know")
     parser.add_argument("--bandwidth-tb", type=float, help="its memory's TB/s")
-    parser.add_argument("--no-training", action="store_true", help="leave out the 7B training steps")
     options = parser.parse_args()
     print(provenance("transformers", "peft"))
     if options.cpu or not torch.cuda.is_available():
-        figure = on_a_cpu(options.rounds)
+        figure = on_a_cpu(options.shape, options.rounds)
     else:
         name = torch.cuda.get_device_name()
         given = (options.peak_tflops, options.bandwidth_tb)
         peaks = peaks_of(name) if None in given else (given[0] * 1e12, given[1] * 1e12)
         print(f"{name}; roofline from {peaks}" if peaks else f"{name} is not known: no roofline (give --peak-tflops and --bandwidth-tb)")
-        figure = on_a_gpu(options.batches, min(options.rounds, 10), peaks, train=not options.no_training)
+        figure = on_a_gpu(options.batches, min(options.rounds, 10), peaks)
     print()
     print(figure)
 

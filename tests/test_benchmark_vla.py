@@ -1,4 +1,4 @@
-"""benchmarks/vla.py run for real with few rounds, and its roofline against figures that were worked out elsewhere."""
+"""benchmarks/vla.py and benchmarks/vla_training.py run for real with few rounds, and the roofline against figures worked out elsewhere."""
 
 from __future__ import annotations
 
@@ -43,10 +43,29 @@ def test_vla_runs_on_a_cpu() -> None:
     assert ms["transformers' generate"] > 1.3 * ms["ours"]
     (difference,) = re.findall(r"results differ by ([\d.e+-]+) at most", "\n".join(lines))
     assert float(difference) < 1e-3
-    training = columns(lines, below="training step, 4 rows")
-    # Rank 32 on the vocabulary's output layer: 32 * (32 + 32064) of the weights, whatever the others add.
-    assert int(training["LoRA, rank 32"][0].replace(",", "")) > 32 * (32 + 32064)
-    assert int(training["all weights"][0].replace(",", "")) == 2_351_215
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_vla_training_runs() -> None:
+    pytest.importorskip("peft")
+    lines = run_script("vla_training.py", "--device", "cpu", "--shape", "tiny", "--rows", "2", "--rounds", "1", "--rank", "8")
+    table = columns(lines, below="training step")
+    assert list(table) == ["all weights", "all weights, checkpointing", "LoRA", "LoRA, checkpointing"]
+    trained, ms, tokens_per_s, mib = ({way: float(cells[index].replace(",", "")) for way, cells in table.items()} for index in range(4))
+    assert trained["all weights"] == trained["all weights, checkpointing"] == 2_351_215
+    # Rank 8 on the vocabulary's output layer: 8 * (32 + 32064) of the weights, whatever the others add.
+    assert 8 * (32 + 32064) < trained["LoRA"] == trained["LoRA, checkpointing"] < 0.25 * trained["all weights"]
+    for way in table:
+        # Two rows of 256 patches, 35 tokens of the prompt and six of the seven actions; ms are printed to 0.1, tokens/s to 1.
+        assert tokens_per_s[way] == pytest.approx(2 * 297 / (1e-3 * ms[way]), rel=0.01, abs=1.0)
+        assert mib[way] > 0
+    ratios = re.findall(r"([\d.]+)x the time, ([\d.]+)x the memory", lines[-1])
+    assert lines[-1].startswith("figure: LoRA against all weights ")
+    pairs = [("LoRA", "all weights"), ("all weights, checkpointing", "all weights"), ("LoRA, checkpointing", "LoRA")]
+    for (seconds, memory), (over, under) in zip(ratios, pairs, strict=True):
+        assert float(seconds) == pytest.approx(ms[over] / ms[under], rel=0.02, abs=0.02)
+        assert float(memory) == pytest.approx(mib[over] / mib[under], rel=0.1, abs=0.02)
 
 
 def test_chunks_are_decided_as_on_a_gpu(vla: ModuleType) -> None:
@@ -67,7 +86,7 @@ def test_chunks_are_decided_as_on_a_gpu(vla: ModuleType) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_vla_runs_on_a_gpu() -> None:
-    lines = run_script("vla.py", "--rounds", "2", "--batches", "1", "--no-training")
+    lines = run_script("vla.py", "--rounds", "2", "--batches", "1")
     assert lines[-1].startswith("figure: OpenVLA 7B")
     assert "OpenVLA-OFT, CUDA graph" in columns(lines, below="side")
 

@@ -146,8 +146,9 @@ class TinyVLAPolicy(nn.Module):
             return ActionOutput(tokens, distribution.log_prob(tokens))
         chosen = torch.zeros(len(memory[0]), 0, dtype=torch.int64, device=memory[0].device)
         log_probs = []
+        remembered = self.decoder.remember(memory)
         for unit in range(self.num_units):
-            distribution = self._distribution(self.decoder(memory, self._shifted(chosen))[:, -1:])
+            distribution = self._distribution(self.decoder(memory, self._shifted(chosen), remembered)[:, -1:])
             token = distribution.sample(None if noise is None else noise[:, unit : unit + 1])
             log_probs.append(distribution.log_prob(token))
             chosen = torch.cat([chosen, token], dim=1)
@@ -312,15 +313,19 @@ class _Decoder(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.causal, self.recompute = causal, config.gradient_checkpointing
 
-    def forward(self, read: _Memory, told: Tensor | None = None) -> Tensor:
-        """[B, l, D]; `told` [B, l, D] is added to the first l queries, and they alone are asked."""
+    def remember(self, read: _Memory) -> list[tuple[Tensor, Tensor]]:
+        """What each layer makes of the memory: the same for every token of a decision, so that acting need not make it anew."""
+        return [cast(_Layer, layer).remember(read[0]) for layer in self.layers]
+
+    def forward(self, read: _Memory, told: Tensor | None = None, remembered: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+        """[B, l, D]; `told` [B, l, D] is added to the first l queries, and they alone are asked; `remembered`: see `remember`."""
         memory, there, keypoints = read
         x = (self.queries if told is None else self.queries[: told.shape[1]] + told) + keypoints
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, memory, there, self.causal, use_reentrant=False)
             else:
-                x = layer(x, memory, there, self.causal)
+                x = layer(x, memory, there, self.causal, None if remembered is None else remembered[index])
         return self.norm(x)
 
 
@@ -338,10 +343,15 @@ class _Layer(nn.Module):
         self.memory_out = nn.Linear(width, width)
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor, memory: Tensor, there: Tensor, causal: bool) -> Tensor:
+    def remember(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, M, D] of the memory."""
+        key, value = self.memory(memory).chunk(2, dim=-1)
+        return key, value
+
+    def forward(self, x: Tensor, memory: Tensor, there: Tensor, causal: bool, remembered: tuple[Tensor, Tensor] | None = None) -> Tensor:
         query, key, value = self.own(self.norms[0](x)).chunk(3, dim=-1)
         x = x + self.own_out(self._attend(query, key, value, None, causal))
-        key, value = self.memory(memory).chunk(2, dim=-1)
+        key, value = self.remember(memory) if remembered is None else remembered
         x = x + self.memory_out(self._attend(self.query(self.norms[1](x)), key, value, there, False))
         return x + self.perceptron(self.norms[2](x))
 

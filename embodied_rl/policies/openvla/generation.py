@@ -2,11 +2,10 @@
 
 transformers' `generate` serves any model and any stopping rule; its bookkeeping costs more than a step of a small model, and its
 shapes change from step to step. Here the number of steps is known, nothing stops early, every shape is fixed and nothing waits for
-the GPU, so that a whole decision (images, prefill, steps, sampling) is one CUDA graph or one `torch.compile` region. Layers are
-called part by part with the modules' own projections and norms: adapters work, and numbers agree with the training pass to rounding;
-hooks are not run. Weights must be whole: give generation its own copy where training shards them.
+the GPU, so that a whole decision (images, prefill, steps, sampling) is one CUDA graph or one `torch.compile` region. `layers.py` has
+what a step runs.
 
-Shape legend: B rows, T tokens of the prefix, L action tokens, H heads, h width of a head, D width of the language model.
+Shape legend: B rows, T tokens of the prefix, L action tokens, D width of the language model.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.openvla.layers import Layers
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, attention_mask
 
 GenerationMode = Literal["eager", "compile", "cuda_graph"]
@@ -39,19 +39,6 @@ class Generated:
     """[B, D] at the prompt's last token: what the value head reads."""
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Memory of one generation, written in place, and the rotations of all its places."""
-
-    keys: tuple[Tensor, ...]
-    """Of each layer: [B, H, T + L - 1, h]."""
-    values: tuple[Tensor, ...]
-    cosine: Tensor
-    """[B, 1, T + L - 1, h]"""
-    sine: Tensor
-    """[B, 1, T + L - 1, h], negative in the first half: the half-turned vector is then a plain roll."""
-
-
 def generate(model: OpenVLA, prefix: Embedded, noise: Tensor | None, num_tokens: int, temperature: float = 1.0) -> Generated:
     """Sample `num_tokens` action tokens for every row.
 
@@ -60,87 +47,26 @@ def generate(model: OpenVLA, prefix: Embedded, noise: Tensor | None, num_tokens:
         noise: [B, num_tokens] uniform in [0, 1), or None for the most likely tokens.
         temperature: > 0; log-probabilities are of the distribution at this temperature.
     """
+    layers, scores, embedding = Layers.of(model.language_model.model), model.action_scorer(), model.action_embedder()
     length = prefix.mask.shape[1]
-    cache = _allocate(model, prefix, num_tokens)
+    cache = layers.allocate(prefix.embeds, prefix.places(num_tokens - 1), keep=True)
     mask = attention_mask(prefix.mask, causal=True) if prefix.padded else None
-    hidden = _layers(model, prefix.embeds, mask, cache, start=0)
-    at_prompt = hidden[:, 0]
+    hidden = at_prompt = layers.read(prefix.embeds, cache, start=0, mask=mask, causal=not prefix.padded, last=1)
     choices, log_probs = [], []
     for step in range(num_tokens):
-        distribution = TokenDistribution.from_logits(model.action_logits(hidden), temperature)
-        choice = distribution.sample(None if noise is None else noise[:, step : step + 1])
-        choices.append(choice)
-        log_probs.append(distribution.log_prob(choice))
+        distribution = TokenDistribution.from_logits(scores(hidden), temperature)
+        log_probs.append(distribution.log_probs)
+        choices.append(distribution.sample(None if noise is None else noise[:, step : step + 1]))
         if step + 1 < num_tokens:
-            embeds = model.embed_tokens(choice + model.tokens.first_token)
-            hidden = _layers(model, embeds, _step_mask(prefix, step), cache, start=length + step)
-    return Generated(torch.cat(choices, dim=1), torch.cat(log_probs, dim=1), at_prompt)
-
-
-def _allocate(model: OpenVLA, prefix: Embedded, num_tokens: int) -> Cache:
-    llama = model.language_model.model
-    config = llama.config
-    num_heads = config.num_key_value_heads or config.num_attention_heads
-    width = config.head_dim or config.hidden_size // config.num_attention_heads
-    positions = prefix.positions
-    more = torch.arange(1, num_tokens, device=positions.device)
-    positions = torch.cat([positions, positions[:, -1:] + more], dim=1)
-    cosine, sine = llama.rotary_emb(prefix.embeds, positions)
-    first, second = sine.chunk(2, dim=-1)
-    sine = torch.cat([-first, second], dim=-1)
-    shape = (2, config.num_hidden_layers, len(positions), num_heads, positions.shape[1], width)
-    keys, values = torch.empty(shape, dtype=model.dtype, device=model.device).unbind(0)
-    return Cache(keys.unbind(0), values.unbind(0), cosine.unsqueeze(1), sine.unsqueeze(1))
+            mask = _step_mask(prefix, step)
+            hidden = layers.read(embedding(choices[-1]), cache, start=length + step, mask=mask, causal=False, last=1)
+    chosen = torch.cat(choices, dim=1)
+    return Generated(chosen, TokenDistribution(torch.cat(log_probs, dim=1)).log_prob(chosen), at_prompt[:, 0])
 
 
 def _step_mask(prefix: Embedded, step: int) -> Tensor | None:
     """[B, 1, 1, T + step + 1] bool: the prefix without its padding, and all action tokens so far; None when nothing is padded."""
     return F.pad(prefix.mask, (0, step + 1), value=True)[:, None, None, :] if prefix.padded else None
-
-
-def _layers(model: OpenVLA, x: Tensor, mask: Tensor | None, cache: Cache, start: int) -> Tensor:
-    """[B, n, D] → [B, 1, D]: the last token's hidden state after the final norm; keys and values go to places start … start + n - 1."""
-    llama = model.language_model.model
-    end = start + x.shape[1]
-    cosine, sine = cache.cosine[:, :, start:end], cache.sine[:, :, start:end]
-    causal = not start and mask is None
-    last = len(llama.layers) - 1
-    for index, layer in enumerate(llama.layers):
-        keys, values = cache.keys[index], cache.values[index]
-        query = _project(layer, x, cosine, sine, keys[:, :, start:end], values[:, :, start:end])
-        if index == last and end - start > 1:
-            # Nobody reads what the last layer makes of the other tokens.
-            x, query, causal = x[:, -1:], query[:, :, -1:], False
-            mask = None if mask is None else mask[:, :, -1:]
-        mixed = F.scaled_dot_product_attention(
-            query, keys[:, :, :end], values[:, :, :end], attn_mask=mask, is_causal=causal, enable_gqa=query.shape[1] != keys.shape[1]
-        )
-        x = x + _linear(layer.self_attn.o_proj, mixed.transpose(1, 2).flatten(2))
-        mlp, normed = layer.mlp, _norm(layer.post_attention_layernorm, x)
-        x = x + _linear(mlp.down_proj, mlp.act_fn(_linear(mlp.gate_proj, normed)) * _linear(mlp.up_proj, normed))
-    return _norm(llama.norm, x)
-
-
-def _linear(module: nn.Module, x: Tensor) -> Tensor:
-    """A plain layer without a module call, which costs more than a small layer's arithmetic; adapters and the like are called."""
-    return F.linear(x, module.weight, module.bias) if type(module) is nn.Linear else module(x)
-
-
-def _norm(module: nn.Module, x: Tensor) -> Tensor:
-    return torch.rms_norm(x, module.normalized_shape, module.weight, module.eps) if type(module) is nn.RMSNorm else module(x)
-
-
-def _project(layer: Any, x: Tensor, cosine: Tensor, sine: Tensor, key_place: Tensor, value_place: Tensor) -> Tensor:
-    """Queries [B, H, n, h] of a layer's input [B, n, D]; its keys and values are written to their places."""
-    attention, normed = layer.self_attn, _norm(layer.input_layernorm, x)
-    heads = (*x.shape[:2], -1, key_place.shape[-1])
-    value_place.copy_(_linear(attention.v_proj, normed).view(heads).transpose(1, 2))
-    # Rotary positions, with pairs (i, i + h/2) as in Llama's published weights, for queries and keys in one go.
-    pairs = torch.cat([_linear(attention.q_proj, normed).view(heads), _linear(attention.k_proj, normed).view(heads)], dim=2).transpose(1, 2)
-    rotated = pairs * cosine + pairs.roll(heads[-1] // 2, dims=-1) * sine
-    query, key = rotated.split([rotated.shape[1] - key_place.shape[1], key_place.shape[1]], dim=1)
-    key_place.copy_(key)
-    return query
 
 
 Output = TypeVar("Output")

@@ -51,11 +51,15 @@ class PixelNormaliser(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 [B, I, S, S, 3] → float32 [B, I, 6, S, S]"""
-        # Contiguous, and before the conversion, while a value is one byte: convolutions are slow on strided pixels.
-        pixels = images.movedim(-1, -3).contiguous().float().div_(255.0)
+        size = images.shape[2:4]
         # .float(): `module.to(bfloat16)` reaches these buffers too; the constants survive it, the arithmetic would not.
-        mean, std = (part.float().view(2, 3, 1, 1) for part in (self.mean, self.std))
-        return (pixels.unsqueeze(-4) - mean).div_(std).flatten(-4, -3)
+        mean, std = self.mean.float().view(6, 1), self.std.float().view(6, 1)
+        # (pixels / 255 - mean) / std of both halves, and channels before places, by one product whose other terms are zeros.
+        scale = torch.eye(3, device=images.device).repeat(2, 1).div_(255.0 * std)
+        flat = images.flatten(0, 1).flatten(1, 2).float()
+        with torch.autocast(images.device.type, enabled=False):
+            pixels = torch.baddbmm(-mean / std, scale.expand(len(flat), -1, -1), flat.transpose(1, 2))
+        return pixels.view(*images.shape[:2], 6, *size)
 
 
 def check_images(images: np.ndarray, key: str) -> None:

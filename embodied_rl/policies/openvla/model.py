@@ -6,7 +6,7 @@ after), L action tokens, V action tokens of the vocabulary (256), D width of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,14 @@ class Embedded:
     def positions(self) -> Tensor:
         """[B, T] int64: places counted without padding, so that a row's numbers do not depend on its neighbours' lengths."""
         return (self.mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+    def places(self, num_more: int) -> Tensor:
+        """[B, T + num_more] int64 positions of these tokens and of more behind; [1, T + num_more] where all rows count alike."""
+        positions = self.positions if self.padded else torch.arange(self.mask.shape[1], device=self.mask.device).unsqueeze(0)
+        if not num_more:
+            return positions
+        more = torch.arange(1, num_more + 1, device=positions.device)
+        return torch.cat([positions, positions[:, -1:] + more], dim=1)
 
     def followed_by(self, embeds: Tensor) -> Embedded:
         """With [B, n, D] more tokens behind, none of them padding."""
@@ -98,11 +106,24 @@ class VisionLanguageModel(nn.Module):
 
     def action_logits(self, hidden: Tensor) -> Tensor:
         """[..., D] → [..., V] float32 logits of the action tokens alone."""
-        head, tokens = self.language_model.lm_head, self.tokens
+        return self.action_scorer()(hidden)
+
+    def action_scorer(self) -> Callable[[Tensor], Tensor]:
+        """`action_logits` with its weights looked up: for a loop over tokens."""
+        head, tokens = self.language_model.lm_head, slice(self.tokens.first_token, self.tokens.vocab_size)
         if type(head) is nn.Linear:
-            return F.linear(hidden, head.weight[tokens.first_token : tokens.vocab_size]).float()
+            weight = head.weight[tokens]
+            return lambda hidden: F.linear(hidden, weight).float()
         # An adapter or a sharded layer has its own way to its weights.
-        return head(hidden)[..., tokens.first_token : tokens.vocab_size].float()
+        return lambda hidden: head(hidden)[..., tokens].float()
+
+    def action_embedder(self) -> Callable[[Tensor], Tensor]:
+        """Choices [...] among the action tokens → their embeddings [..., D], with the weights looked up."""
+        embedding, first = self.language_model.model.embed_tokens, self.tokens.first_token
+        if type(embedding) is nn.Embedding:
+            weight = embedding.weight[first:]
+            return lambda choices: F.embedding(choices, weight)
+        return lambda choices: embedding(choices + first)
 
     def load(self, directory: Path, *, dtype: torch.dtype | None, device: str | torch.device, optional: Collection[str] = ()) -> None:
         """Fill this model, which was made on the meta device, from a checkpoint's main files (see `load_weights`)."""

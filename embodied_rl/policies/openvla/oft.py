@@ -21,7 +21,8 @@ from torch import Tensor
 from embodied_rl.errors import UserError
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
-from embodied_rl.policies.openvla.model import MAX_SHARD_BYTES, STOP_TOKEN, Embedded, VisionLanguageModel, join
+from embodied_rl.policies.openvla.layers import Layers
+from embodied_rl.policies.openvla.model import MAX_SHARD_BYTES, STOP_TOKEN, Embedded, VisionLanguageModel, attention_mask, join
 from embodied_rl.policies.openvla.projector import L1ActionHead, ProprioProjector
 
 Head = Literal["discrete", "l1"]
@@ -149,10 +150,20 @@ class OpenVLAOFT(VisionLanguageModel):
 
     def action_hidden(self, sequence: Embedded) -> Tensor:
         """[B, L, D]: hidden states one place before each placeholder; the first is the prompt's last token, for the value head."""
-        after = 1 if self.oft.variant == "openvla-oft" else 0
-        hidden = self.hidden(sequence, causal=False)
-        last = hidden.shape[1] - after - 1
-        return hidden[:, last - self.oft.num_units : last]
+        return self.hidden(sequence, causal=False)[:, -self._num_last :][:, : self.oft.num_units]
+
+    def decide_hidden(self, sequence: Embedded) -> Tensor:
+        """`action_hidden` for acting: by `Layers`, without gradients, and of the last layer only what is asked for."""
+        layers = Layers.of(self.language_model.model)
+        cache = layers.allocate(sequence.embeds, sequence.places(0), keep=False)
+        mask = attention_mask(sequence.mask, causal=False) if sequence.padded else None
+        hidden = layers.read(sequence.embeds, cache, start=0, mask=mask, causal=False, last=self._num_last)
+        return hidden[:, : self.oft.num_units]
+
+    @property
+    def _num_last(self) -> int:
+        """Tokens from the one before the first placeholder to the end."""
+        return self.oft.num_units + (2 if self.oft.variant == "openvla-oft" else 1)
 
     def regressed(self, hidden: Tensor) -> Tensor:
         """[B, L, D] → normalised actions [B, L] float32 of the regression head."""

@@ -22,7 +22,7 @@ from embodied_rl.policies.base import ActionOutput, Evaluation, Role, TensorObse
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.generation import Accelerated, GenerationMode, generate
 from embodied_rl.policies.openvla.images import PixelNormaliser, libero_gripper, libero_images
-from embodied_rl.policies.openvla.model import OpenVLA, VisionLanguageModel
+from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel
 from embodied_rl.policies.openvla.norm_stats import Bounds, range_of
 from embodied_rl.policies.openvla.oft import OpenVLAOFT
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
@@ -304,7 +304,7 @@ class OpenVLAPolicy(VLAPolicy):
         options = options or VLAOptions()
         super().__init__(model, processor, spec, options, action_dim=None, chunk=1, num_images=1, epsilon=0.0, value_head=value_head)
 
-    def _prefix(self, tensors: dict[str, Any], padded: bool) -> Any:
+    def _prefix(self, tensors: dict[str, Any], padded: bool) -> Embedded:
         return self.model.prefix(self.normaliser(tensors["images"]), tensors["input_ids"], tensors["prompt_mask"], padded=padded)
 
     def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
@@ -352,7 +352,7 @@ class OFTPolicy(VLAPolicy):
         if noise is not None:
             raise UserError("OpenVLA-OFT with head=l1 has no probabilities: evaluate it without noise; RL needs head=discrete.")
         with torch.no_grad():
-            action = self.model.regressed(self._hidden(*self._inputs(observation)))
+            action = self.model.regressed(self.model.decide_hidden(self._sequence(*self._inputs(observation))))
         return ActionOutput(action, torch.zeros_like(action))
 
     def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
@@ -365,23 +365,22 @@ class OFTPolicy(VLAPolicy):
         """Token ids, or the regression head's values, [B, L] → chunks [B, K, A] float32 in the simulator's units."""
         return super().simulator_action(action) if self.model.oft.head == "discrete" else self._in_units(_numpy(action).astype(np.float64))
 
-    def _hidden(self, tensors: dict[str, Any], padded: bool) -> Tensor:
+    def _sequence(self, tensors: dict[str, Any], padded: bool) -> Embedded:
         pixels = self.normaliser(tensors["images"])
-        sequence = self.model.sequence(pixels, tensors["input_ids"], tensors["prompt_mask"], padded=padded, proprio=tensors["proprio"])
-        return self.model.action_hidden(sequence)
+        return self.model.sequence(pixels, tensors["input_ids"], tensors["prompt_mask"], padded=padded, proprio=tensors["proprio"])
 
     def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
-        hidden = self._hidden(tensors, padded)
+        hidden = self.model.decide_hidden(self._sequence(tensors, padded))
         distribution = TokenDistribution.from_logits(self.model.action_logits(hidden), self.options.temperature)
         choices = distribution.sample(noise)
         return Decision(choices, distribution.log_prob(choices), self._value(hidden[:, 0]))
 
     def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
-        hidden = self._hidden(tensors, padded)
+        hidden = self.model.action_hidden(self._sequence(tensors, padded))
         return self.model.action_logits(hidden), hidden[:, 0]
 
     def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
-        return self._hidden(tensors, padded)[:, 0]
+        return self.model.action_hidden(self._sequence(tensors, padded))[:, 0]
 
 
 def _numpy(values: Any) -> np.ndarray:

@@ -124,8 +124,9 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """Normalised pixels [B, 3, S, S] → patch features [B, P, d] after the last block but one."""
-        # Positions belong to patches alone; class and register tokens have none.
-        x = self.patch_embed(pixels) + self.pos_embed
+        # Positions belong to patches alone; class and register tokens have none. They come first in the sum because it takes the first
+        # one's order in memory, and the convolution's would slow every block down.
+        x = self.pos_embed + self.patch_embed(pixels)
         num_prefix = 0
         if self.shape.num_registers:
             rows = x.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from typing import Any
@@ -97,6 +98,24 @@ def test_samples_follow_the_distribution(model: OpenVLA, batch: Embedded) -> Non
 def test_one_token_needs_no_step(model: OpenVLA, batch: Embedded) -> None:
     one, seven = generate(model, batch, None, 1), generate(model, batch, None, 7)
     assert torch.equal(one.choices, seven.choices[:, :1])
+
+
+@torch.no_grad()
+def test_a_weight_update_is_seen_however_it_is_written(model: OpenVLA, batch: Embedded) -> None:
+    """In place, as an optimizer and the weight sync write it, and by new parameters in the old ones' place."""
+    own = copy.deepcopy(model)
+    noise = torch.rand(2, 2, generator=torch.Generator().manual_seed(5))
+    before = generate(own, batch, noise, 2)
+    generator = torch.Generator().manual_seed(6)
+    changed = {name: value + 0.05 * value.std() * torch.randn(value.shape, generator=generator) for name, value in own.state_dict().items()}
+    for assign in (False, True):
+        fresh = copy.deepcopy(model)
+        generate(fresh, batch, noise, 2)
+        fresh.load_state_dict(changed, assign=assign)
+        found = generate(fresh, batch, noise, 2)
+        logits, _ = fresh.teacher_forced(batch, found.choices + fresh.tokens.first_token)
+        torch.testing.assert_close(TokenDistribution.from_logits(logits).log_prob(found.choices), found.log_prob, atol=1e-4, rtol=0)
+        assert (found.hidden - before.hidden).abs().max() > 0.01
 
 
 def decide(model: OpenVLA, num_tokens: int = 7) -> Any:

@@ -30,9 +30,23 @@ def test_normalisation_by_hand() -> None:
     torch.testing.assert_close(pixels[0, 0, :, 1, 1], torch.tensor(expected))
 
 
+def test_each_pixel_is_normalised_on_its_own() -> None:
+    images = torch.randint(0, 256, (2, 3, 5, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = PixelNormaliser()(images)
+    assert found.shape == (2, 3, 6, 5, 4)
+    assert found.is_contiguous()
+    mean = np.array([0.484375, 0.455078125, 0.40625, 0.5, 0.5, 0.5])[:, None, None]
+    std = np.array([0.228515625, 0.2236328125, 0.224609375, 0.5, 0.5, 0.5])[:, None, None]
+    scaled = np.moveaxis(images.numpy() / 255.0, -1, 2)
+    np.testing.assert_allclose(found.numpy(), (np.concatenate([scaled, scaled], axis=2) - mean) / std, atol=1e-6)
+
+
 def test_normalisation_keeps_its_precision_in_a_bfloat16_model() -> None:
     image = torch.arange(12, dtype=torch.uint8).view(1, 1, 2, 2, 3) * 20
-    assert torch.equal(PixelNormaliser().to(torch.bfloat16)(image), PixelNormaliser()(image))
+    exact = PixelNormaliser()(image)
+    assert torch.equal(PixelNormaliser().to(torch.bfloat16)(image), exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(PixelNormaliser()(image), exact)
 
 
 @pytest.mark.parametrize("strategy", ["resize-crop", "letterbox"])

@@ -52,6 +52,7 @@ def test_hidden_states_logits_and_actions_equal_the_original(checkpoint: Path, o
     assert sequence.embeds.shape[1] == sizes["seq_len"]
     hidden = model.action_hidden(sequence)
     close_to_size(hidden, oft_io[f"{case}.actions_hidden"])
+    close_to_size(model.decide_hidden(sequence), oft_io[f"{case}.actions_hidden"])
     close_to_size(model.action_logits(hidden), oft_io[f"{case}.action_logits"])
     if model.oft.head == "l1":
         normalised = model.regressed(hidden).numpy()
@@ -78,6 +79,8 @@ def test_padding_changes_no_number_wherever_it_stands(checkpoint: Path, oft_io: 
     plain = model.action_hidden(sequence_of(model, oft_io))
     sequence = sequence_of(model, oft_io, padding=6)
     torch.testing.assert_close(model.action_hidden(sequence), plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.decide_hidden(sequence), plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.decide_hidden(sequence_of(model, oft_io)), plain, atol=1e-5, rtol=0)
     # The original puts padding behind everything: move it there. BOS, 513 tokens of images and state, 6 of padding, the rest.
     order = [*range(514), *range(520, sequence.embeds.shape[1]), *range(514, 520)]
     moved = Embedded(sequence.embeds[:, order], sequence.mask[:, order], padded=True)

@@ -1,0 +1,148 @@
+"""Training steps of OpenVLA: time, tokens per second and peak memory, with all weights and with LoRA, with and without checkpointing.
+
+``python benchmarks/vla_training.py``. Weights are random: only shapes matter here. A step is what PPO and cloning do with a micro-batch:
+pictures and prompts with their action tokens through the whole model, the log-probabilities' gradient, AdamW. `--shape` is `7b` (bfloat16)
+on a CUDA device and `medium` elsewhere: OpenVLA's layout with 8 layers, 256 wide.
+
+Each way runs in a process of its own, so that its peak is its own: of the device's memory on a GPU, else of the process's, less what it
+held before it made the model. Gradient checkpointing is of the language model's layers, as `policy.gradient_checkpointing` has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import provenance, text_table
+from vla import NUM_TOKENS, PROMPT_TOKENS, SHAPES, random_inputs, random_model, synchronise
+
+from embodied_rl.policies.action_tokens import TokenDistribution
+from embodied_rl.policies.openvla.images import PixelNormaliser
+from embodied_rl.policies.openvla.model import OpenVLA
+
+LORA_TARGETS = ["qkv", "fc1", "fc2", "fc3", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+WAYS = ("all weights", "all weights, checkpointing", "LoRA", "LoRA, checkpointing")
+
+
+def trained_model(shape: str, way: str, rank: int, device: str) -> OpenVLA:
+    """A random model in training mode, whose trained weights alone ask for gradients."""
+    config = SHAPES[shape]()
+    model = random_model(lambda: OpenVLA(config), device, torch.bfloat16 if device == "cuda" else torch.float32)
+    if way.startswith("LoRA"):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        model.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=LORA_TARGETS), model)
+    if way.endswith("checkpointing"):
+        model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def steps(model: OpenVLA, rows: int, rounds: int, device: str) -> list[float]:
+    """Seconds of each step (processor time on a CPU), after one that is not measured."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    optimizer = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=1e-6, foreach=False)
+    given, normaliser = random_inputs(rows, device, NUM_TOKENS), PixelNormaliser().to(device)
+    choices = (given["noise"] * model.tokens.num_bins).long()
+    seconds = []
+    for _ in range(rounds + 1):
+        synchronise(device)
+        start = clock()
+        prefix = model.prefix(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False)
+        logits, _ = model.teacher_forced(prefix, choices + model.tokens.first_token)
+        (-TokenDistribution.from_logits(logits).log_prob(choices).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronise(device)
+        seconds.append(clock() - start)
+    return seconds[1:]
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def measure_alone(shape: str, way: str, rank: int, rows: int, rounds: int, device: str) -> dict[str, Any]:
+    """One way, in a process that has nothing else: {seconds, peak_bytes, trained}, or {error}."""
+    torch.set_num_threads(1)
+    import peft  # noqa: F401  (its memory is no part of any way)
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    before = resident_bytes()
+    try:
+        model = trained_model(shape, way, rank, device)
+        seconds = steps(model, rows, rounds, device)
+    except torch.OutOfMemoryError:
+        return {"error": "out of memory"}
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
+    return {"seconds": statistics.median(seconds), "peak_bytes": peak, "trained": trained}
+
+
+def measure(options: argparse.Namespace, device: str) -> dict[str, dict[str, Any]]:
+    """{way: what its own process says}"""
+    results = {}
+    for way in WAYS:
+        own = ["--alone", way, "--shape", options.shape, "--device", device]
+        own += [f"--{name}={getattr(options, name)}" for name in ("rank", "rows", "rounds")]
+        done = subprocess.run([sys.executable, __file__, *own], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"'{way}' failed:\n{done.stderr}")
+        results[way] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def report(results: dict[str, dict[str, Any]], rows: int) -> tuple[str, str]:
+    """The table and the figure."""
+    tokens = rows * (256 + PROMPT_TOKENS + NUM_TOKENS - 1)
+    lines = []
+    for way, found in results.items():
+        if "error" in found:
+            lines.append([way, found["error"], "", "", ""])
+            continue
+        speed, peak = f"{tokens / found['seconds']:,.0f}", f"{found['peak_bytes'] / 2**20:,.0f}"
+        lines.append([way, f"{found['trained']:,}", f"{1e3 * found['seconds']:.1f}", speed, peak])
+    table = text_table(["training step", "trained weights", "ms", "tokens/s", "peak MiB"], lines)
+
+    def ratio(over: str, under: str) -> str:
+        if "error" in results[over] or "error" in results[under]:
+            return "out of memory"
+        time_ratio, peak_ratio = (results[over][key] / results[under][key] for key in ("seconds", "peak_bytes"))
+        return f"{time_ratio:.2f}x the time, {peak_ratio:.2f}x the memory"
+
+    figure = f"figure: LoRA against all weights {ratio('LoRA', 'all weights')}; checkpointing against none "
+    return table, figure + f"{ratio('all weights, checkpointing', 'all weights')}, with LoRA {ratio('LoRA, checkpointing', 'LoRA')}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="default: 7b on a CUDA device, else medium")
+    parser.add_argument("--rows", type=int, default=8, help="of a micro-batch")
+    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each way")
+    parser.add_argument("--rank", type=int, default=32, help="of LoRA")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--alone", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.shape = options.shape or ("7b" if device == "cuda" else "medium")
+    if options.alone:
+        print(json.dumps(measure_alone(options.shape, options.alone, options.rank, options.rows, options.rounds, device)))
+        return
+    print(provenance("transformers", "peft"))
+    where = torch.cuda.get_device_name() if device == "cuda" else "one thread, processor time"
+    print(f"{options.shape} shape, {options.rows} rows, {'bfloat16' if device == 'cuda' else 'float32'}, {where}\n")
+    table, figure = report(measure(options, device), options.rows)
+    print(f"{table}\n\n{figure}")
+
+
+if __name__ == "__main__":
+    main()
