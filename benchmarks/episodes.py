@@ -2,9 +2,12 @@
 
     python benchmarks/episodes.py
 
-Recording: the same simulators are stepped with and without a recorder in turns, rounds of `--seconds`; by the clock through `EnvManager`,
-and by processor time in one process, which is the figure to trust on a machine that does other things. Reading: all arrays of a recording
-against copying as many bytes out of a plain mapped file. Random access: steps drawn uniformly from 10,000 episodes.
+Recording: the same simulators are stepped with and without a recorder in turns, `--rounds` times `--seconds` of each; by the clock through
+`EnvManager`, and by processor time in one process, which is the figure to trust on a machine that does other things. Reading: all arrays
+of a recording against copying as many bytes out of a plain mapped file. Random access: steps drawn uniformly from 10,000 episodes.
+
+The six cases of recording take less than 40 seconds each; `--cases` takes some of them. Where simulators take every core, whoever records
+takes from them what it needs itself; two cases leave it a core.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from recording_loops import SIDES, Case, measure_recording, row_of
+from recording_loops import SIDES, Case, Side, measure_recording, row_of
 from tables import provenance, text_table
 
 from embodied_rl.config import load_sim_config
@@ -37,11 +40,15 @@ from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 VIDEO_REACH = 0.15
 READ_REACH, ACCESS_REACH_MS = 0.5, 5.0
+SPARE = max(1, (os.cpu_count() or 1) - 1)
+"""Processes that simulate where a core is left to the process that records."""
 CASES = (
-    Case("states, HalfCheetah-v5", "halfcheetah"),
-    Case("states, FetchReach", "fetch_reach"),
-    Case("224x224 lossless, PushT", "pusht_pixels", {"image_size": 224}, reach=VIDEO_REACH),
-    Case("224x224 yuv420p, PushT", "pusht_pixels", {"image_size": 224}, camera=True, reach=VIDEO_REACH),
+    Case("halfcheetah", "states, HalfCheetah-v5", "halfcheetah"),
+    Case("halfcheetah_spare", "states, HalfCheetah-v5, a core to spare", "halfcheetah", num_workers=SPARE),
+    Case("fetch_reach", "states, FetchReach", "fetch_reach"),
+    Case("lossless", "224x224 lossless, PushT", "pusht_pixels", {"image_size": 224}, reach=VIDEO_REACH),
+    Case("lossless_spare", "224x224 lossless, PushT, a core to spare", "pusht_pixels", {"image_size": 224}, False, VIDEO_REACH, SPARE),
+    Case("yuv420p", "224x224 yuv420p, PushT", "pusht_pixels", {"image_size": 224}, camera=True, reach=VIDEO_REACH),
 )
 
 
@@ -50,7 +57,17 @@ CASES = (
 
 def overhead(recorded: Sequence[float], plain: Sequence[float]) -> float:
     """Median over rounds of recorded / plain, minus 1."""
-    return statistics.median(ours / theirs for ours, theirs in zip(recorded, plain, strict=True)) - 1
+    return statistics.median(_added(recorded, plain))
+
+
+def spread(recorded: Sequence[float], plain: Sequence[float]) -> str:
+    """Between which quartiles the rounds lie, as text."""
+    low, high = np.quantile(_added(recorded, plain), (0.25, 0.75))
+    return f"{low:+.1%} to {high:+.1%}"
+
+
+def _added(recorded: Sequence[float], plain: Sequence[float]) -> list[float]:
+    return [ours / theirs - 1 for ours, theirs in zip(recorded, plain, strict=True)]
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -137,6 +154,12 @@ def read_columns(recording: NativeRecording, room: np.ndarray) -> int:
     return sum(copy_into(room, rows) for name in (*COLUMNS, "observation.state", "state.qpos") for rows in recording.column(name))
 
 
+def read_blocks(recording: Recording, room: np.ndarray) -> int:
+    """The same arrays, each for as many episodes at a time as `Recording.blocks` hands out."""
+    names = (*COLUMNS, "observation.state", "state.qpos")
+    return sum(copy_into(room, rows) for block in recording.blocks(names) for rows in block.columns.values())
+
+
 def copy_into(room: np.ndarray, rows: np.ndarray) -> int:
     """Copy an array's bytes, as much at a time as there is room for; their number."""
     data = rows.reshape(-1).view(np.uint8)
@@ -164,10 +187,13 @@ class Reading:
     """GB/s, medians over rounds."""
 
     columns: float
+    blocks: float
     episodes: float
     page_cache: float
     """Copying as many bytes out of a mapped file."""
     columns_ratio: float
+    """Of `page_cache`, here and below."""
+    blocks_ratio: float
     episodes_ratio: float
 
 
@@ -181,7 +207,8 @@ def measure_reading(path: Path, rounds: int) -> Reading:
         np.random.default_rng(0).integers(0, 255, total, np.uint8).tofile(plain)
     for file in (plain, *(file for file in path.rglob("*") if file.is_file())):
         reload(file)
-    sides: dict[str, list[float]] = {"columns": [], "episodes": [], "page_cache": []}
+    sides: dict[str, list[float]] = {"columns": [], "blocks": [], "episodes": [], "page_cache": []}
+    ways: dict[str, Callable[..., int]] = {"columns": read_columns, "blocks": read_blocks, "episodes": read_episodes}
     for _ in range(rounds):
         for name, speeds in sides.items():
             # Opened anew, for pages that are mapped already would be an advantage over the plain file.
@@ -191,14 +218,14 @@ def measure_reading(path: Path, rounds: int) -> Reading:
                 if name == "page_cache":
                     read = copy_into(room, np.memmap(plain, np.uint8, "r"))
                 else:
-                    read = read_columns(recording, room) if name == "columns" else read_episodes(recording, room)
+                    read = ways[name](recording, room)
                 speeds.append(read / (time.perf_counter() - start) / 1e9)
             assert read == total, "not everything was read"
     ratios = {
         name: statistics.median(ours / theirs for ours, theirs in zip(sides[name], sides["page_cache"], strict=True)) for name in sides
     }
     medians = {name: statistics.median(speeds) for name, speeds in sides.items()}
-    return Reading(**medians, columns_ratio=ratios["columns"], episodes_ratio=ratios["episodes"])
+    return Reading(**medians, **{f"{name}_ratio": ratios[name] for name in ways})
 
 
 # ---- random access --------------------------------------------------------------------------------------------------
@@ -253,8 +280,10 @@ def scratch(where: Path | None) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a side in a round of recording")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a side in a round of recording")
+    parser.add_argument("--cases", nargs="+", choices=[case.key for case in CASES], help="of recording; by default all")
+    parser.add_argument("--sinks", action="store_true", help="also record through a sink per slot, which takes half as long again")
     parser.add_argument("--episodes", type=int, default=10_000, help="of the sets that random steps are drawn from")
     parser.add_argument("--steps", type=int, default=100, help="of each of these episodes")
     parser.add_argument("--reads", type=int, default=5_000, help="random steps")
@@ -265,7 +294,9 @@ def main() -> None:
     figures = []
     with scratch(arguments.folder) as folder:
         if "recording" in arguments.only:
-            figures += report_recording(arguments.rounds, arguments.seconds, folder)
+            cases = [case for case in CASES if arguments.cases is None or case.key in arguments.cases]
+            sides: tuple[Side, ...] = (*SIDES, "sinks") if arguments.sinks else SIDES
+            figures += report_recording(cases, sides, arguments.rounds, arguments.seconds, folder)
         if {"reading", "access"} & set(arguments.only):
             write_states(folder / "states", arguments.episodes, arguments.steps)
         if "reading" in arguments.only:
@@ -279,24 +310,24 @@ def kept(holds: bool) -> str:
     return "kept" if holds else "missed"
 
 
-def report_recording(rounds: int, seconds: float, folder: Path) -> list[str]:
+def report_recording(cases: Sequence[Case], sides: Sequence[Side], rounds: int, seconds: float, folder: Path) -> list[str]:
     rows, figures = [], []
-    for case in CASES:
-        costs = measure_recording(case, rounds, seconds, folder)
+    for case in cases:
+        costs = measure_recording(case, rounds, seconds, folder, sides)
         plain = costs["plain"]
-        for side in SIDES:
+        for side in sides:
             ours = costs[side]
             wall, cpu = overhead(ours.wall_us, plain.wall_us), overhead(ours.cpu_us, plain.cpu_us)
             fastest = min(ours.cpu_us) / min(plain.cpu_us) - 1
-            added = ("", "", "") if side == "plain" else (f"{wall:+.1%}", f"{cpu:+.1%}", f"{fastest:+.1%}")
+            shown = (f"{wall:+.1%}", spread(ours.wall_us, plain.wall_us), f"{cpu:+.1%}", f"{fastest:+.1%}")
             medians = (f"{statistics.median(values):.1f}" for values in (ours.wall_us, ours.cpu_us))
-            rows.append((f"{case.name}: {side}", *medians, *added))
+            rows.append((f"{case.name}: {side}", *medians, *(("",) * len(shown) if side == "plain" else shown)))
             if side == "slots":
                 figures.append(
                     f"recording {case.name} {wall:+.1%} wall, {cpu:+.1%} cpu, {fastest:+.1%} cpu in the fastest rounds "
                     f"(reach: {case.reach:.0%}, {kept(wall <= case.reach)})"
                 )
-    print(text_table(("recording", "µs/step", "cpu µs/step", "wall", "cpu", "cpu, fastest"), rows) + "\n")
+    print(text_table(("recording", "µs/step", "cpu µs/step", "wall", "quartiles", "cpu", "cpu, fastest"), rows) + "\n")
     return figures
 
 
@@ -306,12 +337,14 @@ def report_reading(folder: Path, num_episodes: int, num_steps: int, rounds: int)
     rows, figures = [], []
     for name, path in ((f"{num_steps} steps", folder / "states"), (f"{long_steps} steps", folder / "long")):
         found = measure_reading(path, rounds)
-        rows.append((f"episodes of {name}", *(f"{speed:.2f}" for speed in (found.columns, found.episodes, found.page_cache))))
+        speeds = (found.columns, found.blocks, found.episodes, found.page_cache)
+        rows.append((f"episodes of {name}", *(f"{speed:.2f}" for speed in speeds)))
         figures.append(
-            f"reading / page cache, episodes of {name}: by column {found.columns_ratio:.2f} "
-            f"(reach: {READ_REACH}, {kept(found.columns_ratio >= READ_REACH)}), by episode {found.episodes_ratio:.2f}"
+            f"reading / page cache, episodes of {name}: by column {found.columns_ratio:.2f}, by block {found.blocks_ratio:.2f} "
+            f"(reach: {READ_REACH}, {kept(min(found.columns_ratio, found.blocks_ratio) >= READ_REACH)}), "
+            f"by episode {found.episodes_ratio:.2f}"
         )
-    print(text_table(("reading, GB/s", "by column", "by episode", "page cache"), rows) + "\n")
+    print(text_table(("reading, GB/s", "by column", "by block", "by episode", "page cache"), rows) + "\n")
     return figures
 
 

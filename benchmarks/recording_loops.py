@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,14 +24,16 @@ from embodied_rl.types import Observation, SimSpec, StepBatch, StepBuffers
 
 NUM_SLOTS = 8
 Side = Literal["plain", "slots", "sinks"]
-SIDES: tuple[Side, ...] = ("plain", "slots", "sinks")
-"""Not recorded; recorded through `SlotSinks`; recorded through one `EpisodeSink` per slot."""
+SIDES: tuple[Side, ...] = ("plain", "slots")
+"""Not recorded; recorded through `SlotSinks`, as `embodied_rl.record` does. "sinks": through one `EpisodeSink` per slot."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A simulator whose recording is measured."""
 
+    key: str
+    """What the command line calls it."""
     name: str
     sim: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -38,6 +41,8 @@ class Case:
     """Record the observed pictures as pictures for people (lossy) instead of as observations (lossless)."""
     reach: float = 0.05
     """Share of the time per step that recording may add."""
+    num_workers: int | None = None
+    """Processes that simulate; None: as many as the manager starts by itself, which leaves no core to whoever records."""
 
 
 @dataclass
@@ -54,7 +59,8 @@ class SinkPerSlot:
     """`SlotSinks`'s calls by a sink of its own for every slot."""
 
     def __init__(self, writer: RecordingWriter, num_slots: int) -> None:
-        self._writer, self._sinks = writer, [None] * num_slots  # type: list[Any]
+        self._writer = writer
+        self._sinks: list[Any] = [None] * num_slots
 
     def start(self, slot: int, seed: int, observation: Observation, row: int, images: Observation | None = None) -> None:
         self._sinks[slot] = self._writer.open_episode(seed)
@@ -67,12 +73,14 @@ class SinkPerSlot:
         final_observation: Observation,
         images: Observation | None = None,
         **columns: np.ndarray,
-    ) -> None:
+    ) -> list[int]:
         done = columns["terminated"] | columns["truncated"]
         for row, slot in enumerate(slots.tolist()):
             after = final_observation if done[row] else observation
             values = {name: rows[row] for name, rows in columns.items()}
             self._sinks[slot].step(**values, observation=row_of(after, row), images=images and row_of(images, row))
+        rows: list[int] = np.flatnonzero(done).tolist()
+        return rows
 
     def finish(self, slot: int) -> None:
         self._sinks[slot].finish()
@@ -89,7 +97,11 @@ def row_of(part: Observation, row: int) -> dict[str, Any]:
 
 
 class Loop:
-    """What is common to both ways of stepping: actions drawn beforehand, and what a recorder is told."""
+    """What is common to both ways of stepping: actions drawn beforehand, and what a recorder is told.
+
+    The simulators go on from one turn to the next, and so do the recorder's episodes, which end where the simulator's do: beginning and
+    ending an episode costs its share of an episode, however short the turns are.
+    """
 
     def __init__(self, spec: SimSpec, num_rows: int, camera: bool) -> None:
         self._camera = camera
@@ -100,25 +112,20 @@ class Loop:
         self._values = rng.normal(size=(64, num_rows)).astype(np.float32)
         self._versions = np.zeros(num_rows, np.int64)
         self._seed = 0
-        self._begun: set[int] = set()
-        """Slots whose episode has no step yet."""
 
     def start(self, recorder: Recorder, batch: StepBatch, rows: Sequence[int]) -> None:
         """Begin the episodes whose first observations are `rows` of a batch."""
         for row in rows:
             self._seed += 1
-            self._begun.add(int(batch.slots[row]))
             images = {"front": batch.observation["rgb"]} if self._camera else None
             recorder.start(int(batch.slots[row]), self._seed, {} if self._camera else batch.observation, row, images=images)
 
     def record(self, recorder: Recorder, batch: StepBatch, tick: int) -> None:
-        camera = self._camera
-        if self._begun:
-            self._begun.difference_update(batch.slots.tolist())
-        recorder.step(
+        camera, action = self._camera, self.actions[tick]
+        rows = recorder.step(
             batch.slots,
-            action=self.actions[tick],
-            sampled_action=self.actions[tick],
+            action=action,
+            sampled_action=action,
             log_prob=self._log_probs[tick],
             value=self._values[tick],
             policy_version=self._versions,
@@ -130,21 +137,16 @@ class Loop:
             final_observation={} if camera else batch.final_observation,
             images={"front": batch.observation["rgb"]} if camera else None,
         )
-        done = batch.done
-        if done.any():
-            rows = np.flatnonzero(done).tolist()
-            for row in rows:
-                recorder.finish(int(batch.slots[row]))
-            self.start(recorder, batch, rows)
+        for row in rows:
+            recorder.finish(int(batch.slots[row]))
+        self.start(recorder, batch, rows)
 
-    def end(self, recorder: Recorder) -> None:
-        """Write the episodes in progress."""
-        for slot in range(NUM_SLOTS):
-            if slot in self._begun:
-                recorder.discard(slot)
-            else:
-                recorder.finish(slot)
-        self._begun.clear()
+
+def staggered(limit: int | None) -> Iterator[range]:
+    """Which slots to step before anything is measured, so that their episodes end one after another and not all at once."""
+    for first in range(1, NUM_SLOTS):
+        for _ in range((limit or 0) // NUM_SLOTS):
+            yield range(first, NUM_SLOTS)
 
 
 class ManagerLoop(Loop):
@@ -153,13 +155,18 @@ class ManagerLoop(Loop):
     def __init__(self, manager: EnvManager, camera: bool) -> None:
         self._manager, self._groups = manager, split_groups(manager.num_slots, 2)
         super().__init__(manager.spec, len(self._groups[0]), camera)
+        self._batch = manager.reset()
+        for slots in staggered(manager.spec.max_episode_steps):
+            manager.send(slots, np.resize(self.actions[0], (len(slots), self.actions.shape[2])))
+            manager.recv(slots)
+
+    def begin(self, recorder: Recorder) -> None:
+        """Have the recorder begin an episode in every slot."""
+        self.start(recorder, self._batch, range(NUM_SLOTS))
 
     def run(self, seconds: float, recorder: Recorder | None) -> float:
-        """Wall-clock time in µs per environment step, writing of the last episodes included."""
+        """Wall-clock time in µs per environment step."""
         manager = self._manager
-        batch = manager.reset()
-        if recorder is not None:
-            self.start(recorder, batch, range(manager.num_slots))
         start, tick, steps, sent = time.perf_counter(), 0, 0, [0] * len(self._groups)
         for group in self._groups:
             manager.send(group, self.actions[0])
@@ -172,10 +179,11 @@ class ManagerLoop(Loop):
                 sent[index] = tick
                 manager.send(group, self.actions[tick])
                 steps += len(group)
-        for group in self._groups:
-            manager.recv(group)
-        if recorder is not None:
-            self.end(recorder)
+        for index, group in enumerate(self._groups):
+            batch = manager.recv(group)
+            if recorder is not None:
+                self.record(recorder, batch, sent[index])
+            steps += len(group)
         return 1e6 * (time.perf_counter() - start) / steps
 
 
@@ -186,32 +194,44 @@ class ProcessLoop(Loop):
         self._sim: Any = factory.make(NUM_SLOTS)
         self._out = StepBuffers.allocate(self._sim.spec, NUM_SLOTS)
         super().__init__(self._sim.spec, NUM_SLOTS, camera)
+        self._sim.reset(range(NUM_SLOTS), range(NUM_SLOTS), self._out)
+        self._resets = NUM_SLOTS
+        for slots in staggered(self._sim.spec.max_episode_steps):
+            self._step(np.array(slots), np.resize(self.actions[0], (len(slots), self.actions.shape[2])))
+
+    def begin(self, recorder: Recorder) -> None:
+        """Have the recorder begin an episode in every slot."""
+        self.start(recorder, self._batch(self._out.observation), range(NUM_SLOTS))
 
     def run(self, seconds: float, recorder: Recorder | None) -> float:
-        """Processor time of all threads in µs per environment step, writing of the last episodes included."""
-        sim, out, slots = self._sim, self._out, np.arange(NUM_SLOTS)
-        sim.reset(slots, slots, out)
-        batch = self._batch(out.observation)
-        if recorder is not None:
-            self.start(recorder, batch, range(NUM_SLOTS))
+        """Processor time of all threads in µs per environment step."""
+        slots = np.arange(NUM_SLOTS)
         start, tick, steps = time.process_time(), 0, 0
         while time.process_time() < start + seconds:
             tick = (tick + 1) % 64
-            sim.step(slots, self.actions[tick], out)
-            done = np.flatnonzero(out.terminated | out.truncated)
-            final = out.observation
-            if done.size:
-                final = {key: rows.copy() for key, rows in out.observation.items()}
-                sim.reset(done, done + steps, out)
+            final = self._step(slots, self.actions[tick])
             if recorder is not None:
                 self.record(recorder, self._batch(final), tick)
             steps += NUM_SLOTS
-        if recorder is not None:
-            self.end(recorder)
         return 1e6 * (time.process_time() - start) / steps
 
     def close(self) -> None:
         self._sim.close()
+
+    def _step(self, slots: np.ndarray, actions: np.ndarray) -> Observation:
+        """Step, and reset where an episode is over; the observations before that."""
+        out = self._out
+        self._sim.step(slots, actions, out)
+        done = slots[(out.terminated | out.truncated)[slots]]
+        if not done.size:
+            return out.observation
+        final = {key: rows.copy() for key, rows in out.observation.items()}
+        flags = {name: getattr(out, name).copy() for name in ("reward", "terminated", "truncated", "success")}
+        self._sim.reset(done, self._resets + np.arange(done.size), out)
+        self._resets += done.size
+        for name, values in flags.items():
+            getattr(out, name)[:] = values
+        return final
 
     def _batch(self, final: Observation) -> StepBatch:
         out = self._out
@@ -219,33 +239,33 @@ class ProcessLoop(Loop):
         return StepBatch(np.arange(NUM_SLOTS), out.observation, *flags, final_observation=final, episodes=())
 
 
-def measure_recording(case: Case, rounds: int, seconds: float, folder: Path) -> dict[Side, Costs]:
+def measure_recording(case: Case, rounds: int, seconds: float, folder: Path, sides: Sequence[Side] = SIDES) -> dict[Side, Costs]:
     """Wall-clock and processor time per step of each side, in turns."""
     config = load_sim_config(case.sim)
     factory = SimFactory(config.target, config.task, {**config.kwargs, **case.kwargs}, config.extra)
-    costs: dict[Side, Costs] = {side: Costs() for side in SIDES}
+    costs: dict[Side, Costs] = {side: Costs() for side in sides}
     alone = ProcessLoop(factory, case.camera)
-    with EnvManager(factory, NUM_SLOTS, num_groups=2) as manager:
+    with ExitStack() as stack:
+        stack.callback(alone.close)
+        manager = stack.enter_context(EnvManager(factory, NUM_SLOTS, num_groups=2, num_workers=case.num_workers))
         spec = dataclasses.replace(manager.spec, observation={}) if case.camera else manager.spec
         info = RecordingInfo(spec, {}, {"kind": "random"})
-        loops = (ManagerLoop(manager, case.camera), alone)
-        for loop in loops:
-            loop.run(0.5, None)
+        loops: tuple[ManagerLoop | ProcessLoop, ...] = (ManagerLoop(manager, case.camera), alone)
+        recorders: dict[Side, list[Recorder | None]] = {side: [None, None] for side in sides}
+        for side in sides:
+            for index, loop in enumerate(loops):
+                if side != "plain":
+                    path = folder / f"{case.key}-{side}-{index}"
+                    stack.callback(shutil.rmtree, path)
+                    writer = stack.enter_context(RecordingWriter(path, info, duplicates="allow"))
+                    recorders[side][index] = recorder = (SlotSinks if side == "slots" else SinkPerSlot)(writer, NUM_SLOTS)
+                    loop.begin(recorder)
+                loop.run(0.5, recorders[side][index])
         for number in range(rounds):
             # Whoever goes first meets other caches.
-            for side in SIDES[number % 3 :] + SIDES[: number % 3]:
-                found = [recorded(loop, side, info, folder / f"{side}-{number}", seconds) for loop in loops]
-                costs[side].wall_us.append(found[0])
-                costs[side].cpu_us.append(found[1])
-    alone.close()
+            first = number % len(sides)
+            for side in (*sides[first:], *sides[:first]):
+                wall, cpu = (loop.run(seconds, recorder) for loop, recorder in zip(loops, recorders[side], strict=True))
+                costs[side].wall_us.append(wall)
+                costs[side].cpu_us.append(cpu)
     return costs
-
-
-def recorded(loop: ManagerLoop | ProcessLoop, side: Side, info: RecordingInfo, path: Path, seconds: float) -> float:
-    """One side of a round."""
-    if side == "plain":
-        return loop.run(seconds, None)
-    with RecordingWriter(path, info, duplicates="allow") as writer:
-        per_step = loop.run(seconds, SlotSinks(writer, NUM_SLOTS) if side == "slots" else SinkPerSlot(writer, NUM_SLOTS))
-    shutil.rmtree(path)
-    return per_step

@@ -126,7 +126,8 @@ def _values(study: OfflineStudy) -> str:
 
 
 _EXPLANATION = (
-    "The bootstrap resamples episodes and aims at its coverage; where few episodes carry the weight it misses it. A concentration interval "
+    "The bootstrap resamples episodes and aims at its coverage; where few episodes carry the weight it misses it. Of fitted values it "
+    "holds the spread over fits, and not what all fits get wrong alike. A concentration interval "
     "holds for any weights, given that the episodes are independent, that the recorded log-probabilities are true and that every reward "
     "lies in the stated range; self-normalised and fitted estimates have none, and those of is and pdis hold for the same value. ESS is "
     "the effective sample size: as many episodes of equal weight would be as good."

@@ -22,6 +22,7 @@ from embodied_rl.episodes.assessment import (
     assess_behaviour,
     assess_model,
     choose_ranking,
+    note_contradictions,
     ratio_mismatch,
     share_of_best,
 )
@@ -272,13 +273,19 @@ def _estimate(
     no_weights = weights_unsupported(recording.info, episodes, target) or _cut_short(episodes, settings)
     data = _off_policy(episodes, scores, fitted, settings, weighted=not no_weights)
     names = [name for name in settings.estimators if name in ESTIMATORS]
-    estimates = assess(data, names, settings.given, unsupported=no_weights)
+    refits: list[OffPolicyEpisodes] = []
+    if fitted is not None and not no_weights:
+        models = zip(fitted.member_q, fitted.member_v, strict=True)
+        refits = [_with_model(data, episodes, q, v, settings) for q, v in models]
+    estimates = assess(data, names, settings.given, unsupported=no_weights, refits=refits)
     if "fqe" in settings.estimators:
         values, notes = (np.zeros(0), ()) if fitted is None else (fitted.values, _fit_notes(fitted, episodes))
         if fitted is not None and not no_weights and ratio_mismatch(data):
             notes = (*notes, "what the target policy does was hardly ever done in the recorded states: these values are extrapolated")
         estimates.append(assess_model(values, settings.given, refused=refused, notes=notes))
-    return tuple(estimates), None if no_weights else effective_sample_size(log_weights(data, settings.given.max_weight))
+    return tuple(note_contradictions(estimates)), None if no_weights else effective_sample_size(
+        log_weights(data, settings.given.max_weight)
+    )
 
 
 # ---- fitted values ----------------------------------------------------------------------------------------------------
@@ -405,7 +412,7 @@ def _reachable(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> 
 
 
 def _fit_notes(fitted: FittedQ, episodes: Sequence[PlayedEpisode]) -> tuple[str, ...]:
-    notes = ["the interval is of the choice of episodes; the error of the fitted function is not in it"]
+    notes = ["the interval holds the choice of episodes and the chance of the fit; what every fit gets wrong alike is not in it"]
     spread = float(fitted.values.std(ddof=1)) if len(fitted.values) > 1 else 0.0
     if abs(fitted.drift) > max(spread, 1e-9):
         notes.append(f"still moving at the end ({fitted.drift:+.3g} in the last fifth): give fqe.num_steps more")
@@ -426,19 +433,27 @@ def _off_policy(
     weighted: bool,
 ) -> OffPolicyEpisodes:
     """The episodes with their ratios and the model's values."""
-    # Steps and states of all episodes lie one after another in the model's values; an episode has one state more than steps.
-    ends = np.cumsum([episode.num_steps for episode in episodes])
-    model_q = model_v = ratios = None
-    if fitted is not None:
-        model_q = np.split(fitted.q, ends[:-1])
-        model_v = np.split(fitted.v, (ends + np.arange(1, len(ends) + 1))[:-1])
-        for episode, values in zip(episodes, model_v, strict=True):
-            if episode.terminated or settings.truncation == "end":
-                values[-1] = 0.0
+    ratios = None
     if weighted:
         pairs = zip(episodes, scores, strict=True)
         ratios = [score.log_prob.sum(axis=1) - episode.log_prob.sum(axis=1) for episode, score in pairs if episode.log_prob is not None]
-    return stack([episode.reward for episode in episodes], ratios, model_q=model_q, model_v=model_v)
+    data = stack([episode.reward for episode in episodes], ratios)
+    return data if fitted is None else _with_model(data, episodes, fitted.q, fitted.v, settings)
+
+
+def _with_model(
+    data: OffPolicyEpisodes, episodes: Sequence[PlayedEpisode], q: np.ndarray, v: np.ndarray, settings: OfflineSettings
+) -> OffPolicyEpisodes:
+    """The episodes with a model's Q of their steps [M] and V of their states [S]."""
+    # Steps and states of all episodes lie one after another in the model's values; an episode has one state more than steps.
+    ends = np.cumsum([episode.num_steps for episode in episodes])
+    model_q = np.split(q, ends[:-1])
+    model_v = np.split(v.copy(), (ends + np.arange(1, len(ends) + 1))[:-1])
+    for episode, values in zip(episodes, model_v, strict=True):
+        if episode.terminated or settings.truncation == "end":
+            values[-1] = 0.0
+    padded = stack([episode.reward for episode in episodes], model_q=model_q, model_v=model_v)
+    return replace(data, model_q=padded.model_q, model_v=padded.model_v)
 
 
 def _cut_short(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> str:

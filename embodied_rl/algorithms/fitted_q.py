@@ -98,6 +98,10 @@ class FittedQ:
     """[M] float64 Q of the recorded steps, and …"""
     v: np.ndarray
     """[S] float64 … V of the states, both by the members alone whose resample does not hold the episode: independent of it."""
+    member_q: np.ndarray
+    """[E, M] float64 Q of the recorded steps, and …"""
+    member_v: np.ndarray
+    """[E, S] float64 … V of the states by each member: what fits to other episodes would have said."""
     counts: np.ndarray
     """[E, N] how often each episode is in each member's resample."""
     drift: float
@@ -289,7 +293,7 @@ class _Regression:
         by_state = np.empty((len(outside), len(steps.features)))
         by_state[:, steps.state.numpy()] = by_state[:, steps.next_state.numpy()] = by_step
         drift = float(values.mean()) - before
-        return FittedQ(values, (q * by_step).sum(axis=0), (v * by_state).sum(axis=0), self.counts, drift, loss * self.scale**2)
+        return FittedQ(values, (q * by_step).sum(axis=0), (v * by_state).sum(axis=0), q, v, self.counts, drift, loss * self.scale**2)
 
     def _scaled(self, value: Tensor) -> Tensor:
         return (value - self.centre) / self.scale

@@ -31,6 +31,7 @@ from embodied_rl.episodes.intervals import (
     empirical_bernstein,
     largest_share,
     percentile_interval,
+    refit_errors,
     resample_counts,
     student_interval,
 )
@@ -95,7 +96,8 @@ class Estimate:
     value: float | None
     """None where it was refused."""
     bootstrap: Interval | None = None
-    """Over episodes; aims at its coverage, and misses it where a few episodes carry all the weight."""
+    """Over episodes, and over fits of the model where there is one; aims at its coverage, and misses it where a few episodes carry all
+    the weight, or where the model is biased: what all fits get wrong alike is in no spread."""
     concentration: Interval | None = None
     """Holds with its confidence for any number of episodes and any weights, given that rewards lie in the stated range, episodes
     are independent and the recorded log-probabilities are true."""
@@ -119,7 +121,14 @@ class Estimate:
         return {**data, "notes": list(self.notes)}
 
 
-def assess(data: OffPolicyEpisodes, names: Sequence[str], given: Assumptions, *, unsupported: str = "") -> list[Estimate]:
+def assess(
+    data: OffPolicyEpisodes,
+    names: Sequence[str],
+    given: Assumptions,
+    *,
+    unsupported: str = "",
+    refits: Sequence[OffPolicyEpisodes] = (),
+) -> list[Estimate]:
     """Estimate by each of `names` (keys of `ESTIMATORS`), or say why not.
 
     Args:
@@ -127,10 +136,12 @@ def assess(data: OffPolicyEpisodes, names: Sequence[str], given: Assumptions, *,
         names: which estimators.
         given: discount, resampling, bounds.
         unsupported: a reason that rules out importance weights altogether (no log-probabilities, say); "": none is known.
+        refits: the same episodes with models that were fitted to resamples of them. With two or more, intervals of doubly robust
+            estimates hold what the fit adds to their error; without, they take the model for given.
     """
     reason = unsupported or ratio_mismatch(data)
     counts = resample_counts(data.num_episodes, given.num_samples, given.seed)
-    return [_assess(data, ESTIMATORS[name], given, counts, reason) for name in names]
+    return [_assess(data, ESTIMATORS[name], given, counts, reason, refits) for name in names]
 
 
 def assess_behaviour(data: OffPolicyEpisodes, given: Assumptions) -> Estimate:
@@ -157,7 +168,30 @@ def assess_model(values: np.ndarray, given: Assumptions, *, refused: str = "", n
     none = "a fitted model has no bound that holds without assumptions on its class"
     if refused:
         return Estimate("fqe", None, no_concentration=none, refused=refused, notes=notes)
-    return Estimate("fqe", float(values.mean()), student_interval(values, given.confidence), None, none, notes=notes, samples=values)
+    samples = float(values.mean()) + refit_errors(values, given.num_samples, given.seed)
+    return Estimate("fqe", float(values.mean()), student_interval(values, given.confidence), None, none, notes=notes, samples=samples)
+
+
+def note_contradictions(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Estimates of one policy, with a note on each that rests on a model and whose interval lies wholly beside that of one that does not.
+
+    Both cannot hold the value. Where it is the model's fault, it has a bias that no resampling of the episodes shows.
+    """
+    models = {"fqe", *(name for name, estimator in ESTIMATORS.items() if estimator.needs_model)}
+    plain = [estimate for estimate in estimates if estimate.estimator not in models and estimate.bootstrap is not None]
+    noted = []
+    for estimate in estimates:
+        own = estimate.bootstrap
+        apart = [
+            f"{other.estimator} ({other.bootstrap.low:.4g} to {other.bootstrap.high:.4g})"
+            for other in plain
+            if own is not None and other.bootstrap is not None and (own.high < other.bootstrap.low or own.low > other.bootstrap.high)
+        ]
+        if estimate.estimator in models and apart:
+            note = f"contradicts {', '.join(apart)}: one of them is off by more than its interval says"
+            estimate = dataclasses.replace(estimate, notes=(*estimate.notes, note))
+        noted.append(estimate)
+    return noted
 
 
 # ---- inside ---------------------------------------------------------------------------------------------------------
@@ -165,7 +199,14 @@ def assess_model(values: np.ndarray, given: Assumptions, *, refused: str = "", n
 _NO_RANGE = "rewards have no known bound: state one with reward_range=LOW,HIGH (and a horizon where gamma is 1)"
 
 
-def _assess(data: OffPolicyEpisodes, estimator: Estimator, given: Assumptions, counts: np.ndarray, reason: str) -> Estimate:
+def _assess(
+    data: OffPolicyEpisodes,
+    estimator: Estimator,
+    given: Assumptions,
+    counts: np.ndarray,
+    reason: str,
+    refits: Sequence[OffPolicyEpisodes],
+) -> Estimate:
     if estimator.needs_model and data.model_q is None:
         reason = reason or "it needs the fitted model, which was refused or not asked for"
     if reason:
@@ -184,6 +225,11 @@ def _assess(data: OffPolicyEpisodes, estimator: Estimator, given: Assumptions, c
         refused = "all weights are 0 at some step: the target policy would have played no episode as it was recorded"
         return Estimate(estimator.name, None, None, concentration, missing, weights, refused)
     notes = () if given.max_weight is None else (f"weights cut at {given.max_weight:g} ({weights.cut_share:.1%} of the steps): biased",)
+    if estimator.needs_model and len(refits) > 1:
+        values = [estimator.terms(refit, given.gamma, given.max_weight).value() for refit in refits]
+        samples = samples + refit_errors(values, given.num_samples, given.seed)
+    elif estimator.needs_model:
+        notes = (*notes, "the interval takes the fitted values for given: their error is not in it")
     interval = _bootstrap(terms, value, samples, given)
     return Estimate(estimator.name, value, interval, concentration, missing, weights, notes=notes, samples=samples)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from embodied_rl.episodes.frames import Frames
 from embodied_rl.episodes.layout import Column, encode_row
-from embodied_rl.episodes.pictures import VideoWriter
+from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.files import cannot_write
 
@@ -107,8 +107,12 @@ class RowBuffer:
         if self.column.row_bytes:
             for data in self._spill.chunks(max(1, BLOCK_BYTES // self.column.row_bytes) * self.column.row_bytes):
                 yield np.frombuffer(data, self._dtype).reshape(-1, *self._shape)
-        yield from self._blocks
-        yield self._block[: self._fill]
+        blocks = [*self._blocks, self._block[: self._fill]] if self._fill else self._blocks
+        if len(blocks) > 1 and all(block.dtype == self._dtype for block in blocks):
+            # They are no more than `SPILL_BYTES`: one piece is checked and written in a fraction of the time of many.
+            yield np.concatenate(blocks)
+        else:
+            yield from blocks
 
     def discard(self) -> None:
         self._spill.close()
@@ -193,7 +197,7 @@ class VideoBuffer:
         if self._writer is None:
             height, width, _ = self.column.shape
             self._writer = VideoWriter(self.path, height, width, self._fps, lossless=self.column.encoding == "mp4_lossless")
-        self._encoder.put(self._writer, self._writer.frame(picture))
+        self._encoder.put(self._writer, picture)
         self.num_rows += 1
 
     def extend(self, rows: Any) -> None:
@@ -230,23 +234,35 @@ Buffer = RowBuffer | BlobBuffer | VideoBuffer
 
 
 class Encoder:
-    """A thread that encodes, so that simulators need not wait; libx264 runs without the interpreter's lock."""
+    """A thread that encodes, so that simulators need not wait; libx264 runs without the interpreter's lock.
+
+    A picture waits in one of `QUEUED_PICTURES` rooms; where all are taken, whoever adds the next one waits.
+    """
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[VideoWriter, Any] | None] = queue.Queue(QUEUED_PICTURES)
+        # Queues of the kind that is written in C: the others take longer than the copy of a small picture.
+        self._queue: queue.SimpleQueue[tuple[VideoWriter, PictureRoom] | threading.Event | None] = queue.SimpleQueue()
+        self._free: dict[tuple[int, ...], queue.SimpleQueue[PictureRoom]] = {}
+        """{size of pictures: rooms}"""
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def put(self, writer: VideoWriter, frame: Any) -> None:
+    def put(self, writer: VideoWriter, picture: np.ndarray) -> None:
+        """Have a picture [H, W, 3] uint8 encoded, of which a copy is made."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="episode-encoder", daemon=True)
             self._thread.start()
         self._raise_error()
-        self._queue.put((writer, frame))
+        room = self._rooms(writer.shape).get()
+        room.fill(picture)
+        self._queue.put((writer, room))
 
     def wait(self, complain: bool = True) -> None:
         """Until everything is encoded. Raises what the encoder raised, unless asked not to."""
-        self._queue.join()
+        if self._thread is not None:
+            reached = threading.Event()
+            self._queue.put(reached)
+            reached.wait()
         if complain:
             self._raise_error()
 
@@ -256,15 +272,25 @@ class Encoder:
             self._thread.join()
             self._thread = None
 
+    def _rooms(self, shape: tuple[int, ...]) -> queue.SimpleQueue[PictureRoom]:
+        if shape not in self._free:
+            self._free[shape] = queue.SimpleQueue()
+            for _ in range(QUEUED_PICTURES):
+                self._free[shape].put(PictureRoom(shape))
+        return self._free[shape]
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            writer, room = item
             try:
-                item[0].encode(item[1])
+                writer.encode(room)
             except Exception as error:  # handed to whoever adds the next picture
                 self._error = error
             finally:
-                self._queue.task_done()
-        self._queue.task_done()
+                self._free[writer.shape].put(room)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.blocks import EpisodeBlock
+from embodied_rl.episodes.recorded import STEP_COLUMNS, RecordedEpisode
 from embodied_rl.episodes.recording import EpisodeTable, Recording, RecordingError
 from embodied_rl.episodes.transitions import RewardKind, Transitions, n_step_windows, normalise_actions, outcome
 from embodied_rl.errors import UserError, did_you_mean
@@ -60,9 +62,11 @@ class TransitionTable:
     def __init__(self, episodes: Sequence[EpisodeRef], action: ActionSpec, options: DatasetOptions) -> None:
         """Read the episodes. Raises RecordingError for NaN or infinity in what is learned from."""
         self._keys = options.observation_keys
-        read = [_Units.of(recording, number, action, options) for recording, number in episodes]
+        # Episodes of one recording that stand together are read at once.
+        runs = [(run[0][0], [number for _, number in run]) for run in _runs_of_one_recording(episodes)]
+        read = [_Units.of(recording, numbers, action, options) for recording, numbers in runs]
         offsets = np.cumsum([0, *(part.num_rows for part in read)])
-        self.observation: Observation = {key: np.concatenate([part.observation[key] for part in read]) for key in self._keys}
+        self.observation: Observation = {key: _own([part.observation[key] for part in read]) for key in self._keys}
         """{key: [R, ...]}"""
         self.row = np.concatenate([part.row + offset for part, offset in zip(read, offsets, strict=False)])
         """[U] int64 observation before each unit."""
@@ -95,7 +99,7 @@ class TransitionTable:
 
 @dataclass(frozen=True)
 class _Units:
-    """One episode as the table wants it."""
+    """Some episodes of a recording as the table wants them."""
 
     observation: Observation
     row: np.ndarray
@@ -110,24 +114,32 @@ class _Units:
         return len(next(iter(self.observation.values())))
 
     @staticmethod
-    def of(recording: Recording, number: int, action: ActionSpec, options: DatasetOptions) -> _Units:
-        episode = recording.episode(number)
-        observation = {key: np.ascontiguousarray(episode.observation[key]) for key in options.observation_keys}
-        _check_finite(recording, number, {**{f"observation.{key}": part for key, part in observation.items()}, "action": episode.action})
-        _check_finite(recording, number, {"reward": episode.reward})
-        rewards, terminated = outcome(options.reward, episode.reward, episode.terminated, episode.success)
-        acted = normalise_actions(np.asarray(episode.action).reshape(episode.num_steps, -1), action, margin=options.action_margin)
-        starts = _unit_starts(episode, options.unit)
-        units = _sum_units(starts, rewards, terminated, episode.truncated, options.gamma)
+    def of(recording: Recording, numbers: Sequence[int], action: ActionSpec, options: DatasetOptions) -> _Units:
+        seen = [f"observation.{key}" for key in options.observation_keys]
+        block = recording.read_many(numbers, [*seen, *STEP_COLUMNS])
+        bad = block.first_not_finite([*seen, "action", "reward"])
+        if bad is not None:
+            raise RecordingError(f"Recording '{recording.path}', episode {bad[0]}: NaN or infinity in {bad[1]}.")
+        columns, ends = block.columns, np.cumsum(block.lengths)
+        rewards, terminated = outcome(options.reward, columns["reward"], columns["terminated"], columns["success"])
+        acted = normalise_actions(columns["action"].reshape(block.num_steps, -1), action, margin=options.action_margin)
+        # An episode without an end is one that is cut: what follows in memory is another one.
+        truncated = columns["truncated"].copy()
+        truncated[ends - 1] = True
+        starts = np.arange(block.num_steps) if options.unit == "step" else _message_starts(recording, block)
+        units = _sum_units(starts, rewards, terminated, truncated, options.gamma)
         windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, options.n_step)
-        stops = np.append(starts[1:], episode.num_steps)
+        stops = np.append(starts[1:], block.num_steps)
         if options.window is not None:
-            chunks, executed = _windows(acted, options.window)
+            chunks, executed = _windows(acted, options.window, np.repeat(ends, block.lengths))
         elif options.unit == "step":
             chunks, executed = acted, np.ones((len(acted), 1), bool)
         else:
             chunks, executed = _chunks(acted, starts, stops)
-        return _Units(observation, starts, stops[windows.end], chunks, executed, windows.reward, windows.discount)
+        # An episode has one observation more than steps.
+        before = block.episode_of_step[starts]
+        observation = {key: columns[name] for key, name in zip(options.observation_keys, seen, strict=True)}
+        return _Units(observation, starts + before, (stops + before)[windows.end], chunks, executed, windows.reward, windows.discount)
 
 
 @dataclass(frozen=True)
@@ -138,15 +150,19 @@ class _Sums:
     truncated: np.ndarray
 
 
-def _unit_starts(episode: RecordedEpisode, unit: str) -> np.ndarray:
-    """[U] int64 first step of each unit."""
-    if unit == "step" or episode.chunk is None:
-        return np.arange(episode.num_steps)
-    return np.flatnonzero(np.append(True, np.diff(episode.chunk) != 0))
+def _message_starts(recording: Recording, block: EpisodeBlock) -> np.ndarray:
+    """[U] int64 first step of each message; of episodes that do not know their messages, every step is one."""
+    starts = []
+    for number, first, length in zip(block.numbers.tolist(), block.step_starts.tolist(), block.lengths.tolist(), strict=True):
+        chunk = recording.episode(number).chunk
+        starts.append(first + (np.arange(length) if chunk is None else np.flatnonzero(np.append(True, np.diff(chunk) != 0))))
+    return np.concatenate(starts)
 
 
 def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, gamma: float) -> _Sums:
     """Discounted rewards within each unit. A unit that terminates in its middle (a success that ends the episode) counts up to there."""
+    if len(starts) == len(reward):
+        return _Sums(reward.astype(np.float64), np.full(len(reward), float(gamma)), terminated, truncated)
     stops = np.append(starts[1:], len(reward))
     total, factor, ends, cuts = [], [], [], []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -171,12 +187,24 @@ def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[
     return chunks, executed
 
 
-def _windows(action: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """[T, K, A] the actions from each step on, 0 beyond the last, and [T, K, 1] bool where there is one."""
+def _windows(action: np.ndarray, size: int, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[T, K, A] the actions from each step on, 0 beyond the last of its episode, and [T, K, 1] bool where there is one.
+
+    `end` [T]: one past the last step of each step's episode.
+    """
     steps = np.arange(len(action))[:, None] + np.arange(size)
-    there = steps < len(action)
+    there = steps < end[:, None]
     chunks = np.where(there[..., None], action[np.minimum(steps, len(action) - 1)], 0).astype(action.dtype)
     return chunks, there[..., None]
+
+
+def _runs_of_one_recording(episodes: Sequence[EpisodeRef]) -> Iterator[list[EpisodeRef]]:
+    return (list(run) for _, run in itertools.groupby(episodes, key=lambda ref: id(ref[0])))
+
+
+def _own(parts: list[np.ndarray]) -> np.ndarray:
+    """One after another, in memory of our own: parts may be views into files that will be closed."""
+    return parts[0] if len(parts) == 1 and parts[0].flags.owndata else np.concatenate(parts)
 
 
 def _stack_actions(parts: list[np.ndarray]) -> np.ndarray:
@@ -353,12 +381,6 @@ def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *,
             f"Recording '{recording.path}' is of another simulator: {'; '.join(differences)} (recording ≠ simulator)."
             + (f" Its own is sim={own}." if own else "")
         )
-
-
-def _check_finite(recording: Recording, number: int, fields: dict[str, np.ndarray]) -> None:
-    for name, part in fields.items():
-        if np.issubdtype(part.dtype, np.floating) and not np.isfinite(part).all():
-            raise RecordingError(f"Recording '{recording.path}', episode {number}: NaN or infinity in {name}.")
 
 
 def _bytes_per_step(spec: SimSpec, options: DatasetOptions) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 CAPS: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 """Largest weights that `capped_lower_bound` tries; the bound holds for all of them together."""
 _NORMAL = NormalDist()
-_RESAMPLING = 0xB007
+_RESAMPLING, _REFITTING = 0xB007, 0xB008
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,37 @@ def bca_interval(estimate: float, samples: np.ndarray, jackknife: np.ndarray, co
 
 
 def student_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> Interval:
-    """mean ± t · standard deviation, for few resampled estimates [B >= 2] whose quantiles cannot be read off.
+    """mean ± t · s · √(1 + 1/E), for few resampled estimates [E >= 2] whose quantiles cannot be read off.
 
-    The spread of resampled estimates is the estimate's own standard error, so that it is not divided by √B.
+    Their standard deviation s is the estimate's own standard error, so that it is not divided by √E; the mean of E of them has another
+    s/√E of the resampling's own.
     """
     check_confidence(confidence)
+    data = _members(values)
+    half = student_quantile(0.5 + confidence / 2, data.size - 1) * float(data.std(ddof=1)) * math.sqrt(1 + 1 / data.size)
+    centre = float(data.mean())
+    return Interval(centre - half, centre + half, confidence, f"bootstrap of {data.size} members")
+
+
+def refit_errors(values: Sequence[float] | np.ndarray, num_samples: int, seed: int) -> np.ndarray:
+    """[B] draws of how far an estimate may lie off because the model in it was fitted to these episodes and not to others.
+
+    Given is the estimate with each of E models [E >= 2], fitted to a resample of the episodes each. The draws are Student's t with
+    E − 1 degrees times s √(1 + 1/E), as in `student_interval`. Estimates whose models were fitted to the same resamples get draws that
+    are correlated as their values are: one set of weights mixes the members' deviations.
+    """
+    data = _members(values)
+    degrees = data.size - 1
+    generator = np.random.default_rng([seed, _REFITTING])
+    mixed = generator.standard_normal((num_samples, data.size)) @ (data - data.mean()) / math.sqrt(degrees)
+    return mixed * math.sqrt(1 + 1 / data.size) / np.sqrt(generator.chisquare(degrees, num_samples) / degrees)
+
+
+def _members(values: Sequence[float] | np.ndarray) -> np.ndarray:
     data = np.asarray(values, np.float64)
     if data.size < 2:
         raise ValueError(f"a spread needs at least two values, got {data.size}")
-    half = student_quantile(0.5 + confidence / 2, data.size - 1) * float(data.std(ddof=1))
-    centre = float(data.mean())
-    return Interval(centre - half, centre + half, confidence, f"bootstrap of {data.size} members")
+    return data
 
 
 def student_quantile(probability: float, degrees: int) -> float:

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.types import SimSpec, VariableSpec
 
@@ -26,8 +27,6 @@ these lie in one .bin file, with (offset, size) of each row in an .npy file besi
 
 VideoFormat = Literal["mp4", "png", "raw"]
 
-OPTIONAL_COLUMNS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
-"""Columns per step that an episode may lack."""
 FINITE_COLUMNS = ("action", "reward", "sampled_action", "log_prob", "value")
 """Columns that may hold neither NaN nor infinity; observations may not either, the simulator's state may."""
 SNAPSHOTS = "snapshots"

@@ -13,10 +13,11 @@ from embodied_rl.files import cannot_write
 
 DEFAULT_FPS = 10
 """Where the simulator does not say how often it is controlled."""
-GROUP_OF_PICTURES = 4
-"""Every so many pictures one stands for itself: a picture is found by decoding at most these."""
+GROUP_OF_PICTURES = 16
+"""Every so many pictures one stands for itself: a picture is found by decoding at most these. Fewer would be a little quicker to find, for
+larger files that take longer to write."""
 _LOSSY = {"crf": "18", "preset": "ultrafast", "bf": "0", "g": str(GROUP_OF_PICTURES)}
-_LOSSLESS = {"qp": "0", "preset": "ultrafast", "bf": "0", "g": str(GROUP_OF_PICTURES)}
+_LOSSLESS = {"qp": "0", "preset": "ultrafast", "tune": "zerolatency", "g": str(GROUP_OF_PICTURES)}
 
 
 class VideoError(ValueError):
@@ -35,7 +36,8 @@ class VideoWriter:
         import av
 
         self.path, self.count = path, 0
-        self._pad = ((0, 0), (0, 0)) if lossless else ((0, height % 2), (0, width % 2))
+        self.shape = (height, width, 3) if lossless else (height + height % 2, width + width % 2, 3)
+        """Of the pictures that are encoded."""
         try:
             self._container = av.open(str(path), "w", format="mp4")
         except OSError as error:
@@ -43,25 +45,23 @@ class VideoWriter:
         stream: Any = self._container.add_stream(
             "libx264rgb" if lossless else "libx264", rate=fps, options=_LOSSLESS if lossless else _LOSSY
         )
-        stream.height, stream.width = height + self._pad[0][1], width + self._pad[1][1]
+        stream.height, stream.width = self.shape[:2]
         stream.pix_fmt = "rgb24" if lossless else "yuv420p"
         # Threads of the encoder would fight with the simulators for the cores, and each keeps pictures back.
         stream.codec_context.thread_count = 1
         self._stream = stream
 
-    def frame(self, picture: np.ndarray) -> Any:
-        """A copy of the picture that `encode` takes."""
-        import av
+    def add(self, picture: np.ndarray) -> None:
+        """Encode a picture."""
+        room = PictureRoom(self.shape)
+        room.fill(picture)
+        self.encode(room)
 
-        padded = np.pad(picture, (*self._pad, (0, 0)), mode="edge") if any(map(any, self._pad)) else picture
-        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(padded), format="rgb24")
-        frame.pts = self.count
+    def encode(self, room: PictureRoom) -> None:
+        """Encode the picture that lies there; the room is free again afterwards."""
+        room.frame.pts = self.count
         self.count += 1
-        return frame
-
-    def encode(self, frame: Any) -> None:
-        """Encode what `frame` made, in the same order."""
-        self._container.mux(self._stream.encode(frame))
+        self._container.mux(self._stream.encode(room.frame))
 
     def close(self) -> None:
         """Write what is left; the file is readable from here on."""
@@ -77,12 +77,32 @@ class VideoWriter:
             self.path.unlink(missing_ok=True)
 
 
+class PictureRoom:
+    """Memory for a picture on its way into a video, for one after another: new memory costs as much as the copy into it."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        import av
+
+        self.array = np.empty(shape, np.uint8)
+        # A view: what is written into the array is in the frame.
+        self.frame: Any = av.VideoFrame.from_numpy_buffer(self.array, format="rgb24")
+
+    def fill(self, picture: np.ndarray) -> None:
+        """Copy a picture [H, W, 3] uint8; of a smaller one the last row and column are repeated."""
+        height, width = picture.shape[:2]
+        self.array[:height, :width] = picture
+        if (height, width) != self.array.shape[:2]:
+            self.array[height:, :width] = picture[-1]
+            self.array[:, width:] = self.array[:, width - 1 : width]
+
+
 class VideoReader:
     """Pictures of a file that `VideoWriter` wrote, by number; consecutive ones are decoded without seeking."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], count: int) -> None:
         """Raises VideoError where the file is no video with at least `count` pictures of `shape` [H, W, 3]."""
         import av
+        from av.video.reformatter import VideoReformatter
 
         self._path, self._shape, self._count = path, shape, count
         try:
@@ -103,6 +123,8 @@ class VideoReader:
         self._stream, self._step = stream, 1 / (stream.average_rate * stream.time_base)
         self._next = 0
         self._frames: Iterator[Any] = iter(())
+        # One for all pictures, in this thread: a frame's own would be made anew for each.
+        self._reformatter = VideoReformatter()
 
     def read(self, number: int) -> np.ndarray:
         """Picture [H, W, 3] uint8. Raises VideoError."""
@@ -124,7 +146,7 @@ class VideoReader:
         raise VideoError(f"has no picture {number}")
 
     def _array(self, frame: Any) -> np.ndarray:
-        picture = frame.to_ndarray(format="rgb24")
+        picture = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         height, width = self._shape[:2]
         return picture if picture.shape == self._shape else np.ascontiguousarray(picture[:height, :width])
 

@@ -8,20 +8,21 @@ import math
 import mmap
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from embodied_rl.episodes.blocks import EpisodeBlock, cut_by_steps, joined, runs_of
 from embodied_rl.episodes.frames import Frames
 from embodied_rl.episodes.index import INDEX_FILE, Index, read_index
 from embodied_rl.episodes.info import RECORDING_FILE, read_info
-from embodied_rl.episodes.layout import OPTIONAL_COLUMNS, SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
+from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
 from embodied_rl.episodes.opening import LAYOUT_FILE, array_dtype, array_offsets, part_folders, read_columns
 from embodied_rl.episodes.part_files import blob_checksum, file_checksum, video_name
 from embodied_rl.episodes.pictures import VideoError, VideoReader
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import EpisodeTable, RecordedStep, Recording, RecordingError
 from embodied_rl.errors import did_you_mean
 
@@ -88,6 +89,39 @@ class NativeRecording(Recording):
             raise RecordingError(f"'{self.path}' has no arrays '{name}'.{did_you_mean(name, names)}")
         return found
 
+    def _read_block(self, positions: np.ndarray, columns: Sequence[str]) -> EpisodeBlock:
+        starts = np.concatenate([[0], self._ends])
+        found: dict[str, list[np.ndarray]] = {name: [] for name in columns}
+        for first, stop in runs_of(positions):
+            while first < stop:
+                index = bisect.bisect_right(self._ends, first)
+                last = min(stop, self._ends[index])
+                part, local = self._parts[index], (first - int(starts[index]), last - int(starts[index]))
+                self._count(part, int(self.lengths[first:last].sum()) + last - first)
+                for name, rows in found.items():
+                    column = part.by_name.get(name)
+                    if column is None:
+                        raise self._lacks(name, part.by_name)
+                    rows.append(part.run(column, *local))
+                first = last
+        return EpisodeBlock(positions, self.lengths[positions], {name: joined(rows) for name, rows in found.items()})
+
+    def _block_ends(self, max_steps: int) -> list[int]:
+        ends, first = list[int](), 0
+        # A part's rows lie in files of their own.
+        for stop in self._ends:
+            ends += [first + end for end in cut_by_steps(self.lengths[first:stop], max_steps)]
+            first = stop
+        return ends
+
+    def _checked(self, block: EpisodeBlock) -> EpisodeBlock:
+        bad = block.first_not_finite(name for name in ("action", "reward") if name in block.columns)
+        if bad is not None:
+            number, name = bad
+            part, local = self.place(number)
+            raise part.damaged(part.by_name[name], local, "holds NaN or infinity")
+        return super()._checked(block)
+
     def place(self, number: int) -> tuple[PartReader, int]:
         """The part that holds an episode, and its number there. Raises IndexError."""
         position = self._position(number)
@@ -122,11 +156,13 @@ class PartReader:
         self.folder, self.columns = folder, read_columns(folder)
         _require_fit(folder, self.columns, info)
         self.index: Index = read_index(folder / INDEX_FILE, len(self.columns))
+        self.by_name = {column.name: column for column in self.columns}
         self._offsets = array_offsets(folder, self.columns, self.index)
         self.bytes_per_step = sum(column.row_bytes for column in self.columns if column.encoding == "array")
         self._step_rows, self._snapshot_rows = self.index.step_rows, self.index.snapshot_rows
         self._places = [(column, *_place_of(column.name)) for column in self.columns]
         self._finite = [column for column in self.columns if column.name in ("action", "reward") and column.must_be_finite]
+        self._all_rows: list[tuple[Column, str, str, np.ndarray | None]] = []
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
         self._blobs: dict[str, mmap.mmap | bytes] = {}
         self._videos: OrderedDict[tuple[str, int], VideoReader] = OrderedDict()
@@ -135,15 +171,13 @@ class PartReader:
         """Raises RecordingError where its data are damaged."""
         entry, length = self.index.entry(number), int(self.index.table.lengths[number])
         first = int(self._step_rows[number])
-        stop, first_seen, stop_seen = first + length, first + number, first + number + length + 1
+        steps, seen = slice(first, first + length), slice(first + number, first + number + length + 1)
         read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
-        for column, room, key in self._places:
-            if column.encoding != "array":
+        for column, room, key, rows in self._arrays():
+            if rows is None:
                 read[room][key] = self.column(column, number)
-            elif column.per == "step":
-                read[room][key] = self.rows(column)[first:stop]
             else:
-                read[room][key] = self.rows(column)[first_seen:stop_seen]
+                read[room][key] = rows[steps if column.per == "step" else seen]
         self._require_finite(number, read[""])
         try:
             return RecordedEpisode(
@@ -156,6 +190,7 @@ class PartReader:
                 task=entry["task"],
                 instruction=entry["instruction"],
                 metadata=entry["metadata"],
+                same_lengths=True,
             )
         except ValueError as error:
             raise RecordingError(f"'{self.folder}', episode {number}: {error}") from error
@@ -209,11 +244,18 @@ class PartReader:
             try:
                 return np.stack(values)
             except ValueError as error:
-                raise self._damaged(column, number, f"holds rows of several shapes ({error})") from error
+                raise self.damaged(column, number, f"holds rows of several shapes ({error})") from error
         rows = np.empty(count, object)
         for time, value in enumerate(values):
             rows[time] = value
         return rows
+
+    def run(self, column: Column, first: int, stop: int) -> np.ndarray:
+        """All rows of neighbouring episodes, one after another: a view where they are plain arrays."""
+        if column.encoding != "array":
+            return joined([self.column(column, number) for number in range(first, stop)])
+        end = self._start(column, stop - 1) + column.rows_of(int(self.index.table.lengths[stop - 1]))
+        return self.rows(column)[self._start(column, first) : end]
 
     def row(self, column: Column, number: int, time: int) -> Any:
         """One row of an episode."""
@@ -221,14 +263,14 @@ class PartReader:
             try:
                 return self._video(column, number).read(time)
             except VideoError as error:
-                raise self._damaged(column, number, str(error)) from error
+                raise self.damaged(column, number, str(error)) from error
         if column.encoding == "array":
             return self.rows(column)[self._start(column, number) + time]
         data = self.blob_bytes(column.name, column.stem, number, self.rows(column)[self._start(column, number) + time])
         try:
             return decode_row(column, data)
         except (ValueError, EOFError, RecursionError) as error:
-            raise self._damaged(column, number, f"row {time} {error}") from error
+            raise self.damaged(column, number, f"row {time} {error}") from error
 
     def snapshots(self, number: int) -> dict[int, bytes]:
         """{step: bytes} of an episode."""
@@ -264,7 +306,7 @@ class PartReader:
                 problems.append(str(error))
                 continue
             if found != expected:
-                problems.append(str(self._damaged(column or SNAPSHOT_COLUMN, number, "the checksum does not match: bytes were altered")))
+                problems.append(str(self.damaged(column or SNAPSHOT_COLUMN, number, "the checksum does not match: bytes were altered")))
         return problems
 
     def checksum(self, column: Column, number: int) -> int:
@@ -273,7 +315,7 @@ class PartReader:
             try:
                 return file_checksum(self._video_path(column, number))
             except OSError as error:
-                raise self._damaged(column, number, f"cannot be read ({error.strerror})") from error
+                raise self.damaged(column, number, f"cannot be read ({error.strerror})") from error
         start, count = self._start(column, number), column.rows_of(int(self.index.table.lengths[number]))
         rows = self.rows(column)[start : start + count]
         if column.encoding == "array":
@@ -302,10 +344,17 @@ class PartReader:
         self._videos.clear()
         self._blobs.clear()
         # Views that somebody holds keep their mapping; without any it goes now.
+        self._all_rows.clear()
         self._maps.clear()
 
     def _start(self, column: Column, number: int) -> int:
         return int(self._step_rows[number]) + (0 if column.per == "step" else number)
+
+    def _arrays(self) -> list[tuple[Column, str, str, np.ndarray | None]]:
+        """Every column with its room and key in `RecordedEpisode` and the rows of all episodes; None: these are no plain array."""
+        if not self._all_rows:
+            self._all_rows = [(*place, self.rows(place[0]) if place[0].encoding == "array" else None) for place in self._places]
+        return self._all_rows
 
     def rows(self, column: Column) -> np.ndarray:
         """Rows of all episodes: of a column of plain arrays, or the (offset, size) of one of varying sizes."""
@@ -350,7 +399,7 @@ class PartReader:
             try:
                 video = VideoReader(self._video_path(column, number), column.shape, column.rows_of(int(self.index.table.lengths[number])))
             except VideoError as error:
-                raise self._damaged(column, number, str(error)) from error
+                raise self.damaged(column, number, str(error)) from error
             while len(self._videos) >= OPEN_VIDEOS:
                 self._videos.popitem(last=False)[1].close()
         self._videos[key] = video
@@ -360,9 +409,10 @@ class PartReader:
         """Actions and rewards are few, and NaN in them would spread into whatever is learnt."""
         for column in self._finite:
             if not np.isfinite(read[column.name]).all():
-                raise self._damaged(column, number, "holds NaN or infinity")
+                raise self.damaged(column, number, "holds NaN or infinity")
 
-    def _damaged(self, column: Column, number: int, complaint: str) -> RecordingError:
+    def damaged(self, column: Column, number: int, complaint: str) -> RecordingError:
+        """What is wrong with an episode's rows of a column, and where they are."""
         if column.is_video:
             path = self._video_path(column, number)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,10 @@ import numpy as np
 from embodied_rl.types import Observation, SimSpec
 
 FORMAT_VERSION = 1
+STEP_COLUMNS = ("action", "reward", "terminated", "truncated", "success")
+"""Columns per step that every episode has, and …"""
+OPTIONAL_COLUMNS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
+"""… those that it may lack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,22 +60,29 @@ class RecordedEpisode:
     """Language instruction; None: the recording's, if any."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What else is known, JSON-able (reset options, final info, the player's name, …)."""
+    same_lengths: InitVar[bool] = False
+    """Whoever makes it has made sure that the lengths agree: they are not looked at."""
 
-    def __post_init__(self) -> None:
-        steps = self.num_steps
-        around = {f"observation.{key}": part for key, part in self.observation.items()}
-        around |= {f"state.{key}": part for key, part in (self.state or {}).items()}
-        around |= {f"images.{key}": part for key, part in self.images.items()}
-        between = {name: getattr(self, name) for name in ("action", "reward", "terminated", "truncated", "success")}
-        optional = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
-        between |= {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
-        wrong = {name: len(part) for name, part in around.items() if len(part) != steps + 1}
-        wrong |= {name: len(part) for name, part in between.items() if len(part) != steps}
-        if steps < 1 or wrong:
-            raise ValueError(f"An episode of {steps} steps has {steps} rows, and {steps + 1} of observations and states; got {wrong}.")
+    def __post_init__(self, same_lengths: bool) -> None:
+        if not same_lengths:
+            self._require_lengths()
         ends = (self.terminated | self.truncated)[:-1]
         if ends.any():
-            raise ValueError(f"The episode ends at step {int(np.argmax(ends))}, but has {steps} steps.")
+            raise ValueError(f"The episode ends at step {int(np.argmax(ends))}, but has {self.num_steps} steps.")
+
+    def _require_lengths(self) -> None:
+        steps = self.num_steps
+        wrong = {name: len(rows) for name, rows in self.columns().items() if len(rows) != steps + ("." in name)}
+        if steps < 1 or wrong:
+            raise ValueError(f"An episode of {steps} steps has {steps} rows, and {steps + 1} of observations and states; got {wrong}.")
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """{name: all its rows}: [T, ...] by the field's name, [T + 1, ...] as ``observation.KEY``, ``state.NAME``, ``images.CAMERA``."""
+        columns = {f"observation.{key}": rows for key, rows in self.observation.items()}
+        columns |= {name: getattr(self, name) for name in STEP_COLUMNS}
+        columns |= {name: rows for name in OPTIONAL_COLUMNS if (rows := getattr(self, name)) is not None}
+        columns |= {f"state.{name}": rows for name, rows in (self.state or {}).items()}
+        return columns | {f"images.{camera}": rows for camera, rows in self.images.items()}
 
     @property
     def num_steps(self) -> int:

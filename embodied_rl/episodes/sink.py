@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.buffers import BlobBuffer, Buffer
-from embodied_rl.episodes.layout import OPTIONAL_COLUMNS, Column, layout_for
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.layout import Column, layout_for
+from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
 from embodied_rl.episodes.recording import RecordingError
 
 if TYPE_CHECKING:
@@ -178,15 +178,6 @@ class EpisodeSink:
 def is_extra(name: str) -> bool:
     """Whether a column is one that the simulator's spec does not speak of."""
     return name in OPTIONAL_COLUMNS or name.startswith(("state.", "images."))
-
-
-def columns_of(episode: RecordedEpisode) -> dict[str, Any]:
-    """{name of a column: all its rows}"""
-    columns: dict[str, Any] = {f"observation.{key}": part for key, part in episode.observation.items()}
-    columns |= {name: getattr(episode, name) for name in ("action", *SUMMED)}
-    columns |= {name: part for name in OPTIONAL_COLUMNS if (part := getattr(episode, name)) is not None}
-    columns |= {f"state.{name}": part for name, part in (episode.state or {}).items()}
-    return columns | {f"images.{camera}": part for camera, part in episode.images.items()}
 
 
 def summary_of(

@@ -15,6 +15,8 @@ from embodied_rl.episodes.writer import RecordingWriter
 
 _BLOCK_BYTES = 2**20
 """Of all slots' blocks together, about."""
+_KNOWN_GROUPS = 8
+"""Groups of neighbouring slots whose places are kept; there are few, unless whatever is ready steps together."""
 
 Batch = Mapping[str, Any]
 
@@ -38,6 +40,9 @@ class SlotSinks:
         self._one_by_one: list[str] = []
         """Columns that go to the sinks row by row."""
         self._blocks: dict[str, np.ndarray] = {}
+        self._views: dict[tuple[int, int], list[tuple[np.ndarray, ...]]] = {}
+        """{(first slot, how many): of each row of the blocks, the part of these slots in every column}: found once, for finding a place
+        takes as long as writing to it."""
         self._block_rows = 0
         # Rows of each slot in the blocks, and the first that its present episode has not taken yet.
         self._fill, self._taken = [0] * num_slots, [0] * num_slots
@@ -84,7 +89,7 @@ class SlotSinks:
         images: Batch | None = None,
         snapshots: Sequence[bytes | None] | None = None,
         **optional: Any,
-    ) -> None:
+    ) -> list[int]:
         """One step of n slots, each with an episode in progress.
 
         Args:
@@ -95,6 +100,9 @@ class SlotSinks:
             state, images: {name: [n, ...]} after the step.
             snapshots: [n] of the moment before the step; None where there is none.
             optional: [n, ...] of `OPTIONAL_COLUMNS`; those that are None are left out.
+
+        Returns:
+            The rows 0 … n − 1 whose episode ended; `finish`, `take` or `discard` these slots' episodes before the next step.
 
         Raises:
             RecordingError: as of `EpisodeSink.step`.
@@ -116,11 +124,14 @@ class SlotSinks:
             for slot, snapshot in zip(numbers, snapshots, strict=True):
                 if snapshot is not None:
                     self._require(slot).keep_snapshot(snapshot, self._steps(slot))
-        done = np.logical_or(terminated, truncated)
-        over = np.flatnonzero(done).tolist() if done.any() else []
+        # Counting is the quickest way to see that there is none.
+        ends = np.count_nonzero(terminated) or np.count_nonzero(truncated)
+        over = np.flatnonzero(np.logical_or(terminated, truncated)).tolist() if ends else []
         final = {} if final_observation is None or not over else {f"observation.{key}": rows for key, rows in final_observation.items()}
         self._write(numbers, batch, final, over)
-        self._running.difference_update(numbers[row] for row in over)
+        if over:
+            self._running.difference_update(numbers[row] for row in over)
+        return over
 
     def finish(self, slot: int, metadata: Mapping[str, Any] | None = None) -> int:
         """Write the slot's episode. Returns and raises as `EpisodeSink.finish` does."""
@@ -179,18 +190,19 @@ class SlotSinks:
         first, count = slots[0], len(slots)
         time = self._fill[first]
         together = slots[-1] - first + 1 == count and self._fill[first : first + count] == [time] * count
-        place: Any = (time, slice(first, first + count)) if together else ([self._fill[slot] for slot in slots], slots)
-        for name, block in self._blocks.items():
-            rows = batch[name]
-            target = block[place]
-            shape = rows.shape if isinstance(rows, np.ndarray) else np.shape(rows)
-            if shape != target.shape:
-                raise RecordingError(f"Field '{name}' must be {list(target.shape)}, got {list(shape)}.")
-            if together:
-                # A view: writing into it again costs less than finding the place again.
+        if together:
+            for name, target in zip(self._blocks, self._places(time, first, count), strict=True):
+                rows = batch[name]
+                if _shape_of(rows) != target.shape:
+                    raise _wrong_shape(name, rows, target)
                 target[...] = rows
-            else:
-                block[place] = rows
+        else:
+            times = [self._fill[slot] for slot in slots]
+            for name, block in self._blocks.items():
+                target = block[times, slots]
+                if _shape_of(batch[name]) != target.shape:
+                    raise _wrong_shape(name, batch[name], target)
+                block[times, slots] = batch[name]
         for name in self._one_by_one:
             for row, slot in enumerate(slots):
                 source = final.get(name, batch[name]) if row in over else batch[name]
@@ -206,6 +218,16 @@ class SlotSinks:
                 self._hand_over(slot)
                 self._fill[slot] = self._taken[slot] = 0
 
+    def _places(self, time: int, first: int, count: int) -> tuple[np.ndarray, ...]:
+        """Where to write row `time` of neighbouring slots, in every column."""
+        views = self._views.get((first, count))
+        if views is None:
+            blocks = [block[:, first : first + count] for block in self._blocks.values()]
+            if len(self._views) >= _KNOWN_GROUPS:
+                return tuple(block[time] for block in blocks)
+            views = self._views[first, count] = list(zip(*blocks, strict=True))
+        return views[time]
+
     def _hand_over(self, slot: int) -> None:
         """Give a slot's rows to its sink."""
         first, stop, sink = self._taken[slot], self._fill[slot], self._sinks[slot]
@@ -216,6 +238,14 @@ class SlotSinks:
                 buffer.extend_block(block[first:stop, slot].copy())
             sink.num_steps += stop - first
         self._taken[slot] = stop
+
+
+def _shape_of(rows: Any) -> tuple[int, ...]:
+    return rows.shape if isinstance(rows, np.ndarray) else np.shape(rows)
+
+
+def _wrong_shape(name: str, rows: Any, target: np.ndarray) -> RecordingError:
+    return RecordingError(f"Field '{name}' must be {list(target.shape)}, got {list(_shape_of(rows))}.")
 
 
 def _row(part: Batch, row: int) -> dict[str, Any]:

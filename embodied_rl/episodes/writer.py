@@ -19,7 +19,7 @@ from embodied_rl.episodes.part import PartWriter, create_part, resume_part
 from embodied_rl.episodes.pictures import DEFAULT_FPS
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.sink import SUMMED, EpisodeSink, columns_of, discard, is_extra, summary_of
+from embodied_rl.episodes.sink import SUMMED, EpisodeSink, discard, is_extra, summary_of
 from embodied_rl.files import cannot_write, fsync
 
 SKIPPED = -1
@@ -105,7 +105,7 @@ class RecordingWriter:
         """
         if self._refuse_duplicate(episode.seed, episode.task, episode.metadata):
             return SKIPPED
-        columns = columns_of(episode)
+        columns = episode.columns()
         extras = {name: rows[0] for name, rows in columns.items() if is_extra(name)}
         part, buffers, snapshots = self.begin(layout_for(self.info.spec, self.video, extras))
         try:

@@ -16,11 +16,12 @@ from embodied_rl.episodes.assessment import (
     assess_model,
     choose_ranking,
     describe_weights,
+    note_contradictions,
     ratio_mismatch,
     share_of_best,
 )
 from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, stack
-from embodied_rl.episodes.intervals import resample_counts
+from embodied_rl.episodes.intervals import Interval, resample_counts
 from embodied_rl.errors import UserError
 from tests.episodes.tiny_mdp import REWARD, TRANSITION, exact_value, exact_values, off_policy, sample_paths
 
@@ -175,8 +176,43 @@ def test_a_models_estimate_and_its_refusal() -> None:
     estimate = assess_model(np.array([1.0, 2.0, 3.0]), GIVEN)
     assert estimate.value == 2.0
     assert estimate.bootstrap is not None
-    assert estimate.bootstrap.high == pytest.approx(2 + 4.3027, abs=1e-4)
+    # t with two degrees of freedom, standard deviation 1, and a third of its variance for the mean of three.
+    assert estimate.bootstrap.high == pytest.approx(2 + 4.3027 * math.sqrt(4 / 3), abs=1e-4)
     assert assess_model(np.zeros(0), GIVEN, refused="why").to_dict()["refused"] == "why"
+
+
+def test_an_interval_holds_the_error_of_the_fit_where_refits_tell_it() -> None:
+    """Weights are cut until the estimate is what the model says of first states, 10 and an error that all episodes share: a bootstrap of
+    the episodes cannot know it."""
+    rng, held, runs = np.random.default_rng(0), {"with": 0, "without": 0}, 300
+    given = Assumptions(gamma=1.0, num_samples=300, max_weight=1e-9, min_ess=0.0)
+
+    def model(error: float) -> OffPolicyEpisodes:
+        noise = 0.1 * np.arange(-20, 20)
+        zeros = [np.zeros(1)] * 40
+        return stack(zeros, zeros, model_q=zeros, model_v=[np.array([10.0 + error + part, 0.0]) for part in noise - noise.mean()])
+
+    for seed in range(runs):
+        error = rng.normal()
+        refits = [model(error + rng.normal()) for _ in range(8)]
+        # The model at hand is the mean of the members, each an error of its own away from it.
+        for name, others in (("with", refits), ("without", [])):
+            (estimate,) = assess(model(error), ["dr"], dataclasses.replace(given, seed=seed), refits=others)
+            assert estimate.bootstrap is not None
+            held[name] += estimate.bootstrap.covers(10.0)
+            assert any("takes the fitted values for given" in note for note in estimate.notes) == (name == "without")
+    # 0.95, with a standard error of 0.013; the episodes' spread is 1.15, of their mean 0.18, against an error of 1.
+    assert 0.91 <= held["with"] / runs <= 0.995
+    assert held["without"] / runs < 0.5
+
+
+def test_intervals_beside_each_other_are_told() -> None:
+    def estimate(name: str, low: float, high: float) -> Estimate:
+        return Estimate(name, (low + high) / 2, Interval(low, high, 0.95, "by hand"))
+
+    found = note_contradictions([estimate("wpdis", 30, 50), estimate("fqe", 20, 29), estimate("dr", 25, 31), Estimate("wdr", None)])
+    assert [len(each.notes) for each in found] == [0, 1, 0, 0]
+    assert found[1].notes[0].startswith("contradicts wpdis (30 to 50)")
 
 
 def test_ranking_takes_the_first_estimator_that_all_have() -> None:

@@ -17,6 +17,7 @@ from embodied_rl.episodes.intervals import (
     largest_share,
     leave_one_out_counts,
     percentile_interval,
+    refit_errors,
     resample_counts,
     student_interval,
     student_quantile,
@@ -94,10 +95,26 @@ def test_student_quantiles_are_those_of_the_tables(probability: float, degrees: 
     assert student_quantile(probability, degrees) == pytest.approx(expected, abs=6e-5)
 
 
+def test_errors_of_refits_have_the_spread_and_the_correlation_of_the_refits() -> None:
+    """Members 1, 2, 3, 4, 5: variance 2.5, times 1 + 1/5 for their mean; Student's t with 4 degrees has twice the variance of its scale."""
+    first, again = (refit_errors([1.0, 2.0, 3.0, 4.0, 5.0], 40_000, 0) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    assert np.median(np.abs(first)) == pytest.approx(0.740697 * math.sqrt(2.5 * 1.2), rel=0.02), "the median of |t| with 4 degrees"
+    quantile = np.quantile(first, 0.975)
+    assert quantile == pytest.approx(student_quantile(0.975, 4) * math.sqrt(2.5 * 1.2), rel=0.03)
+    np.testing.assert_allclose(refit_errors([10.0, 20.0, 30.0, 40.0, 50.0], 40_000, 0), 10 * first)
+    # 5, 1, 4, 2, 3 correlate with 1, …, 5 by −0.3: deviations (2, −2, 1, −1, 0) · (−2, −1, 0, 1, 2) = −3, of 10.
+    other = refit_errors([5.0, 1.0, 4.0, 2.0, 3.0], 40_000, 0)
+    signs = np.mean(np.sign(first) == np.sign(other))
+    assert signs == pytest.approx(0.5 + math.asin(-0.3) / math.pi, abs=0.01), "of two normal numbers with this correlation"
+    with pytest.raises(ValueError, match="at least two values, got 1"):
+        refit_errors([1.0], 10, 0)
+
+
 def test_student_interval_by_hand() -> None:
-    # Mean 2, standard deviation 1, two degrees of freedom: 2 ± 4.3027.
+    # Mean 2, standard deviation 1, two degrees of freedom, and a third of the variance for the mean of three: 2 ± 4.3027 √(4/3).
     found = student_interval([1.0, 2.0, 3.0])
-    assert (found.low, found.high) == pytest.approx((2 - 4.3027, 2 + 4.3027), abs=1e-4)
+    assert (found.low, found.high) == pytest.approx((2 - 4.9683, 2 + 4.9683), abs=1e-4)
     with pytest.raises(ValueError, match="two values"):
         student_interval([1.0])
 

@@ -28,11 +28,15 @@ SPEC = SimSpec(
 )
 
 
+@pytest.mark.parametrize("known_groups", [8, 1])
 @pytest.mark.parametrize("block_bytes", [2**20, 600])
 @pytest.mark.parametrize("order", ["groups", "any"])
-def test_slots_write_what_sinks_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, order: str) -> None:
+def test_slots_write_what_sinks_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, order: str, known_groups: int
+) -> None:
     """Four slots play three episodes each, of lengths that end in the middle of blocks; with blocks of a few rows and of many."""
     monkeypatch.setattr("embodied_rl.episodes.slots._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("embodied_rl.episodes.slots._KNOWN_GROUPS", known_groups)
     episodes, rng = {}, np.random.default_rng(0)
     for slot in range(4):
         for turn in range(3):

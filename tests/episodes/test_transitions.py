@@ -86,7 +86,7 @@ def make_rollout(**changes: Any) -> Rollout:
         "truncated": np.array([[0, 0], [1, 0], [0, 0]], bool),
         "last_observation": {"state": np.array([[100.0], [101.0]], np.float32)},
         "final_observation": {"state": np.array([[-7.0]], np.float32)},
-        "policy_version": 0,
+        "policy_version": np.zeros((3, 2), np.int64),
         "episodes": (),
         "success": np.array([[0, 0], [0, 1], [0, 0]], bool),
     }

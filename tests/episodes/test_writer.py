@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from embodied_rl.episodes.pictures import PictureRoom
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.validation import validate
@@ -174,6 +175,14 @@ def test_pictures_that_a_policy_saw_are_exact_in_mp4_and_anybody_can_play_them(t
     with av.open(str(tmp_path / "r/part-0000/observation.rgb/000000.mp4")) as container:
         decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
     np.testing.assert_array_equal(decoded, episode.observation["rgb"])
+
+
+def test_odd_sides_repeat_the_last_line_and_rooms_are_used_again() -> None:
+    room = PictureRoom((4, 4, 3))
+    for picture in (np.arange(27, dtype=np.uint8).reshape(3, 3, 3), np.full((3, 3, 3), 200, np.uint8)):
+        room.fill(picture)
+        np.testing.assert_array_equal(room.array, np.pad(picture, ((0, 1), (0, 1), (0, 0)), mode="edge"))
+        np.testing.assert_array_equal(room.frame.to_ndarray(format="rgb24"), room.array)
 
 
 def test_an_encoder_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

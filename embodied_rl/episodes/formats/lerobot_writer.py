@@ -398,7 +398,7 @@ class _VideoFiles:
             self._writer = VideoWriter(path, height, width, self._fps, lossless=False)
         start = self._writer.count
         for picture in pictures:
-            self._writer.encode(self._writer.frame(picture))
+            self._writer.add(picture)
         key = f"videos/{self._feature.name}"
         return {
             f"{key}/chunk_index": self._place[0],

@@ -254,7 +254,7 @@ def their_data_set(root: Path, info: dict[str, Any] | None = None, **columns: An
     pq.write_table(pa.table({"task_index": [0, 1], "task": ["stack", "sort"]}), root / "meta" / "tasks.parquet")
     video = VideoWriter(root / "videos" / "observation.images.top" / "chunk-000" / "file-000.mp4", 16, 16, FPS, lossless=False)
     for step in range(total):
-        video.encode(video.frame(np.full((16, 16, 3), 30 * step, np.uint8)))
+        video.add(np.full((16, 16, 3), 30 * step, np.uint8))
     video.close()
     places = [
         {
@@ -409,7 +409,7 @@ def test_videos_cut_short_missing_or_too_short(tmp_path: Path) -> None:
         recording.episode(1)
     short = VideoWriter(root / VIDEO, 16, 16, FPS, lossless=False)
     for _ in range(5):
-        short.encode(short.frame(np.zeros((16, 16, 3), np.uint8)))
+        short.add(np.zeros((16, 16, 3), np.uint8))
     short.close()
     with open_recording(root) as recording:
         problems = validate(recording)
