@@ -121,6 +121,13 @@ class Timeline:
         """A context manager: one bar of `role`, from its begin to its end, in this thread's row."""
         return _Span(self, role, name, arguments)
 
+    def record(self, role: str, name: str, begin_ns: int, end_ns: int) -> None:
+        """A bar that is over, in nanoseconds of `time.perf_counter_ns`; those of one role come in their order and do not overlap."""
+        self._begin(role, begin_ns)
+        bar = _Span(self, role, name, {})
+        bar.begin_ns = begin_ns
+        self._end(bar, end_ns)
+
     def counter(self, name: str, **values: float) -> None:
         """A point of a curve (or of several, stacked): ``counter("queue", ready=3, held=7)``."""
         now = time.perf_counter_ns()
@@ -251,6 +258,12 @@ def counter(name: str, **values: float) -> None:
     """A point of a curve of the timeline that is open in this process; nothing where none is."""
     if _current is not None:
         _current.counter(name, **values)
+
+
+def record(role: str, name: str, begin_ns: int, end_ns: int) -> None:
+    """A bar of what happened in another process of this machine, in nanoseconds of `time.perf_counter_ns`; a role's bars come in order."""
+    if _current is not None:
+        _current.record(role, name, begin_ns, end_ns)
 
 
 @contextmanager

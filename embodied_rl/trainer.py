@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import time
@@ -18,7 +17,6 @@ import torch
 
 from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_compatible, checkpoint_name
 from embodied_rl.config import TrainConfig
-from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import write_atomic_with
 from embodied_rl.generation import make_generator
@@ -31,22 +29,22 @@ from embodied_rl.methods.domain_roles import RolePolicies
 from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.language_player import make_agent_generator, make_language_policy
 from embodied_rl.methods.multi_domain import DomainManagers
+from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.reporting import RunSummary, summarise, task_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
-from embodied_rl.roles.assembly import check_roles, connect, start_player
+from embodied_rl.roles.assembly import check_roles, connect, start_player, with_roles
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.program_manager import make_manager
-from embodied_rl.rollout.training_recording import FOLDER, TrainingRecorder
+from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.sim.faults import NonFiniteSimulationError
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.timeline import Timeline, span, timeline_to
 from embodied_rl.types import EpisodeSummary
-from embodied_rl.versions import versions
 
 _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
@@ -75,7 +73,7 @@ class Trainer:
             UserError: the simulator rejects its configuration, packages or assets are missing.
             IncompatibleCheckpointError: the checkpoint does not fit.
         """
-        config = with_domains(config)
+        config = with_roles(with_domains(config))
         self.config, self.run_dir, self.command = config, run_dir, command
         self._started = time.time() if started is None else started
         self.iteration = self.steps = 0
@@ -90,7 +88,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.warm_start: dict[str, Any] = {}
         """What the warm start came to; empty before it and without one."""
-        self.recorder: TrainingRecorder | None = None
+        self.recorders: list[TrainingRecorder] = []
         self.timeline: Timeline | None = None
         check_method(config)
         check_roles(config)
@@ -142,7 +140,7 @@ class Trainer:
         if not isinstance(self.manager, DomainManagers):
             self.method = make_method(config, self.manager, self.policy, self.generator, self.run_dir)
             self.method = connect(config, self.method, self.manager)
-        self._record_episodes()
+        self.recorders = start_recorders(config, self.method, self.manager.num_slots, self.spec, self.run_dir, self.command)
         self.engine = make_engine(config.hybrid, self.policy, self.generator, self.method, self.manager)
         self._saver = PolicySaver(self.policy, self.run_dir)
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
@@ -330,21 +328,6 @@ class Trainer:
         )
         return self.run_dir / "checkpoints" / checkpoint_name(self.steps)
 
-    def _record_episodes(self) -> None:
-        """Have a share of the training episodes written down, where that is asked for. Raises UserError where none are played."""
-        config = self.config
-        if config.record.share == 0:
-            return
-        collector = getattr(self.method, "collector", None)
-        if collector is None:
-            raise UserError(
-                f"record.share={config.record.share:g}: algorithm={config.algorithm.name} plays no episodes. Set record.share=0."
-            )
-        who = {"kind": "training", "algorithm": config.algorithm.name, "seed": config.seed}
-        info = RecordingInfo(self.spec, dataclasses.asdict(config.sim), who, self.command, versions())
-        self.recorder = TrainingRecorder(self.run_dir / FOLDER, info, config.record, seed=config.seed, num_slots=self.manager.num_slots)
-        collector.recorder = self.recorder
-
     def _load(self, checkpoint: Checkpoint) -> None:
         check_compatible(checkpoint, self.spec)
         load_policy(self.policy, checkpoint)
@@ -399,8 +382,8 @@ class Trainer:
                 stack.callback(self.generator.close)
             stack.callback(self.engine.close)
             stack.callback(self.loggers.close)
-            if self.recorder is not None:
-                stack.callback(self.recorder.close)
+            for recorder in self.recorders:
+                stack.callback(recorder.close)
             stack.callback(self._writer.wait)
 
     def __enter__(self) -> Trainer:

@@ -320,8 +320,8 @@ class Rollout:
     """{key: [N, ...]} after the last step: where the value is bootstrapped from."""
     final_observation: Observation
     """{key: [K, ...]} last observations of the K truncated episodes, in the order of np.argwhere(truncated & ~terminated)."""
-    policy_version: int
-    """Version of the weights that acted."""
+    policy_version: np.ndarray
+    """[T, N] int64 version of the weights that acted."""
     episodes: tuple[EpisodeSummary, ...]
     success: np.ndarray | None = None
     """[T, N] bool: success at each step; None: not kept."""
@@ -329,6 +329,10 @@ class Rollout:
     """[T, N, K] of each step of a chunk, 0 where not executed; `reward` is their sum. None: decisions are single steps."""
     executed: np.ndarray | None = None
     """[T, N, K] bool: steps of a chunk that were taken before the episode's end; None: decisions are single steps."""
+
+    def age(self, version: int) -> int:
+        """How many versions the oldest action is behind `version`."""
+        return version - int(self.policy_version.min())
 
     @property
     def num_steps(self) -> int:

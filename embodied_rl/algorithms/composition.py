@@ -75,17 +75,39 @@ def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, los
         )
     if advantage.name == "gae_action" and config.normalize_reward:
         raise UserError("algorithm.normalize_reward is about decisions, and advantage=gae_action about their steps: set it false.")
-    if loss.name != "ppo_clip":
-        raise UserError(f"algorithm.loss='{loss.name}' is offered on whole episodes: set algorithm.groups, or loss=ppo_clip.")
+    if loss.name not in ("ppo_clip", "decoupled_ppo"):
+        raise UserError(
+            f"algorithm.loss='{loss.name}' is offered on whole episodes: set algorithm.groups, or loss=ppo_clip or decoupled_ppo."
+        )
+    if loss.name == "decoupled_ppo":
+        _check_decoupled_rollouts(config)
     if config.kl.coef > 0:
         raise UserError("algorithm.kl is offered on whole episodes: set algorithm.groups, or algorithm.kl.coef=0.")
     if config.reward != RewardConfig():
         raise UserError("algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.")
 
 
+def _check_decoupled_rollouts(config: AlgorithmConfig) -> None:
+    """A decision of a fixed rollout has one weight."""
+    level = config.loss_options.get("weight_level", "token")
+    wrong = {
+        f"algorithm.ratio={config.ratio}": config.ratio != "chunk",
+        "algorithm.normalize_advantage=minibatch": config.normalize_advantage == "minibatch",
+        f"algorithm.loss_options.weight_level={level}": level != "token",
+    }
+    for what, given in wrong.items():
+        if given:
+            raise UserError(
+                f"algorithm.loss='decoupled_ppo' on fixed rollouts weighs whole decisions, and {what} does not: set algorithm.ratio=chunk, "
+                "algorithm.normalize_advantage=batch and leave weight_level out."
+            )
+
+
 def _check_with_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: LossInfo) -> None:
     groups = config.groups
     assert groups is not None
+    if config.max_staleness:
+        raise UserError("algorithm.max_staleness is about fixed rollouts; with groups set algorithm.groups.max_staleness instead.")
     if config.normalize_reward:
         raise UserError("algorithm.normalize_reward is about fixed rollouts; with groups set algorithm.reward.scale or .std instead.")
     if config.critic_warmup:

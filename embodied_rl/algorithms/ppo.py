@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from embodied_rl.algorithms.advantages import action_gae, gae, sum_chunks, whiten
 from embodied_rl.algorithms.batch import Batch
+from embodied_rl.algorithms.off_policy import importance_weights
 from embodied_rl.algorithms.rewards import ReturnNormalizer
 from embodied_rl.algorithms.units import unit_steps
 from embodied_rl.config import AlgorithmConfig
@@ -122,6 +124,34 @@ class PPO:
         """All slots begin new episodes, outside a rollout: returns that were being summed are over."""
         if self.reward_normalizer is not None:
             self.reward_normalizer.restart_episodes()
+
+
+def decoupled(batch: Batch, proximal_log_prob: torch.Tensor, options: Mapping[str, Any]) -> tuple[Batch, dict[str, float]]:
+    """The batch of which PPO's own loss is `decoupled_ppo_loss` of whole decisions (Hilton et al. 2021, arXiv:2110.00641).
+
+    With w = sg(proximal / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the old policy becomes the proximal one,
+    and the advantage is weighed. Decisions that the bounds reject keep their place in the mean, with an advantage of 0.
+
+    Args:
+        batch: with advantages that are whitened already, and a `log_prob` of the policy that acted.
+        proximal_log_prob: [B, L] of the policy as it is when the update begins.
+        options: ``weight_high``, ``weight_low`` (0), ``weight_mode`` (mask): see `decoupled_ppo_loss`.
+
+    Returns:
+        The batch, and the metrics of `importance_weights`.
+    """
+    assert batch.mask is None, "rollouts have no rows that do not count"
+    assert batch.advantage.ndim == 1, "the configuration was checked: a decision has one advantage"
+    units = torch.ones_like(batch.log_prob, dtype=torch.bool) if batch.unit_mask is None else batch.unit_mask
+    weight, metrics = importance_weights(
+        log_prob=(proximal_log_prob * units).sum(-1),
+        behaviour_log_prob=(batch.log_prob * units).sum(-1),
+        low=options.get("weight_low", 0.0),
+        high=options["weight_high"],
+        mode=options.get("weight_mode", "mask"),
+    )
+    weighed = batch.replaced(log_prob=proximal_log_prob, advantage=batch.advantage * weight.to(batch.advantage.dtype))
+    return weighed, {name: float(value) for name, value in metrics.items()}
 
 
 def _rows(array: np.ndarray) -> torch.Tensor:

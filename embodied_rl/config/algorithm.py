@@ -143,6 +143,9 @@ class AlgorithmConfig:
     """Learn from stored steps with critics of actions (see configs/algorithm/iql.yaml); null: not that."""
     rollout_steps: int = 64
     """T: steps of every slot between two updates, without groups."""
+    max_staleness: int = 0
+    """Largest age, in updates, of anything in a rollout (without groups): above 0 the next ones are collected while training, where
+    another process plays. 0: synchronous and deterministic."""
     gamma: float = 0.99
     gae_lambda: float = 0.95
     num_epochs: int = 10
@@ -190,6 +193,7 @@ class AlgorithmConfig:
         ways = [name for name in ("groups", "cloning", "off_policy") if getattr(self, name) is not None]
         require(len(ways) <= 1, "algorithm", "one of groups, cloning and off_policy, the others null", ways)
         require(self.rollout_steps >= 1, "algorithm.rollout_steps", ">= 1", self.rollout_steps)
+        require(self.max_staleness >= 0, "algorithm.max_staleness", ">= 0", self.max_staleness)
         require(0.0 <= self.gamma <= 1.0, "algorithm.gamma", "between 0 and 1", self.gamma)
         require(0.0 <= self.gae_lambda <= 1.0, "algorithm.gae_lambda", "between 0 and 1", self.gae_lambda)
         require(self.num_epochs >= 1, "algorithm.num_epochs", ">= 1", self.num_epochs)

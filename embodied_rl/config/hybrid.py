@@ -142,7 +142,7 @@ class HybridConfig:
     @property
     def plays_apart(self) -> bool:
         """Whether episodes are played outside the process of the training loop."""
-        return self.cluster == "ray" or self.placement.kind == "disaggregated"
+        return self.cluster == "ray" or self.placement.kind in ("disaggregated", "multiplexed")
 
     @property
     def rank_threads(self) -> int | None:

@@ -73,12 +73,16 @@ class PlacementConfig:
     num_env_gpus: int | None = None
     """Of simulators that run on GPUs (disaggregated, hybrid); null: what the planner finds best, or a third."""
     num_train_gpus: int | None = None
-    """GPUs that training has for itself (disaggregated) or takes over (multiplexed); null: a third, or half."""
+    """GPUs that training has for itself (disaggregated) or takes over (multiplexed; without GPUs, generating hosts); null: a third, or
+    half. A run without Ray takes over as many as it has training ranks."""
+    num_hosts: int | None = None
+    """Of kind multiplexed without GPUs: parts of the processor that generate, each by itself; null: two. With GPUs each is a host."""
     roles: dict[str, Any] = field(default_factory=dict)
     """Of kind explicit: {env, generation, reward, train: devices such as ["0/gpu:0-3", "1/cpu", "*/gpu:*"]}; reward may be left out."""
 
     def __post_init__(self) -> None:
         require(self.num_pipeline_stages >= 1, "hybrid.placement.num_pipeline_stages", ">= 1", self.num_pipeline_stages)
+        require(self.num_hosts is None or self.num_hosts >= 2, "hybrid.placement.num_hosts", ">= 2 or null", self.num_hosts)
         for name in ("num_env_gpus", "num_train_gpus"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"hybrid.placement.{name}", ">= 1 or null", value)

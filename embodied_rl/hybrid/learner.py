@@ -13,7 +13,7 @@ from embodied_rl.algorithms.losses import explained_variance
 from embodied_rl.algorithms.ppo import RolloutValues
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import IncompatibleCheckpointError
-from embodied_rl.hybrid.policy_updater import PolicyUpdater, Precision, chosen_rows, is_needed
+from embodied_rl.hybrid.policy_updater import ROWS, PolicyUpdater, Precision, chosen_rows, is_needed
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.hybrid.updater import METRICS, AutogradUpdater, Minibatches, NonFiniteLossError, Updater
 from embodied_rl.policies.actor_critic import ActorCritic
@@ -91,6 +91,17 @@ class Learner:
         if values.ndim == 2:  # of each step of a chunk: what comes after begins with the first
             return RolloutValues(value.reshape(steps, slots, -1), last[:, 0].copy(), final[:, 0].copy())
         return RolloutValues(value.reshape(steps, slots), last, final)
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch) -> Tensor:
+        """[B, L] float32 of the batch's actions under the present policy."""
+        parts = []
+        with compute_threads(self.compute_threads):
+            for start in range(0, batch.num_rows, ROWS):
+                rows = slice(start, start + ROWS)
+                seen = {key: part[rows].to(self.device) for key, part in batch.observation.items() if key in self.policy.observation_keys}
+                parts.append(self.policy.evaluate(seen, batch.action[rows].to(self.device)).log_prob.float().cpu())
+        return torch.cat(parts)
 
     def learning_rate(self, iteration: int, num_iterations: int) -> float:
         """Constant, or falling linearly to 0 over the run's iterations."""

@@ -16,15 +16,13 @@ backend (`rollout.handover.TokenHost`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Protocol
 
 from embodied_rl.errors import UserError
 
 Key = Hashable
-Batch = TypeVar("Batch")
-Phase = Literal["generating", "vacating", "training"]
 
 
 class Host(Protocol):
@@ -128,6 +126,30 @@ class Multiplexer:
         self._unpark()
         self._check()
 
+    def give_up(self, key: Key) -> Any:
+        """Nobody needs a parked episode any more: it counts as finished. Returns its state.
+
+        Raises ValueError for one that is not parked.
+        """
+        if key not in self._parked:
+            raise ValueError(f"Episode {key!r} is not parked.")
+        state = self._parked.pop(key)
+        self._finished += 1
+        self.settle()
+        return state
+
+    def drop(self, key: Key) -> None:
+        """An episode is given up wherever it is, its host having forgotten it; it counts as finished, and nothing moves.
+
+        Raises ValueError for one that is not known.
+        """
+        if key not in self._where and key not in self._parked:
+            raise ValueError(f"Episode {key!r} is not being played.")
+        self._where.pop(key, None)
+        self._parked.pop(key, None)
+        self._finished += 1
+        self._check()
+
     def host_of(self, key: Key) -> int | None:
         """Where an episode is being played; None: it is parked. Raises ValueError for one that is not known."""
         if key in self._parked:
@@ -147,6 +169,11 @@ class Multiplexer:
         """All hosts generate again."""
         self.shrunk = False
         self.settle()
+
+    @property
+    def parked(self) -> Collection[Key]:
+        """Episodes that wait for room."""
+        return self._parked.keys()
 
     @property
     def vacated(self) -> bool:
@@ -201,52 +228,3 @@ class Multiplexer:
     def _check(self) -> None:
         assert self.counts().add_up, self.counts()
         assert not self._parked.keys() & self._where.keys(), "an episode is played and parked at the same time"
-
-
-class MultiplexController(Generic[Batch]):
-    """When hosts leave and come back: with a full batch, when they are empty, and when the update is done.
-
-    ``generating ──take() gives a batch──▶ vacating ──hosts are empty──▶ training ──finished()──▶ publish(), generating``
-
-    The update itself runs elsewhere (another thread, other ranks): `begin` starts it, `finished` asks whether it is over.
-    """
-
-    def __init__(
-        self,
-        multiplexer: Multiplexer,
-        *,
-        take: Callable[[], Batch | None],
-        begin: Callable[[Batch], None],
-        finished: Callable[[], bool],
-        publish: Callable[[], None],
-    ) -> None:
-        """
-        Args:
-            take: the next batch when enough was collected, else None (`GroupQueue.take`).
-            begin: start to train on it; the vacated hosts' memory is free.
-            finished: whether that is done. Raises what the update raised.
-            publish: hand the new weights to all hosts, those that come back included.
-        """
-        self.multiplexer = multiplexer
-        self.phase: Phase = "generating"
-        self._take, self._begin, self._finished, self._publish = take, begin, finished, publish
-        self._batch: Batch | None = None
-
-    def tick(self) -> Phase:
-        """Go on as far as possible without waiting: call it after whatever came back to the collector."""
-        self.multiplexer.settle()
-        if self.phase == "training" and self._finished():
-            # Weights first: a host that came back with old ones would sample from these.
-            self._publish()
-            self.multiplexer.expand()
-            self.phase = "generating"
-        if self.phase == "generating" and (batch := self._take()) is not None:
-            self._batch = batch
-            self.multiplexer.shrink()
-            self.phase = "vacating"
-        if self.phase == "vacating" and self.multiplexer.vacated:
-            batch, self._batch = self._batch, None
-            assert batch is not None
-            self.phase = "training"
-            self._begin(batch)
-        return self.phase

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import compose
-from embodied_rl.algorithms.ppo import PPO
+from embodied_rl.algorithms.ppo import PPO, RolloutValues, decoupled
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.learner import Learner
@@ -40,6 +40,10 @@ class RolloutMethod:
             precision=hybrid.precision,
         )
         self._policy, self._algorithm = policy, PPO(config.algorithm)
+        self._ages: dict[str, float] = {}
+        """Of the last rollout."""
+        self._weights: dict[str, float] = {}
+        """Figures of the weights of what was prepared last."""
         self.collector = make_rollout_collector(config, manager, generator, layout_of(policy))
 
     @property
@@ -52,13 +56,20 @@ class RolloutMethod:
 
     def collect(self, iteration: int) -> Experience:
         rollout = self.collector.next_rollout(iteration)
+        self._ages = {} if self.config.algorithm.max_staleness == 0 else _ages(rollout, iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         seen = {key: torch.from_numpy(part).flatten(0, 1) for key, part in rollout.observation.items() if part.dtype != object}
         return Experience(rollout.num_steps, finished, seen, rollout)
 
     def prepare(self, experience: Experience) -> Batch:
         rollout: Rollout = experience.data
-        values = self.learner.values(rollout)
+        batch = self._batch(rollout, self.learner.values(rollout))
+        if self.config.algorithm.loss != "decoupled_ppo":
+            return batch
+        weighed, self._weights = decoupled(batch, self.learner.log_probs(batch), self.config.algorithm.loss_options)
+        return weighed
+
+    def _batch(self, rollout: Rollout, values: RolloutValues) -> Batch:
         if isinstance(self._policy, ActorCritic):
             return self._algorithm.prepare(rollout, values)
         seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in self._policy.observation_keys}
@@ -69,7 +80,8 @@ class RolloutMethod:
         if iteration < self.config.algorithm.critic_warmup:
             # Without advantages the policy's loss has no gradient.
             prepared = prepared.replaced(advantage=torch.zeros_like(prepared.advantage))
-        return self.learner.update(prepared, iteration=iteration, num_iterations=self.config.num_iterations, seed=self.config.seed)
+        stats = self.learner.update(prepared, iteration=iteration, num_iterations=self.config.num_iterations, seed=self.config.seed)
+        return {**stats, **self._weights}
 
     def published(self, version: int) -> None:
         pass
@@ -90,7 +102,7 @@ class RolloutMethod:
         pass
 
     def metrics(self) -> dict[str, float]:
-        return self.collector.metrics()
+        return {**self.collector.metrics(), **self._ages}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()
@@ -105,6 +117,12 @@ class RolloutMethod:
         self._algorithm.load_state_dict(state)
 
 
+def _ages(rollout: Rollout, version: int) -> dict[str, float]:
+    """How far behind the present weights a rollout's actions are."""
+    ages = version - rollout.policy_version
+    return {"rollout/age_mean": float(ages.mean()), "rollout/age_max": float(ages.max())}
+
+
 def make_rollout_collector(config: TrainConfig, manager: EnvManager, generator: Generator, layout: ActionLayout) -> RolloutCollector:
     """The collector that a configuration describes, in whatever process the simulators are."""
     return RolloutCollector(
@@ -114,4 +132,5 @@ def make_rollout_collector(config: TrainConfig, manager: EnvManager, generator: 
         num_groups=config.sim.pipeline_groups,
         seed=config.seed,
         layout=layout,
+        max_staleness=config.algorithm.max_staleness,
     )

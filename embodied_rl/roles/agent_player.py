@@ -26,6 +26,8 @@ from embodied_rl.methods.groups import make_group_queue
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, read_model, write_model_files
 from embodied_rl.methods.language_player import first_texts, make_agent
 from embodied_rl.methods.warm_start import play_script
+from embodied_rl.roles.hosts import plan_here
+from embodied_rl.roles.multiplexed_tokens import MultiplexedTokens, start_token_hosts
 from embodied_rl.roles.player import Player, make_scorer
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.scoring import Scorer
@@ -34,6 +36,11 @@ from embodied_rl.types import SimSpec
 
 MakeBackend = Callable[[TrainConfig, Path, ModelFiles], TokenBackend]
 """(configuration, folder of the model's files, these files) → the backend, whose `load_weights` takes what is published."""
+
+
+def hosted_backend(config: TrainConfig, folder: Path, files: ModelFiles) -> TokenBackend:
+    """In processes of their own, some of which are lent to training. Raises UserError as `blank_backend` does."""
+    return start_token_hosts(config, files, plan_here(config))
 
 
 def own_backend(config: TrainConfig, folder: Path, files: ModelFiles) -> TokenBackend:
@@ -83,6 +90,8 @@ class AgentPlayer(Player):
             folder = Path(name)
             write_model_files(files, folder)
             backend = self._make_backend(self.config, folder, files)
+            if isinstance(backend, MultiplexedTokens):
+                self.lending = backend.lending
             try:
                 self._agent = OwnAgent(self.config, spec, folder, backend)
             except BaseException:
@@ -111,4 +120,7 @@ class AgentPlayer(Player):
 
 def make_player(config: TrainConfig) -> Player:
     """Whoever plays this configuration in one process. Raises UserError as `EnvManager` does."""
-    return AgentPlayer(config) if config.policy.name == "language" else Player(config)
+    if config.policy.name == "language":
+        multiplexed = config.hybrid.placement.kind == "multiplexed"
+        return AgentPlayer(config, make_backend=hosted_backend if multiplexed else own_backend)
+    return Player(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from embodied_rl.config import TrainConfig
@@ -11,11 +12,19 @@ from embodied_rl.errors import UserError
 from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.hybrid.placement import Cluster, resolve
 from embodied_rl.methods import Method
+from embodied_rl.roles.hosts import plan_here, with_host_threads
 from embodied_rl.roles.player import make_scorer
 from embodied_rl.roles.player_process import PlayerProcess
 from embodied_rl.roles.remote import PlayerHandle, RemoteCollector, RemotePlayer
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.text.program import is_program
+
+
+def with_roles(config: TrainConfig) -> TrainConfig:
+    """The configuration with what follows from its placement: a processor that is shared gives training its part of the threads."""
+    if config.hybrid.placement.kind != "multiplexed" or config.hybrid.cluster != "local":
+        return config
+    return with_host_threads(config, plan_here(config))
 
 
 def start_player(config: TrainConfig) -> RemotePlayer | None:
@@ -71,6 +80,15 @@ def check_roles(config: TrainConfig) -> None:
                 "algorithm.initialized learns where episodes succeed before they are scored: set algorithm.initialized.share=0, or "
                 "hybrid.reward_worker=null."
             )
+    if algorithm.max_staleness > 0 and not algorithm.on_policy:
+        raise UserError(
+            f"algorithm.max_staleness is about rollouts, and algorithm={algorithm.name} keeps what it learns from: set it to 0."
+        )
+    if algorithm.max_staleness > 0 and not hybrid.plays_apart:
+        raise UserError(
+            f"algorithm.max_staleness={algorithm.max_staleness}: the next rollout is collected while training where another process "
+            "plays, and here generation and training take turns. The nearest possible: hybrid=disaggregated, or algorithm.max_staleness=0."
+        )
     if hybrid.cluster == "local":
         _check_local(config)
     if hybrid.plays_apart:
@@ -80,11 +98,6 @@ def check_roles(config: TrainConfig) -> None:
 def _check_local(config: TrainConfig) -> None:
     """Kinds of placement on one machine without Ray."""
     placement, stages = config.hybrid.placement, config.hybrid.placement.num_pipeline_stages
-    if placement.kind == "multiplexed":
-        raise UserError(
-            "hybrid.placement=multiplexed moves running episodes between generating GPUs and is not offered by the command line: its parts "
-            "are embodied_rl.hybrid.multiplex and rollout.handover. The nearest possible: hybrid.placement=disaggregated."
-        )
     if stages not in (1, config.sim.pipeline_groups):
         raise UserError(
             f"hybrid.placement.num_pipeline_stages={stages} is what sim.pipeline_groups says (now {config.sim.pipeline_groups}): set "
@@ -93,6 +106,9 @@ def _check_local(config: TrainConfig) -> None:
     if placement.kind in ("collocated", "hybrid"):
         return  # simulators have the processor; generation and training take turns on the device
     machine = this_machine(config)
+    if placement.kind == "multiplexed":
+        _check_multiplexed(config, on_gpus=bool(machine.gpus))
+        return
     if placement.kind == "explicit":
         roles = resolve(placement, machine)
         if roles.trains_apart or len(machine.gpus) > 1:
@@ -111,6 +127,28 @@ def _check_local(config: TrainConfig) -> None:
             )
 
 
+def _check_multiplexed(config: TrainConfig, *, on_gpus: bool) -> None:
+    """Running episodes must be worth moving, and possible to move."""
+    algorithm, here = config.algorithm, "The nearest possible: hybrid.placement=disaggregated."
+    if algorithm.groups is None and algorithm.on_policy:
+        raise UserError(
+            "hybrid.placement=multiplexed moves episodes that are unfinished when a batch is full, and fixed rollouts "
+            f"(algorithm={algorithm.name}) have all slots end together: choose a method on groups (algorithm=grpo, …). {here}"
+        )
+    if on_gpus and config.policy.name != "language":
+        raise UserError(
+            "hybrid.placement=multiplexed moves unfinished answers between GPUs, and a robot's policy answers in one pass: on GPUs it is "
+            f"for policy=language. {here}"
+        )
+    plan_here(config)
+    if algorithm.groups is not None and algorithm.groups.max_staleness == 0:
+        warnings.warn(
+            "hybrid.placement=multiplexed with algorithm.groups.max_staleness=0: nothing may be played while training, so that hosts and "
+            "training take turns. Set algorithm.groups.max_staleness=1 to have them work at the same time.",
+            stacklevel=2,
+        )
+
+
 def this_machine(config: TrainConfig) -> Cluster:
     """The devices that a run without Ray has."""
     gpus = 0
@@ -124,7 +162,12 @@ def this_machine(config: TrainConfig) -> Cluster:
 def _check_apart(config: TrainConfig) -> None:
     """What needs the simulators, or the generator, in the process of the training loop."""
     algorithm = config.algorithm
-    where = "hybrid.cluster=ray" if config.hybrid.cluster == "ray" else "hybrid.placement=disaggregated"
+    if config.hybrid.cluster == "ray" and config.hybrid.placement.kind == "multiplexed":
+        raise UserError(
+            "hybrid.placement=multiplexed moves episodes between processes of one machine, and hybrid.cluster=ray has one generating "
+            "actor. The nearest possible: hybrid.cluster=local, or hybrid.placement=disaggregated."
+        )
+    where = "hybrid.cluster=ray" if config.hybrid.cluster == "ray" else f"hybrid.placement={config.hybrid.placement.kind}"
     here = "The nearest possible: hybrid=collocated."
     if config.domains:
         raise UserError(f"{where} is offered for one task at a time; several domains play and train in one process. {here}")
@@ -145,7 +188,8 @@ def _check_apart(config: TrainConfig) -> None:
 
 
 def _start_process(config: TrainConfig) -> PlayerHandle:
-    gpus = len(this_machine(config).gpus)
+    # Hosts of a multiplexed run see one GPU each, and share the machine with the player's own process.
+    gpus = 0 if config.hybrid.placement.kind == "multiplexed" else len(this_machine(config).gpus)
     return PlayerProcess(config, gpu=playing_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus) if gpus else None)
 
 

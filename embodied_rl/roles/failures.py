@@ -22,6 +22,8 @@ class RoleError(RuntimeError):
 
 def told(error: BaseException) -> dict[str, Any]:
     """An exception, as plain values."""
+    if isinstance(error, RoleLost):
+        return {"type": "RoleLost", "message": str(error)}
     if isinstance(error, SimFault):
         fields = {"kind": error.kind.name, "worker": error.worker, "detail": error.detail}
         where = {"slots": list(error.slots), "seeds": list(error.seeds), "steps": list(error.steps)}
@@ -35,12 +37,14 @@ def told(error: BaseException) -> dict[str, Any]:
 
 
 def as_raised(what: dict[str, Any]) -> Exception:
-    """The exception that `told` was given: of its own type for a user's mistakes and simulators' faults, else a `RoleError`."""
+    """The exception that `told` was given: of its own type for a user's mistakes, simulators' faults and lost roles, else a `RoleError`."""
     kind = what["type"]
     if kind in ("SimFault", "NonFiniteSimulationError"):
         make = NonFiniteSimulationError if kind == "NonFiniteSimulationError" else SimFault
         slots, seeds, steps = what["slots"], what["seeds"], what["steps"]
         return make(FaultKind[what["kind"]], what["worker"], what["detail"], slots=slots, seeds=seeds, steps=steps)
+    if kind == "RoleLost":  # one that the role itself depends on: it is begun anew as a whole
+        return RoleLost(what["message"])
     if kind in _USER_ERRORS:
         return _USER_ERRORS[kind](what["message"])
     if kind == "NonFiniteError":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
+from embodied_rl.hybrid.host_times import Span
 from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.hybrid.weight_sync import NamedTensors
@@ -20,6 +21,9 @@ from embodied_rl.methods.groups import make_group_collector, make_group_queue
 from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
+from embodied_rl.roles.hosts import hosted_sim, plan_here
+from embodied_rl.roles.lending import Lending
+from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.wire import register
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
@@ -46,6 +50,8 @@ class Played:
     faults: list[FaultRecord]
     """Of simulators, since the last time."""
     metrics: dict[str, float]
+    spans: list[Span] = field(default_factory=list)
+    """Of hosts, for a timeline."""
 
 
 class Acting(Protocol):
@@ -99,6 +105,8 @@ class Player:
     queue: GroupQueue | None
     """None: fixed rollouts."""
     scorer: Scorer | None
+    lending: Lending | None
+    """Hosts that are lent to training, where it takes some over (placement multiplexed)."""
 
     def __init__(
         self,
@@ -117,23 +125,34 @@ class Player:
                 self.collector = make_rollout_collector(config, self.manager, acting.generator, acting.layout)
             else:
                 self.queue = make_group_queue(config, spec.task)
-                collector = make_group_collector(config, self.manager, acting.generator, self.queue, acting.layout)
+                collector = make_group_collector(config, self._simulators(), acting.generator, self.queue, acting.layout)
                 self.collector = collector
+                if isinstance(collector.manager, MultiplexedSimulators):
+                    collector.on_stop = collector.manager.release
                 self.scorer = collector.scorer = (make_scoring or make_scorer)(config)
         except BaseException:
             self.close()
             raise
 
+    def _simulators(self) -> Any:
+        """What the collector plays in: the manager, or its slots as hosts of which some are lent to training."""
+        if self.config.hybrid.placement.kind != "multiplexed":
+            return self.manager
+        simulators = MultiplexedSimulators(self.manager, plan_here(self.config), keep_spans=self.config.profile)
+        self.lending = simulators.lending
+        return simulators
+
     def _start(self, config: TrainConfig) -> None:
         """The simulators."""
         self.config = config
         self.manager = EnvManager.from_config(
-            training_sim(config),
+            hosted_sim(config, training_sim(config)),
             EpisodeSeeds.training(config.seed),
             autoreset=config.algorithm.groups is None,
             chunk_size=config.policy.chunk_size,
         )
         self.scorer = None
+        self.lending = None
         self._faults_told = 0
         self._may_pump = False
         """Not before somebody said what to play, nor when an evaluation has taken the simulators."""
@@ -148,11 +167,13 @@ class Player:
     def load(self, version: int, tensors: Any) -> None:
         """Take weights as `version`; the batch that was played last is settled then, and places are free."""
         self.acting.load(version, tensors)
+        self._take_back()
         if self.queue is not None and version > self.queue.version:
             self.queue.published(version)
 
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None) -> None:
         """Begin new episodes: of all slots, or what the state of a group queue asks for."""
+        self._take_back()
         self._may_pump = True
         if isinstance(self.collector, RolloutCollector):
             self.collector.restart(seed_round=seed_round)
@@ -169,8 +190,10 @@ class Player:
             data = self.collector.next_rollout(version)
         else:
             data = self.collector.next_groups(version)
+            self._lend(self.collector)
         state = None if self.queue is None else self.queue.state_dict(settled=True)
-        return Played(data, self.collector.times, state, self._new_faults(), self._metrics())
+        spans = [] if self.lending is None else self.lending.spans()
+        return Played(data, self.collector.times, state, self._new_faults(), self._metrics(), spans)
 
     def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
         """See `rollout.evaluation.evaluate`; what was being played is lost, so that `restart` must follow."""
@@ -183,9 +206,11 @@ class Player:
 
     def pump(self) -> bool:
         """Play on for a moment, between requests; False: nothing may be played now."""
-        if not self._may_pump or isinstance(self.collector, RolloutCollector) or self.collector.min_ready is None:
+        if not self._may_pump:
             return False
-        return self.collector.pump()
+        if isinstance(self.collector, RolloutCollector):
+            return self.collector.pump()
+        return self.collector.min_ready is not None and self.collector.pump()
 
     def close(self) -> None:
         """End the simulators."""
@@ -195,11 +220,25 @@ class Player:
 
     def _give_up_episodes(self) -> None:
         """For whatever else is to be played: nothing may answer for the slots' old episodes."""
+        self._take_back()
         self._may_pump = False
         if not isinstance(self.collector, RolloutCollector) and self.queue is not None:
             self.collector.restart(self.queue)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _lend(self, collector: GroupCollector | AgentCollector) -> None:
+        """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""
+        if self.lending is None or collector.min_ready is None:
+            return
+        self.lending.shrink()
+        while not self.lending.vacated and collector.pump():
+            pass
+        self.lending.lend()
+
+    def _take_back(self) -> None:
+        if self.lending is not None:
+            self.lending.take_back()
 
     def _new_faults(self) -> list[FaultRecord]:
         records = self.manager.fault_records
@@ -211,7 +250,7 @@ class Player:
         if self.queue is not None:
             counts = self.queue.counts()
             figures["groups/in_flight"] = float(counts.in_flight)
-        return figures
+        return figures if self.lending is None else {**figures, **self.lending.figures()}
 
 
 def make_scorer(config: TrainConfig) -> Scorer | None:

@@ -19,6 +19,7 @@ from embodied_rl.roles.player import Played
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.timeline import record
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout, SimSpec
 
 
@@ -239,6 +240,8 @@ class RemoteCollector:
                 self._player.replace(lost)
         waited = time.perf_counter() - started
         self._player.fault_records.extend(played.faults)
+        for role, name, begin_ns, end_ns in played.spans:
+            record(role, name, begin_ns, end_ns)
         times = played.times
         # The loop's own figures are of its waiting: it is divided as the player's time was.
         share = waited / max(times.simulate_s + times.act_s, 1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,7 +47,11 @@ class CollectorTimes:
 
 
 class RolloutCollector:
-    """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap."""
+    """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap.
+
+    With staleness S the next ones are collected while the trainer learns from the last (two buffers for S = 1): rollout n, which version
+    n is to learn from, begins when version n - S acts, not before; so nothing in it is older than S versions.
+    """
 
     def __init__(
         self,
@@ -57,8 +62,14 @@ class RolloutCollector:
         num_groups: int,
         seed: int,
         layout: ActionLayout | None = None,
+        max_staleness: int = 0,
     ) -> None:
-        """`rollout_steps` counts decisions: chunks, where the `layout` of the policy's actions has some (None: the simulator's own)."""
+        """
+        Args:
+            rollout_steps: decisions of each slot: chunks, where the policy acts in chunks.
+            layout: of the policy's actions; None: they are the simulator's own.
+            max_staleness: S; 0: `pump` does nothing.
+        """
         self.manager = manager
         self.layout = layout or ActionLayout.of(manager.spec.action)
         self.generator = generator
@@ -69,9 +80,24 @@ class RolloutCollector:
         """Writes a share of the episodes down."""
         self._groups = split_groups(manager.num_slots, num_groups)
         self._batches: list[StepBatch] = []
+        self.max_staleness = max_staleness
+        self._filling: _Filling | None = None
+        self._noise = np.empty(0)
+        self._step = 0
+        """Decisions of each slot in the rollout that is being filled."""
+        self._next_number = 0
+        """Of the rollout that begins next: the version that is to learn from it."""
+        self._filled: deque[Rollout] = deque()
+        self._since = CollectorTimes()
+        """What was spent since the last rollout was handed out."""
 
     def restart(self, seed_round: int, *, reconfigure: bool = True) -> None:
-        """Begin new episodes in all slots, with seeds that depend on (seed, seed_round, slot) alone: where a run can be resumed."""
+        """Begin new episodes in all slots, with seeds that depend on (seed, seed_round, slot) alone: where a run can be resumed.
+
+        What was collected ahead is given up.
+        """
+        self._filling, self._next_number = None, seed_round
+        self._filled.clear()
         whole = self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure)
         self._batches = [_rows(whole, group) for group in self._groups]
         if self.recorder is not None:
@@ -88,28 +114,51 @@ class RolloutCollector:
         self._batches = [_rows(whole, group) for group in self._groups]
 
     def next_rollout(self, iteration: int) -> Rollout:
-        """Collect `rollout_steps` × `num_slots` transitions. Raises SimFault (see EnvManager)."""
+        """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `iteration`.
+
+        Raises SimFault (see EnvManager).
+        """
         assert self._batches, "restart() comes first"
-        steps, slots = self.rollout_steps, self.manager.num_slots
-        filling = _Filling(self.manager.spec.observation, self.layout, steps, slots)
-        noise = action_noise(self.layout, (steps, slots), self.seed, iteration)
-        version, clock = self.generator.version, time.perf_counter
-        waited, started = 0.0, clock()
-        for step in range(steps):
-            for index, group in enumerate(self._groups):
-                if step > 0:
-                    waited += self._receive(index, group)
-                    self._outcome(step - 1, group, index, filling)
-                self._act(step, index, group, noise, filling)
-        for index, group in enumerate(self._groups):
-            waited += self._receive(index, group)
-            self._outcome(steps - 1, group, index, filling)
-        self.times = CollectorTimes(waited, clock() - started - waited)
-        return filling.rollout([batch.observation for batch in self._batches], version)
+        if self._filling is None and not self._filled:
+            self._next_number = iteration
+        while not self._filled:
+            self._advance()
+        self.times, self._since = self._since, CollectorTimes()
+        return self._filled.popleft()
+
+    def pump(self) -> bool:
+        """One decision of all slots ahead of time; False: the next rollout may not begin before newer weights act."""
+        if self._filling is None and self._next_number - self.generator.version > self.max_staleness:
+            return False
+        self._advance()
+        return True
 
     def metrics(self) -> dict[str, float]:
         """Nothing beside `times`; collectors elsewhere have more to tell."""
         return {}
+
+    def _advance(self) -> None:
+        """The next decision of all slots; after the last one, what came of it."""
+        steps, slots, started, waited = self.rollout_steps, self.manager.num_slots, time.perf_counter(), 0.0
+        if self._filling is None:
+            self._filling, self._step = _Filling(self.manager.spec.observation, self.layout, steps, slots), 0
+            self._noise = action_noise(self.layout, (steps, slots), self.seed, self._next_number)
+            self._next_number += 1
+        step, filling = self._step, self._filling
+        for index, group in enumerate(self._groups):
+            if step > 0:
+                waited += self._receive(index, group)
+                self._outcome(step - 1, group, index, filling)
+            self._act(step, index, group, self._noise, filling)
+        self._step += 1
+        if self._step == steps:
+            for index, group in enumerate(self._groups):
+                waited += self._receive(index, group)
+                self._outcome(steps - 1, group, index, filling)
+            self._filled.append(filling.rollout([batch.observation for batch in self._batches]))
+            self._filling = None
+        self._since.simulate_s += waited
+        self._since.act_s += time.perf_counter() - started - waited
 
     def _receive(self, index: int, group: range) -> float:
         """Wait for a group's simulators; for how many seconds."""
@@ -126,6 +175,7 @@ class RolloutCollector:
         acted = self.generator.recv()
         filling.action[step, rows] = acted.action
         filling.log_prob[step, rows] = acted.log_prob
+        filling.version[step, rows] = acted.version
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
         if self.recorder is not None:
             self.recorder.acted(batch.slots, batch.observation, acted, given)
@@ -148,6 +198,7 @@ class _Filling:
         }
         self.action = np.empty((steps, slots, layout.width), layout.dtype)
         self.log_prob = np.empty((steps, slots, layout.num_units), np.float32)
+        self.version = np.empty((steps, slots), np.int64)
         self.reward = np.empty((steps, slots), np.float32)
         self.terminated = np.empty((steps, slots), bool)
         self.truncated = np.empty((steps, slots), bool)
@@ -180,7 +231,7 @@ class _Filling:
             for key, part in batch.final_observation.items():
                 self.final[key].append(part[cut])
 
-    def rollout(self, last: list[Observation], version: int) -> Rollout:
+    def rollout(self, last: list[Observation]) -> Rollout:
         none = {key: np.empty((0, *part.shape[2:]), part.dtype) for key, part in self.observation.items()}
         return Rollout(
             observation=self.observation,
@@ -191,7 +242,7 @@ class _Filling:
             truncated=self.truncated,
             last_observation={key: np.concatenate([part[key] for part in last]) for key in self.observation},
             final_observation={key: np.concatenate(parts) if parts else none[key] for key, parts in self.final.items()},
-            policy_version=version,
+            policy_version=self.version,
             episodes=tuple(self.episodes),
             success=self.success,
             chunk_reward=self.chunk_reward,

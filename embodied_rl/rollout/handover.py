@@ -28,8 +28,14 @@ class SimHost:
     An episode is movable while it waits for its action; one whose step is in flight becomes so when it was received.
     """
 
-    def __init__(self, manager: EnvManager) -> None:
-        """Raises UserError where the simulator's episodes cannot be saved, or new ones begin by themselves."""
+    def __init__(self, manager: EnvManager, slots: Sequence[int] | None = None) -> None:
+        """
+        Args:
+            slots: those of the manager that belong to this host; None: all of them. Hosts may share a manager.
+
+        Raises:
+            UserError: the simulator's episodes cannot be saved, or new ones begin by themselves.
+        """
         if manager.autoreset:
             raise UserError("Episodes can only be moved between managers with autoreset=False: else their slots begin the next one.")
         if manager.spec.snapshots == "none":
@@ -37,14 +43,15 @@ class SimHost:
         self.manager = manager
         self._slots: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
-        self._free = list(range(manager.num_slots))[::-1]
+        self._own = list(range(manager.num_slots) if slots is None else slots)
+        self._free = self._own[::-1]
         self._in_flight: set[int] = set()
         self._arrived: dict[Key, Mapping[str, np.ndarray]] = {}
 
     @property
     def capacity(self) -> int:
         """Slots."""
-        return self.manager.num_slots
+        return len(self._own)
 
     @property
     def running(self) -> Collection[Key]:
@@ -64,16 +71,24 @@ class SimHost:
 
     def send(self, keys: Sequence[Key], actions: np.ndarray) -> None:
         """Step these episodes with actions [len(keys), A]."""
-        slots = [self._slots[key] for key in keys]
+        slots = self.sending(keys)
         self.manager.send(slots, actions)
-        self._in_flight.update(slots)
 
     def recv(self, *, min_ready: int = 1, timeout_s: float | None = None) -> tuple[list[Key], StepBatch]:
         """Steps that have come back (at least `min_ready`), a key for each row. Raises ValueError when nothing is in flight."""
         batch = self.manager.recv(min_ready=min_ready, timeout_s=timeout_s)
-        slots = [int(slot) for slot in batch.slots]
+        return self.received([int(slot) for slot in batch.slots]), batch
+
+    def sending(self, keys: Sequence[Key]) -> list[int]:
+        """For whoever calls the manager for several hosts: the slots of these episodes, which are in flight from now on."""
+        slots = [self._slots[key] for key in keys]
+        self._in_flight.update(slots)
+        return slots
+
+    def received(self, slots: Sequence[int]) -> list[Key]:
+        """For whoever calls the manager for several hosts: whose these slots of this host are; they have come back."""
         self._in_flight.difference_update(slots)
-        return [self._keys[slot] for slot in slots], batch
+        return [self._keys[slot] for slot in slots]
 
     def arrived(self) -> dict[Key, Mapping[str, np.ndarray]]:
         """{key: observation} of episodes that came from another host since the last call: they wait for their actions."""
@@ -83,6 +98,14 @@ class SimHost:
     def end(self, key: Key) -> None:
         """The episode is over: its slot is free."""
         self._vacate(key)
+
+    def discard(self) -> None:
+        """Forget all episodes, after `EnvManager.discard`."""
+        self._slots.clear()
+        self._keys.clear()
+        self._in_flight.clear()
+        self._arrived.clear()
+        self._free = self._own[::-1]
 
     # ---- Host -------------------------------------------------------------------------------------------------------
 
@@ -239,7 +262,7 @@ class TokenHost:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"Requests {sorted(map(str, wanted))} were aborted and did not come back in {_ABORT_TIMEOUT_S:g} s.")
             others = []
-            for completion in self.backend.poll(1, 0.0):
+            for completion in self.backend.poll(1, _ABORT_TIMEOUT_S):
                 key = completion.request_id
                 if key in wanted and completion.finish_reason == "aborted":
                     taken[key] = self._parts.pop(key).plus(completion)

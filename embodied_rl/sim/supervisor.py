@@ -278,9 +278,10 @@ class Supervisor:
         return items
 
     def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:
-        self.crew.workers[index].request(message, payload)
+        # Before the message: one that the socket cannot hold as a whole is not sent until the worker reads.
         self._arrays()["control_pending"][index, 0] = 1
         self.crew.bells[index].ring()
+        self.crew.workers[index].request(message, payload)
 
     def _arrays(self) -> dict[str, np.ndarray]:
         assert self.crew.slab is not None, "the manager is closed"

@@ -31,7 +31,7 @@ def rollout_and_values() -> tuple[Rollout, RolloutValues]:
         truncated=truncated,
         last_observation={"state": normal(3, 4)},
         final_observation={"state": normal(1, 4)},
-        policy_version=0,
+        policy_version=np.zeros((5, 3), np.int64),
         episodes=(),
     )
     return rollout, RolloutValues(normal(5, 3), normal(3), normal(1))

@@ -185,7 +185,7 @@ def test_values_are_those_of_the_policy(allow_fused: bool, normalize: bool) -> N
         truncated=nothing.astype(bool),
         last_observation={"state": state[18:21]},
         final_observation={"state": state[21:24]},
-        policy_version=0,
+        policy_version=np.zeros((6, 3), np.int64),
         episodes=(),
     )
     values = Learner(policy, CONFIG, allow_fused=allow_fused).values(rollout)

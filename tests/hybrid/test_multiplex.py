@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.multiplex import MultiplexController, Multiplexer
+from embodied_rl.hybrid.multiplex import Multiplexer
 
 
 class PaperHost:
@@ -162,45 +162,29 @@ def test_a_host_that_refuses_loses_nothing() -> None:
     assert hosts[1].left == {7: 3}
 
 
-def test_the_controller_trains_on_empty_hosts_and_publishes_before_they_return() -> None:
-    hosts = [PaperHost(4), PaperHost(2)]
+def test_episodes_that_nobody_needs_are_given_up_wherever_they_are() -> None:
+    hosts = [PaperHost(1), PaperHost(2)]
     multiplexer = Multiplexer(hosts, train_on=[1])
-    log: list[str] = []
-    batches, updates_left = ["a", "b"], [0]
-
-    def begin(batch: str) -> None:
-        assert not hosts[1].running, "training began on a host that still plays"
-        updates_left[0] = 2
-        log.append(f"train {batch}")
-
-    def finished() -> bool:
-        updates_left[0] -= 1
-        return updates_left[0] <= 0
-
-    def publish() -> None:
-        assert multiplexer.active == [0], "a host came back before the new weights"
-        log.append("publish")
-
-    controller = MultiplexController(
-        multiplexer, take=lambda: batches.pop(0) if batches else None, begin=begin, finished=finished, publish=publish
-    )
-    hosts[1].begin(0, 3)
-    multiplexer.started(0, 1)
-    hosts[1].under_way = {0}
-    assert controller.tick() == "vacating"
-    assert (log, multiplexer.host_of(0)) == ([], 1)
-    hosts[1].under_way = set()
-    assert controller.tick() == "training"
-    assert (log, multiplexer.host_of(0)) == (["train a"], 0)
-    assert controller.tick() == "training"
-    # The update is over; another batch is ready: host 1 is empty and goes on training at once.
-    assert controller.tick() == "training"
-    assert log == ["train a", "publish", "train b"]
-    controller.tick()
-    assert controller.tick() == "generating"
-    assert log == ["train a", "publish", "train b", "publish"]
-    assert multiplexer.active == [0, 1]
-    assert multiplexer.counts().moves == 1
+    for key, number in ((0, 0), (1, 1), (2, 1)):
+        hosts[number].begin(key, 3)
+        multiplexer.started(key, number)
+    multiplexer.shrink()
+    assert list(multiplexer.parked) == [1, 2]
+    assert multiplexer.give_up(1) == (3, 0), "its state: three messages left, none played"
+    assert (multiplexer.counts().parked, multiplexer.counts().finished) == (1, 1)
+    with pytest.raises(ValueError, match="not parked"):
+        multiplexer.give_up(0)
+    # Its host has forgotten it, and the next settling gives its room away.
+    del hosts[0].left[0], hosts[0].played[0]
+    multiplexer.drop(0)
+    assert (list(hosts[0].left), multiplexer.counts().running) == ([], 0)
+    multiplexer.settle()
+    assert list(hosts[0].left) == [2]
+    multiplexer.drop(2)
+    counts = multiplexer.counts()
+    assert (counts.started, counts.finished, counts.running, counts.parked) == (3, 3, 0, 0)
+    with pytest.raises(ValueError, match="not being played"):
+        multiplexer.drop(2)
 
 
 @pytest.mark.parametrize("train_on", [[], [0, 1], [2], [-1]])

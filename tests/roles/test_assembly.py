@@ -25,7 +25,9 @@ def configured(*overrides: str) -> TrainConfig:
 @pytest.mark.parametrize(
     ("overrides", "reason", "nearest"),
     [
-        (("hybrid.placement=multiplexed",), "moves running episodes", "hybrid.placement=disaggregated"),
+        (("hybrid.placement=multiplexed",), "have all slots end together", "hybrid.placement=disaggregated"),
+        (("algorithm.max_staleness=1",), "take turns", "hybrid=disaggregated"),
+        ((APART, "algorithm=sac", "algorithm.max_staleness=1"), "keeps what it learns from", "set it to 0"),
         (("hybrid.placement={kind: hybrid, num_pipeline_stages: 4}",), "is what sim.pipeline_groups says", "sim.pipeline_groups=4"),
         (("hybrid.placement={env: [1/cpu], generation: [0/cpu], train: [0/cpu]}",), "Device '1/cpu' does not exist", "0/cpu"),
         ((APART, "algorithm=bc"), "learns from recorded", "hybrid=collocated"),
@@ -52,6 +54,8 @@ def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
         (),
         ("hybrid=collocated",),
         (APART,),
+        (APART, "algorithm.max_staleness=2"),
+        ("hybrid.placement=multiplexed", "algorithm=grpo", "algorithm.groups.max_staleness=1"),
         (APART, *SPEAKING, "sim=frozenlake"),
         (*SPEAKING, "sim=frozenlake", "hybrid.reward_worker={target: a.b:c}"),
         ("hybrid=ray", "experiment=frozenlake_text"),

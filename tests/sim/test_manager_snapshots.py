@@ -169,3 +169,21 @@ def test_switching_tasks_keeps_both_sets_of_workers_warm() -> None:
         assert_same(play_lockstep(manager, 8), clean)
         others = manager._processes
         assert len(others) == 2  # the second task's workers were not to be kept
+
+
+def test_snapshots_that_a_socket_cannot_hold_are_restored() -> None:
+    """The worker reads while they are sent."""
+    factory = SimFactory("tests.sim.toy:HeavySavedSim", kwargs={"length": 9})
+    with EnvManager(factory, 4, num_workers=1, autoreset=False) as manager:
+        slots = list(range(4))
+        manager.begin(slots, [5, 6, 7, 8])
+        manager.recv()
+        manager.send(slots, np.ones((4, 1), np.float32))
+        seen = manager.recv().observation["state"].copy()
+        saved = manager.snapshot(slots)
+        manager.send(slots, np.ones((4, 1), np.float32))
+        manager.recv()
+        np.testing.assert_array_equal(manager.restore(slots, saved).observation["state"], seen)
+        manager.send(slots, np.full((4, 1), 2.0, np.float32))
+        assert manager.recv().observation["state"].tolist() == [[seed, 2.0, 3.0] for seed in (5, 6, 7, 8)]
+        assert manager.fault_records == []

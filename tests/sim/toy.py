@@ -124,6 +124,16 @@ class SavedCountingSim(CountingSim):
         self.state[env_id, 2] += 0.25 * self._drifts
 
 
+class HeavySavedSim(SavedCountingSim):
+    """Each of its snapshots takes 300 kB: a few of them are more than a socket holds."""
+
+    def snapshot(self, env_id: int) -> bytes:
+        return encode_state([self.state[env_id].copy(), np.ones(300_000, np.uint8)])
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        self.state[env_id], _ = decode_state(data)
+
+
 class TalkingSim:
     """Parts of varying size: what it was told, `words` times; a list of the lengths so far; an image that grows by a row a step."""
 

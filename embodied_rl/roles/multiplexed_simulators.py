@@ -1,0 +1,198 @@
+"""The simulators of one manager as several hosts, some of which are lent to training and come back; episodes move between them.
+
+A *slot* here is what the collector knows: it keeps its number while its episode moves from one of the manager's slots to another.
+
+```
+ collector's slot ──▶ episode ──▶ host ──▶ manager's slot        waiting: its host is yet to be found, or
+                                                                 parked: taken from a lent host; its next action is held
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.multiplex import Multiplexer
+from embodied_rl.roles.hosts import HostPlan
+from embodied_rl.roles.lending import Lending
+from embodied_rl.rollout.handover import SimHost
+from embodied_rl.sim.crew import split_slots
+from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import EpisodeSummary, StepBatch
+
+Key = tuple[int, int]
+"""(slot, number of the episode)"""
+_NAP_S = 0.002
+
+
+class MultiplexedSimulators:
+    """What `GroupCollector` needs of an `EnvManager`; in place of one."""
+
+    def __init__(self, manager: EnvManager, plan: HostPlan, *, keep_spans: bool = False) -> None:
+        """
+        Args:
+            manager: made with ``autoreset=False``, and with workers that each belong to one host (`worker_slots`).
+
+        Raises:
+            UserError: the simulator's episodes cannot be moved, or there are not enough slots or workers.
+        """
+        if manager.spec.steps_together:
+            raise UserError(
+                f"hybrid.placement=multiplexed moves single episodes, and those of task '{manager.spec.task}' step together. The nearest "
+                "possible: hybrid.placement=disaggregated."
+            )
+        if min(manager.num_slots, manager.num_workers) < plan.num_hosts:
+            raise UserError(
+                f"hybrid.placement=multiplexed has {plan.num_hosts} hosts, each with simulators of its own, and there are "
+                f"{manager.num_workers} workers with {manager.num_slots} slots. The nearest possible: sim.num_workers={plan.num_hosts}."
+            )
+        self.manager = manager
+        parts = [[slot for worker in workers for slot in worker] for workers in _dealt(manager, plan.num_hosts)]
+        self._hosts = [SimHost(manager, part) for part in parts]
+        self._host_of = {slot: number for number, part in enumerate(parts) for slot in part}
+        self._multiplexer = Multiplexer(self._hosts, plan.train_on)
+        self.lending = Lending(self._multiplexer, keep_spans=keep_spans)
+        self.spec, self.num_slots, self.chunk_size, self.autoreset = manager.spec, manager.num_slots, manager.chunk_size, False
+        self._episodes: dict[int, Key] = {}
+        """What each slot plays."""
+        self._num_begun = 0
+        self._waiting: deque[tuple[Key, int]] = deque()
+        """Episodes with their seeds that no host has begun yet."""
+        self._held: dict[Key, np.ndarray] = {}
+        """Actions of parked episodes."""
+
+    @property
+    def fault_records(self) -> list[FaultRecord]:
+        """See `EnvManager.fault_records`; slots are the manager's."""
+        return self.manager.fault_records
+
+    def begin(self, slots: Sequence[int], seeds: Sequence[int]) -> None:
+        """See `EnvManager.begin`; an episode that finds no room begins when there is some."""
+        for slot, seed in zip(slots, seeds, strict=True):
+            self.release(slot)
+            self._num_begun += 1
+            self._episodes[slot] = (slot, self._num_begun)
+            self._waiting.append((self._episodes[slot], int(seed)))
+        self._settle()
+
+    def send(self, slots: Sequence[int], actions: np.ndarray) -> None:
+        """See `EnvManager.send`; an episode that is parked gets its action when it is taken up."""
+        playing: dict[int, np.ndarray] = {}
+        for slot, action in zip(slots, actions, strict=True):
+            key = self._episodes[slot]
+            number = self._multiplexer.host_of(key)
+            if number is None:
+                self._held[key] = np.array(action)
+            else:
+                playing[self._hosts[number].sending([key])[0]] = action
+        self._send(playing)
+
+    def recv(self, slots: None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
+        """See `EnvManager.recv`, of whichever slots are ready. While all that was sent is parked, the batch is empty."""
+        self._settle()  # hosts may have come back since
+        if not any(host.num_in_flight for host in self._hosts):
+            time.sleep(min(_NAP_S, timeout_s or _NAP_S))
+            return _empty(self.manager)
+        batch = self.manager.recv(min_ready=min_ready, timeout_s=timeout_s)
+        keys: list[Key] = []
+        for slot in batch.slots.tolist():
+            (key,) = self._hosts[self._host_of[slot]].received([slot])
+            keys.append(key)  # type: ignore[arg-type]  # this class gives no other keys
+        given = _renamed(batch, np.asarray([slot for slot, _ in keys], np.int64))
+        over = batch.done if batch.aborted is None else batch.done | batch.aborted
+        for key, is_over in zip(keys, over.tolist(), strict=True):
+            if is_over:
+                self.release(key[0])
+        self._settle()
+        return given
+
+    def release(self, slot: int) -> None:
+        """The collector has no use for what this slot plays; its step is not in flight, or is over."""
+        key = self._episodes.pop(slot, None)
+        if key is None:
+            return
+        unbegun = [entry for entry in self._waiting if entry[0] == key]
+        if unbegun:
+            self._waiting.remove(unbegun[0])
+            return
+        self._held.pop(key, None)
+        number = self._multiplexer.host_of(key)
+        if number is None:
+            self._multiplexer.give_up(key)
+        else:
+            self._hosts[number].end(key)
+            self._multiplexer.finished(key)
+
+    def discard(self) -> None:
+        """See `EnvManager.discard`."""
+        self.manager.discard()
+        self._held.clear()
+        episodes, self._episodes = list(self._episodes.values()), {}
+        unbegun = {key for key, _ in self._waiting}
+        self._waiting.clear()
+        for host in self._hosts:
+            host.discard()
+        for key in episodes:
+            if key not in unbegun:
+                self._multiplexer.drop(key)
+        self.lending.note()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Move what can be moved, give those that were taken up the actions that were held for them, and begin what waits."""
+        self._multiplexer.settle()
+        due: dict[int, np.ndarray] = {}
+        for host in self._hosts:
+            for key in host.arrived():
+                if (action := self._held.pop(key, None)) is not None:  # type: ignore[call-overload]
+                    due[host.sending([key])[0]] = action
+        self._send(due)
+        while self._waiting and (number := self._multiplexer.room()) is not None:
+            key, seed = self._waiting.popleft()
+            self._hosts[number].begin(key, seed)
+            self._multiplexer.started(key, number)
+        self.lending.note()
+
+    def _send(self, actions: dict[int, np.ndarray]) -> None:
+        """{manager's slot: action}"""
+        if actions:
+            slots = sorted(actions)
+            self.manager.send(slots, np.stack([actions[slot] for slot in slots]))
+
+
+def _dealt(manager: EnvManager, num_hosts: int) -> list[list[range]]:
+    """The slots of each host's workers: a manager of one group of slots deals them out in this way."""
+    of_workers = split_slots(range(manager.num_slots), manager.num_workers)
+    return [[of_workers[worker] for worker in own] for own in split_slots(range(manager.num_workers), num_hosts)]
+
+
+def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
+    """The batch with the collector's numbers of its rows, ascending; copies, since slots may change hands before they are sent again."""
+    order = np.argsort(slots)
+    renamed = dict(zip(batch.slots.tolist(), slots.tolist(), strict=True))
+    changed: dict[str, object] = {"slots": slots[order]}
+    for name in ("reward", "terminated", "truncated", "success", "aborted", "chunk_reward", "chunk_success", "executed"):
+        part = getattr(batch, name)
+        changed[name] = None if part is None else part[order]
+    for name in ("observation", "final_observation"):
+        changed[name] = {key: part[order] for key, part in getattr(batch, name).items()}
+    episodes: list[EpisodeSummary] = [dataclasses.replace(episode, slot=renamed[episode.slot]) for episode in batch.episodes]
+    changed["episodes"] = tuple(sorted(episodes, key=lambda episode: episode.slot))
+    return dataclasses.replace(batch, **changed)  # type: ignore[arg-type]
+
+
+def _empty(manager: EnvManager) -> StepBatch:
+    """No rows."""
+    observation = {
+        key: np.empty((0, *getattr(part, "shape", ())), getattr(part, "dtype", object)) for key, part in manager.spec.observation.items()
+    }
+    flags = np.empty(0, bool)
+    return StepBatch(np.empty(0, np.int64), observation, np.empty(0, np.float32), flags, flags, flags, observation, ())

@@ -1,0 +1,300 @@
+"""A token backend in a process of its own on this machine: ``python -m embodied_rl.roles.token_process SOCKET``, and its handle.
+
+```
+ player's process (handle)                              host's process
+ submit, abort ── socket (JSON, plain arrays) ────────▶ between two decode steps
+ completions   ◀───────────────────────────────────────┘ as they end
+ load(version) ═══ shared memory, two buffers ═════════▶ between two decode steps
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import embodied_rl
+from embodied_rl.config import TrainConfig
+from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids
+from embodied_rl.hybrid.learner import resolve_device
+from embodied_rl.hybrid.link import Link, LinkClosed
+from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.hybrid.threads import compute_threads
+from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
+from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.roles.wire import pack, register, unpack
+
+for _kind in (GenerationRequest, Completion, Failure):
+    register(_kind)
+
+_END_S = 20.0
+_NAP_S = 0.001
+
+
+class TokenProcess:
+    """The handle. Implements `TokenBackend`; many that take the same weights `load` what one publisher has written."""
+
+    def __init__(self, config: TrainConfig, files: ModelFiles, *, gpu: str | None = None, num_threads: int = 1) -> None:
+        """Start the process; `started` waits until it can be asked.
+
+        Args:
+            files: of the model; its weights are random until some are loaded.
+            gpu: the only one that it sees; None: as this process does.
+            num_threads: of its computation on a processor.
+        """
+        ours, theirs = socket.socketpair()
+        environment = os.environ.copy()
+        path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        command = [sys.executable, "-m", "embodied_rl.roles.token_process", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0)
+        theirs.close()
+        self._socket, self._link = ours, Link(ours)
+        self._finalizer = weakref.finalize(self, _end, self._link, self.process)
+        self.version = 0
+        """Of the weights that sample now."""
+        self._publisher: SharedWeightsPublisher | None = None
+        self._outbox: list[GenerationRequest] = []
+        self._in_flight: set[int] = set()
+        self._ready: list[Completion] = []
+        self._answered = 0
+        self._asked = 0
+        self._tell("begin", config=config.to_dict(), files=dict(files), num_threads=num_threads)
+        self._asked += 1
+
+    def started(self) -> None:
+        """Wait until the backend is there. Raises UserError for a model that it cannot run, and RoleLost."""
+        self._until_answered()
+
+    def fileno(self) -> int:
+        """Of the socket, for `select`: readable when something has come."""
+        return self._socket.fileno()
+
+    # ---- TokenBackend -----------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `TokenBackend.submit`; what a request asks too much for is raised by a later call."""
+        check_new_ids(requests, self._in_flight)
+        self._in_flight.update(request.request_id for request in requests)
+        self._outbox += requests
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`."""
+        self.flush()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while len(self._ready) < max(min_ready, 1) and self._in_flight:
+            wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not select.select([self], [], [], wait_s)[0]:
+                break
+            self._read()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """See `TokenBackend.abort`."""
+        wanted = [number for number in request_ids if number in self._in_flight]
+        if wanted:
+            self.flush()
+            self._tell("abort", ids=wanted)
+
+    def pause(self) -> None:
+        """See `TokenBackend.pause`."""
+        self._ask("pause")
+
+    def resume(self) -> None:
+        """See `TokenBackend.resume`."""
+        self._ask("resume")
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """See `TokenBackend.load_weights`; through shared memory of its own."""
+        named = dict(tensors)
+        if self._publisher is None:
+            self._publisher = SharedWeightsPublisher(named)
+        self._publisher.publish(version, named.items())
+        self.load(version, self._publisher.path)
+        self.loaded(version)
+
+    def load(self, version: int, path: str) -> None:
+        """Have it take the weights that are published at `path`; it goes on sampling until then. `loaded` waits for it."""
+        self.flush()
+        self._tell("load", version=version, path=path)
+        self._asked += 1
+
+    def loaded(self, version: int) -> None:
+        """Wait until the weights of `load` sample."""
+        self._until_answered()
+        self.version = version
+
+    def release_memory(self) -> None:
+        """Let the cache go, where the backend can; nothing may be in flight."""
+        self._ask("release_memory")
+
+    def restore_memory(self) -> None:
+        """Take it back."""
+        self._ask("restore_memory")
+
+    def close(self) -> None:
+        """End the process. May be called twice."""
+        self._finalizer()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def flush(self) -> None:
+        """Send what was submitted: many requests go in one message."""
+        if self._outbox:
+            requests, self._outbox = self._outbox, []
+            self._tell("submit", requests=requests)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, what: str) -> None:
+        self.flush()
+        self._tell(what)
+        self._asked += 1
+        self._until_answered()
+
+    def _until_answered(self) -> None:
+        while self._answered < self._asked:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            message, tensors = self._link.recv()
+        except LinkClosed as error:
+            raise self._lost() from error
+        if "error" in message:
+            raise as_raised(message["error"])
+        if "completions" in message:
+            completions: list[Completion] = unpack(message["completions"], tensors)
+            self._ready += completions
+            self._in_flight.difference_update(completion.request_id for completion in completions)
+        else:
+            self._answered += 1
+
+    def _tell(self, what: str, **arguments: Any) -> None:
+        message, tensors = pack(arguments)
+        try:
+            self._link.send({"do": what, "with": message}, tensors)
+        except LinkClosed as error:
+            raise self._lost() from error
+
+    def _lost(self) -> RoleLost:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
+        code = self.process.returncode
+        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
+        return RoleLost(f"A process that generates {how}.")
+
+
+def _end(link: Link, process: subprocess.Popen[bytes]) -> None:
+    link.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _Host:
+    """The backend with its connection."""
+
+    def __init__(self, link: Link, descriptor: int, backend: TokenBackend) -> None:
+        self._link, self._descriptor, self.backend = link, descriptor, backend
+        self._in_flight: set[int] = set()
+        self._stands = False
+        self._reader: tuple[str, SharedWeightsReader] | None = None
+
+    def serve(self) -> None:
+        """Sample, and do what is asked between two steps, until the other end is gone (LinkClosed)."""
+        while True:
+            wait_s = None if not self._in_flight else _NAP_S if self._stands else 0.0
+            if select.select([self._descriptor], [], [], wait_s)[0]:
+                message, tensors = self._link.recv()
+                getattr(self, f"_{message['do']}")(**unpack(message["with"], tensors))
+            elif not self._stands:
+                self._send(self.backend.poll(1, 0.0))
+
+    def _submit(self, requests: list[GenerationRequest]) -> None:
+        self._in_flight.update(request.request_id for request in requests)
+        self.backend.submit(requests)
+
+    def _abort(self, ids: list[int]) -> None:
+        self.backend.abort(ids)
+        if not self._stands:
+            self._send(self.backend.poll(1, 0.0))
+
+    def _pause(self) -> None:
+        self.backend.pause()
+        self._stands = True
+        self._done()
+
+    def _resume(self) -> None:
+        self.backend.resume()
+        self._stands = False
+        self._done()
+
+    def _load(self, version: int, path: str) -> None:
+        if self._reader is None or self._reader[0] != path:
+            self._reader = (path, SharedWeightsReader(path))
+        with self._reader[1].hold() as held:
+            assert held.version == version, "weights are published before they are told of"
+            self.backend.load_weights(version, held.tensors.items())
+        self._done()
+
+    def _release_memory(self) -> None:
+        getattr(self.backend, "release_memory", lambda: None)()
+        self._done()
+
+    def _restore_memory(self) -> None:
+        getattr(self.backend, "restore_memory", lambda: None)()
+        self._done()
+
+    def _done(self) -> None:
+        self._link.send({"done": True})
+
+    def _send(self, completions: list[Completion]) -> None:
+        if completions:
+            self._in_flight.difference_update(completion.request_id for completion in completions)
+            message, tensors = pack(completions)
+            self._link.send({"completions": message}, tensors)
+
+
+def main(descriptor: int) -> None:
+    """Serve until nobody asks any more."""
+    link = Link(socket.socket(fileno=descriptor))
+    message, tensors = link.recv()
+    begin = unpack(message["with"], tensors)
+    config = TrainConfig.from_dict(begin["config"])
+    backend: TokenBackend | None = None
+    try:
+        with compute_threads(begin["num_threads"]):
+            # All of it is read when the backend is there: a process that is killed leaves nothing behind.
+            with tempfile.TemporaryDirectory(prefix="embodied_rl_host_") as name:
+                write_model_files(begin["files"], Path(name))
+                backend = blank_backend(config, Path(name), resolve_device(config.hybrid.device))
+            link.send({"done": True})
+            _Host(link, descriptor, backend).serve()
+    except LinkClosed:
+        pass
+    except Exception as error:
+        with contextlib.suppress(LinkClosed):
+            link.send({"error": told(error)})
+    finally:
+        if backend is not None:
+            backend.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,88 @@
+"""Decoupled PPO on fixed rollouts: PPO's own loss on a changed batch is the loss of the catalogue."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from embodied_rl.algorithms.batch import Batch
+from embodied_rl.algorithms.composition import compose
+from embodied_rl.algorithms.losses import ppo_clip_loss
+from embodied_rl.algorithms.off_policy import decoupled_ppo_loss
+from embodied_rl.algorithms.ppo import decoupled
+from embodied_rl.compose import load_train_config
+from embodied_rl.errors import UserError
+
+
+def batch_of(rows: int, units: int, *, unit_mask: torch.Tensor | None = None) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """(batch, proximal log-probabilities, those of the policy that is trained)"""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    behaviour = draw(rows, units) - 1
+    proximal, present = behaviour + 0.3 * draw(rows, units), behaviour + 0.4 * draw(rows, units)
+    batch = Batch({}, draw(rows, units), behaviour, draw(rows), draw(rows), draw(rows), unit_mask=unit_mask)
+    return batch, proximal, present
+
+
+@pytest.mark.parametrize("mode", ["mask", "clamp"])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_loss_and_gradient_are_those_of_the_catalogue(mode: str, dual_clip: float | None) -> None:
+    batch, proximal, present = batch_of(64, 3)
+    present.requires_grad_()
+    bounds = {"weight_low": 0.6, "weight_high": 1.6, "weight_mode": mode}
+    clip = {"clip_low": 0.2, "clip_high": 0.25, "dual_clip": dual_clip}
+    weighed, metrics = decoupled(batch, proximal, bounds)
+    mine, _ = ppo_clip_loss(log_prob=present.sum(-1), old_log_prob=weighed.log_prob.sum(-1), advantage=weighed.advantage, **clip)
+    (gradient,) = torch.autograd.grad(mine, present)
+    theirs, expected = decoupled_ppo_loss(
+        log_prob=present.sum(-1),
+        proximal_log_prob=proximal.sum(-1),
+        behaviour_log_prob=batch.log_prob.sum(-1),
+        advantage=batch.advantage,
+        **clip,
+        **bounds,
+    )
+    (other,) = torch.autograd.grad(theirs, present)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(gradient, other)
+    assert metrics["weight_mean"] == pytest.approx(float(expected["weight_mean"]))
+    assert 0 < metrics["weight_bounded_fraction"] < 1, "the bounds are of no use here"
+
+
+def test_written_out_by_hand() -> None:
+    """Two decisions of two units; w = exp(proximal - behaviour) = e^0.2 and e^-1.0, of which the second is rejected."""
+    batch, _, _ = batch_of(2, 2)
+    behaviour = torch.tensor([[-1.0, -1.0], [-0.5, -0.5]], dtype=torch.float64)
+    proximal = torch.tensor([[-0.9, -0.9], [-1.0, -1.0]], dtype=torch.float64)
+    batch = batch.replaced(log_prob=behaviour, advantage=torch.tensor([2.0, 3.0], dtype=torch.float64))
+    weighed, metrics = decoupled(batch, proximal, {"weight_low": 0.5, "weight_high": 2.0})
+    assert weighed.advantage.tolist() == pytest.approx([2.0 * 1.2214027581601699, 0.0])
+    assert weighed.log_prob.tolist() == proximal.tolist()
+    assert metrics["weight_bounded_fraction"] == 0.5
+
+
+def test_units_that_were_not_executed_do_not_count() -> None:
+    mask = torch.tensor([[True, True, False, False]] * 8)
+    batch, proximal, _ = batch_of(8, 4, unit_mask=mask)
+    weighed, _ = decoupled(batch, proximal, {"weight_high": 100.0})
+    seen = (proximal - batch.log_prob)[:, :2].sum(-1).exp()
+    torch.testing.assert_close(weighed.advantage, batch.advantage * seen)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("algorithm.loss=cispo",), "offered on whole episodes"),
+        (("algorithm.loss=decoupled_ppo",), "weight_high"),
+        (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.normalize_advantage=minibatch"), "minibatch"),
+        (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.ratio=token"), r"algorithm\.ratio=token"),
+        (("algorithm=grpo", "algorithm.max_staleness=1"), r"algorithm\.groups\.max_staleness"),
+    ],
+)
+def test_refused(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        compose(load_train_config(["sim=cartpole", *overrides]).algorithm)
+    compose(load_train_config(["sim=cartpole", "algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5"]).algorithm)

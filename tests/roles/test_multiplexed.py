@@ -1,0 +1,390 @@
+"""Hosts that are lent to training and come back, in real runs: nothing is lost, begun again or consumed twice, and ages are exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embodied_rl.agents.turns import AgentEpisode
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.methods.language_apart import model_files
+from embodied_rl.methods.language_player import make_language_policy
+from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.roles.agent_player import make_player
+from embodied_rl.roles.assembly import check_roles, with_roles
+from embodied_rl.roles.hosts import HostPlan, plan_hosts
+from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
+from embodied_rl.roles.player import Player
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.timeline import read_events
+from embodied_rl.trainer import Trainer
+from embodied_rl.types import Episode
+from tests.roles.runs import GROUPS, TEXTS, configured
+
+SHARED = "hybrid.placement=multiplexed"
+ONE_BEHIND = "algorithm.groups.max_staleness=1"
+
+
+# ---- robots: simulators' slots move ---------------------------------------------------------------------------------
+
+
+def weights_of(player: Player) -> list[tuple[str, Any]]:
+    policy: Any = player.acting
+    return [(name, tensor.clone()) for name, tensor in policy.policy.state_dict().items()]
+
+
+def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tuple[int, int], Episode], Player]:
+    """{(group, place): episode} of batches that a player in this process plays with the same weights always, and the player, closed.
+
+    `between` rounds are played between a batch and the next publication, as while training.
+    """
+    player = Player(config)
+    found: dict[tuple[int, int], Episode] = {}
+    try:
+        weights = weights_of(player)
+        player.load(0, iter(weights))
+        assert player.queue is not None
+        player.restart(0, player.queue.state_dict())
+        for version in range(num_batches):
+            data = player.play(version).data
+            assert isinstance(data, list)
+            for group in data:
+                assert group.number not in {number for number, _ in found}, "consumed twice"
+                found |= {(group.number, place): episode for place, episode in enumerate(group.episodes)}
+            check_lent(player)
+            for _ in range(between):
+                player.pump()
+                check_lent(player)
+            player.load(version + 1, iter(weights))
+            assert player.lending is None or player.lending.multiplexer.active == [0, 1]
+    finally:
+        player.close()
+    return found, player
+
+
+def check_lent(player: Player) -> None:
+    """What is lent stands empty, and the multiplexer's ledger is the queue's."""
+    if player.lending is None:
+        return
+    hosts, simulators = player.lending.multiplexer, player.collector.manager  # type: ignore[union-attr]
+    assert isinstance(simulators, MultiplexedSimulators)
+    assert player.lending.is_lent
+    assert hosts.vacated
+    assert not list(hosts.hosts[0].running), "host 0 is lent"
+    assert player.queue is not None
+    counts, episodes = hosts.counts(), player.queue.episode_counts()
+    assert counts.add_up
+    waiting = len(simulators._waiting)
+    assert counts.started + waiting == episodes.started
+    assert counts.running + counts.parked + waiting == episodes.running
+    assert counts.finished == episodes.accepted + episodes.failed + episodes.timed_out + episodes.abandoned
+
+
+def test_episodes_that_move_are_those_that_stay(tmp_path: Path) -> None:
+    """Group by group what one host plays without a pause: an episode is what its seeds and the weights make it."""
+    task = [*GROUPS, "sim.max_episode_steps=40"]
+    alone, _ = played(configured(tmp_path / "alone", *task), num_batches=8, between=0)
+    moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=8, between=7)
+    assert player.lending is not None
+    counts = player.lending.multiplexer.counts()
+    assert player.lending.num_shrinks == 8
+    assert counts.moves >= 8, "hardly anything moved"
+    both = {number for number, _ in alone} & {number for number, _ in moved}
+    assert len(both) >= 12
+    for number in both:
+        # Members are taken in the order in which they end.
+        mine = sorted((episode for (group, _), episode in moved.items() if group == number), key=lambda episode: episode.action.tobytes())
+        theirs = sorted((episode for (group, _), episode in alone.items() if group == number), key=lambda episode: episode.action.tobytes())
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(one.action, other.action)
+            np.testing.assert_array_equal(one.reward, other.reward)
+            for key, seen in one.observation.items():
+                np.testing.assert_array_equal(seen, other.observation[key])
+            np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-5)
+            assert one.seed == other.seed
+            assert sorted(one.policy_version.tolist()) == one.policy_version.tolist(), "weights only become newer"
+
+
+def test_a_robots_run_trains_while_the_other_half_plays(tmp_path: Path) -> None:
+    config = configured(tmp_path, *GROUPS, SHARED, ONE_BEHIND, "total_steps=700", "profile=true", "algorithm.groups.redundancy=1")
+    ages: list[int] = []
+    numbers: list[int] = []
+    with Trainer(config, tmp_path, command="test") as trainer:
+        method: Any = trainer.method
+        prepare = method.prepare
+
+        def note(experience: Any) -> Any:
+            ages.extend(group.age(trainer.iteration) for group in experience.data.groups)
+            numbers.extend(group.number for group in experience.data.groups)
+            time.sleep(0.2)
+            return prepare(experience)
+
+        method.prepare = note
+        trainer.run()
+        counts, iterations = method.queue.counts(), trainer.iteration
+    assert set(ages) == {0, 1}, "1 is missing: nothing was played while training"
+    assert len(numbers) == len(set(numbers)) == counts.consumed == 2 * iterations
+    assert counts.add_up
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["multiplex/shrinks"] == iterations
+    assert rows[-1]["multiplex/moved"] > 0
+    assert sum(row["time/overlap_s"] for row in rows) > 0.1, "nobody played while training"
+    assert all(0 <= row["multiplex/bubble"] <= 1 for row in rows)
+    bars = {(event["cat"], event["name"]) for event in read_events(tmp_path / "timeline.json") if event.get("ph") == "X"}
+    assert {("host 0", "generation"), ("host 0", "training"), ("host 1", "generation")} <= bars
+    assert ("host 1", "training") not in bars, "it was not lent"
+
+
+def test_what_the_hosts_do_not_have_room_for_waits(tmp_path: Path) -> None:
+    """Three of four hosts leave: most episodes are parked, and go on when they come back."""
+    config = configured(tmp_path, *GROUPS, "hybrid.placement={kind: multiplexed, num_hosts: 4, num_train_gpus: 3}", ONE_BEHIND)
+    with pytest.warns(UserWarning, match="more than the"):
+        player = Player(config)
+    try:
+        weights = weights_of(player)
+        player.load(0, iter(weights))
+        assert player.queue is not None
+        assert player.lending is not None
+        player.restart(0, player.queue.state_dict())
+        parked = []
+        for version in range(4):
+            player.play(version)
+            check_lent(player)
+            for _ in range(5):
+                player.pump()
+            parked.append(player.lending.multiplexer.counts().parked)
+            check_lent(player)
+            player.load(version + 1, iter(weights))
+            assert player.lending.multiplexer.counts().parked == 0
+        assert max(parked) >= 1
+        player.evaluate(4, 0)  # gives up what is being played
+        counts = player.lending.multiplexer.counts()
+        assert (counts.running, counts.parked) == (0, 0)
+        assert counts.started == counts.finished
+    finally:
+        player.close()
+
+
+def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
+    """Also where nothing else is in flight that would come back first."""
+    factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 9})
+    with EnvManager(factory, 2, num_workers=2, autoreset=False) as manager:
+        simulators = MultiplexedSimulators(manager, HostPlan(2, 1, 2, on_gpus=False))
+        simulators.begin([0, 1], [5, 6])
+        seen: dict[int, list[float]] = {}
+        while len(seen) < 2:
+            batch = simulators.recv(min_ready=1, timeout_s=10.0)
+            seen |= dict(zip(batch.slots.tolist(), batch.observation["state"].tolist(), strict=True))
+        assert seen == {0: [5.0, 0.0, 0.0], 1: [6.0, 0.0, 0.0]}
+        lending = simulators.lending
+        lending.shrink()
+        assert (lending.vacated, lending.multiplexer.counts().parked) == (True, 1), "host 1 is full"
+        lending.lend()
+        parked = next(slot for slot, _ in lending.multiplexer.parked)
+        simulators.send([parked], np.full((1, 1), 2.0))
+        assert simulators.recv(min_ready=1, timeout_s=0.01).slots.tolist() == []
+        lending.take_back()
+        batch = simulators.recv(min_ready=1, timeout_s=10.0)
+        while not batch.slots.size:
+            batch = simulators.recv(min_ready=1, timeout_s=10.0)
+        assert batch.slots.tolist() == [parked]
+        assert batch.observation["state"].tolist() == [[5.0 + parked, 1.0, 2.0]]
+        simulators.discard()
+        counts = lending.multiplexer.counts()
+        assert (counts.started, counts.finished, counts.running) == (2, 2, 0)
+
+
+# ---- language agents: answers move ----------------------------------------------------------------------------------
+
+
+def run_texts(run_dir: Path, *overrides: str, kill_host: bool = False) -> tuple[list[AgentEpisode], Any]:
+    """What was trained on, and the trainer, which has ended."""
+    task = [*TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=12", "total_steps=600", *overrides]
+    config = configured(run_dir, *task)
+    run_dir.mkdir(exist_ok=True)
+    found: list[AgentEpisode] = []
+    numbers: list[int] = []
+    with Trainer(config, run_dir, command="test") as trainer:
+        method: Any = trainer.method
+        prepare = method.prepare
+
+        def note(experience: Any) -> Any:
+            for group in experience.data:
+                numbers.append(group.number)
+                for episode in group.episodes:
+                    behind = trainer.iteration - np.concatenate([turn.version for turn in episode.turns])
+                    assert set(behind.tolist()) <= {0, 1}
+                    found.append(episode)
+            if kill_host and trainer.iteration == 1:
+                os.kill(children_of(trainer.manager._handle.process.pid, "token_process")[0], signal.SIGKILL)
+            time.sleep(0.3)
+            return prepare(experience)
+
+        method.prepare = note
+        trainer.run()
+        counts = method.queue.counts()
+        assert len(numbers) == len(set(numbers)) == counts.consumed == 4 * trainer.iteration
+        assert counts.add_up
+    return found, trainer
+
+
+def children_of(pid: int, module: str) -> list[int]:
+    """Processes of a module that a process has started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                command = (folder / "cmdline").read_text()
+            except OSError:
+                continue
+            if parent == pid and module in command:
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
+    """With the same weights always: what the hosts say of each token is what the policy itself finds, and the ledger is the queue's."""
+    config = configured(tmp_path, *TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=16")
+    player: Any = make_player(config)
+    try:
+        policy = make_language_policy(config, player.manager, tmp_path, None)
+        weights = dict(policy.named_weights())
+        player.take_model(model_files(policy))
+        player.load(0, weights.items())
+        player.restart(0, player.queue.state_dict())
+        hosts, turns = player.lending.multiplexer, []
+        for version in range(6):
+            turns += [turn for group in player.play(version).data for episode in group.episodes for turn in episode.turns]
+            assert player.lending.is_lent
+            assert not list(hosts.hosts[0].running)
+            for _ in range(4):
+                player.pump()
+                assert not list(hosts.hosts[0].running), "host 0 is lent"
+            assert hosts.counts().add_up
+            # An episode has at most one answer at a time.
+            assert hosts.counts().running <= player.queue.episode_counts().running
+            player.load(version + 1, weights.items())
+        assert hosts.counts().moves > 0
+        player.restart(6, player.queue.state_dict())
+        assert (hosts.counts().running, hosts.counts().parked) == (0, 0), "what was given up is answered no more"
+        assert hosts.counts().started == hosts.counts().finished
+    finally:
+        player.close()
+    assert len(turns) > 50
+    for turn in turns:
+        sequence = TokenSequence.of(turn.prompt_ids, turn.token_ids, ())
+        with torch.no_grad():
+            own = policy.evaluate([sequence]).log_prob[0, np.flatnonzero(sequence.mask)].numpy()
+        np.testing.assert_allclose(turn.log_prob, own, atol=1e-4)
+        assert sorted(turn.version.tolist()) == turn.version.tolist()
+        assert 0 < len(turn.token_ids) <= 16, "what was sampled before a move counts"
+
+
+def test_an_agents_run_trains_while_the_other_host_answers(tmp_path: Path) -> None:
+    episodes, trainer = run_texts(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["multiplex/shrinks"] == trainer.iteration
+    assert sum(row["time/overlap_s"] for row in rows) > 0.1, "nobody answered while training"
+    turns = [turn for episode in episodes for turn in episode.turns]
+    assert all(len(turn.version) == len(turn.token_ids) == len(turn.log_prob) for turn in turns)
+    assert all(sorted(turn.version.tolist()) == turn.version.tolist() for turn in turns), "a version of the past came back"
+    # What training recomputes with weights of the same version or the next one: far off where tokens went astray.
+    assert all(abs(row["train/log_prob_difference"]) < 0.2 for row in rows if "train/log_prob_difference" in row)
+
+
+@pytest.mark.slow
+def test_a_generating_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    _, trainer = run_texts(tmp_path, "total_steps=400", kill_host=True)
+    assert trainer.manager.num_restarts == 1
+
+
+@pytest.mark.slow
+def test_taking_turns_without_staleness_is_a_function_of_the_seed(tmp_path: Path) -> None:
+    """Nothing may be played while training, so that nothing moves; two runs are one."""
+    curves = []
+    for name in ("one", "other"):
+        config = configured(tmp_path / name, *TEXTS, SHARED, "total_steps=150", "algorithm.warm_start=null")
+        (tmp_path / name).mkdir()
+        with pytest.warns(UserWarning, match="take turns"), Trainer(config, tmp_path / name, command="test") as trainer:
+            trainer.run()
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        untimed = ("time", "speed", "roles", "multiplex/bubble")
+        curves.append([{key: value for key, value in row.items() if not key.startswith(untimed)} for row in rows])
+    assert curves[0] == curves[1]
+    assert curves[0][-1]["multiplex/shrinks"] == 0
+
+
+@pytest.mark.slow
+def test_vllm_engines_as_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    _, trainer = run_texts(tmp_path, "generation=vllm", "total_steps=300")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["multiplex/shrinks"] == trainer.iteration
+
+
+# ---- what is planned and refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "nearest"),
+    [
+        (("sim=cartpole", "algorithm=ppo"), "fixed rollouts", "hybrid.placement=disaggregated"),
+        (("sim=cartpole", "algorithm=grpo", "hybrid.cluster=ray"), "one machine", "hybrid.cluster=local"),
+        (("sim=cartpole", "algorithm=grpo", "hybrid.placement={kind: multiplexed, num_train_gpus: 2}"), "lends 2 of 2", "num_train_gpus=1"),
+        (("experiment=multi_domain",), "several domains", "hybrid=collocated"),
+    ],
+)
+def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_roles(load_train_config([SHARED, *overrides]))
+    assert reason in str(refused.value)
+    assert nearest in str(refused.value)
+
+
+def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> None:
+    plan = HostPlan(2, 1, 2, on_gpus=False)
+    factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 5})
+    with EnvManager(factory, 1, num_workers=1, autoreset=False) as one, pytest.raises(UserError, match=r"sim\.num_workers=2"):
+        MultiplexedSimulators(one, plan)
+    three = "hybrid.placement={kind: multiplexed, num_hosts: 3}"
+    config = configured(tmp_path, *GROUPS, three, ONE_BEHIND, "sim.num_slots=2", "sim.num_workers=2")
+    with pytest.raises(UserError, match="2 workers with 2 slots"):
+        Player(config).close()
+
+
+def test_hosts_and_threads_of_this_machine() -> None:
+    config = load_train_config(["sim=cartpole", "algorithm=grpo", SHARED])
+    assert plan_hosts(config, num_gpus=0, num_cores=8) == HostPlan(2, 1, 8, on_gpus=False)
+    assert plan_hosts(config, num_gpus=0, num_cores=8).train_threads == 4
+    four = load_train_config(["sim=cartpole", "algorithm=grpo", "hybrid.placement={kind: multiplexed, num_hosts: 4, num_train_gpus: 3}"])
+    plan = plan_hosts(four, num_gpus=0, num_cores=8)
+    assert (plan.train_on, plan.threads_per_host, plan.train_threads) == ([0, 1, 2], 2, 6)
+    gpus = plan_hosts(config, num_gpus=4, num_cores=8)
+    assert (gpus.num_hosts, gpus.train_on) == (4, [0])
+    assert [gpus.gpu(number, "2,5,6,7") for number in range(4)] == ["2", "5", "6", "7"]
+    assert plan.gpu(0, "2") is None
+    with pytest.raises(UserError, match=r"num_hosts must be >= 2"):
+        load_train_config(["sim=cartpole", "hybrid.placement={kind: multiplexed, num_hosts: 1}"])
+    assert with_roles(load_train_config(["sim=cartpole", "algorithm=grpo"])).hybrid.num_threads is None
+    assert with_roles(config).hybrid.num_threads is not None
+    with pytest.raises(UserError, match=r"at least 2 GPUs.*collocated"):
+        plan_hosts(config, num_gpus=1, num_cores=8)
+    with pytest.raises(UserError, match="each GPU is a host"):
+        plan_hosts(four, num_gpus=2, num_cores=8)
+    sharded = load_train_config(
+        ["sim=cartpole", "algorithm=grpo", "hybrid=fsdp2", "hybrid.placement={kind: multiplexed, num_train_gpus: 1}"]
+    )
+    with pytest.raises(UserError, match="num_train_gpus=2"):
+        plan_hosts(sharded, num_gpus=4, num_cores=8)
