@@ -46,6 +46,7 @@ CASES = (
     Case("halfcheetah", "states, HalfCheetah-v5", "halfcheetah"),
     Case("halfcheetah_spare", "states, HalfCheetah-v5, a core to spare", "halfcheetah", num_workers=SPARE),
     Case("fetch_reach", "states, FetchReach", "fetch_reach"),
+    Case("rendered", "224x224 lossless, PixelReach (rendered by MuJoCo)", "pixel_reach", {"image_size": 224}, reach=VIDEO_REACH),
     Case("lossless", "224x224 lossless, PushT", "pusht_pixels", {"image_size": 224}, reach=VIDEO_REACH),
     Case("lossless_spare", "224x224 lossless, PushT, a core to spare", "pusht_pixels", {"image_size": 224}, False, VIDEO_REACH, SPARE),
     Case("yuv420p", "224x224 yuv420p, PushT", "pusht_pixels", {"image_size": 224}, camera=True, reach=VIDEO_REACH),

@@ -80,7 +80,8 @@ def load_method(method: Any, checkpoint: Checkpoint) -> None:
     if checkpoint.sharded is None:
         method.load_state_tensors(tensors)
     elif sharded is None:
-        method.load_state_tensors({**tensors, **read_whole(checkpoint.sharded)})
+        of_ranks = getattr(method, "of_ranks", dict)
+        method.load_state_tensors({**tensors, **of_ranks(read_whole(checkpoint.sharded))})
     else:
         with sharded.apart():
             method.load_state_tensors(tensors)

@@ -31,7 +31,7 @@ def test_overhead_is_the_median_of_ratios() -> None:
 
 def test_reading_copies_every_byte(tmp_path: Path) -> None:
     """Bytes of a step: actions and log-probabilities of 4 floats, value, reward, flags; of an observation: 39 floats, 60 doubles."""
-    from episodes import read_columns, read_episodes, write_states
+    from episodes import read_blocks, read_columns, read_episodes, write_states
 
     from embodied_rl.episodes.reader import open_recording
 
@@ -42,6 +42,7 @@ def test_reading_copies_every_byte(tmp_path: Path) -> None:
         for size in (10_000, 64):
             room = np.empty(size, np.uint8)
             assert read_columns(recording, room) == read_episodes(recording, room) == total  # type: ignore[arg-type]
+            assert read_blocks(recording, room) == total
 
 
 @pytest.mark.slow
@@ -68,10 +69,11 @@ def test_recording_runs() -> None:
     pytest.importorskip("gymnasium_robotics")
     lines = run_script("episodes.py", "--rounds", "1", "--seconds", "0.1", "--only", "recording")
     rows = columns(lines, below="recording")
-    assert len(rows) == 4 * 3
+    assert len(rows) == 6 * 2
     for case in ("states, HalfCheetah-v5", "224x224 lossless, PushT"):
         plain, slots = rows[f"{case}: plain"], rows[f"{case}: slots"]
         # With one round the overhead is that of the two figures beside it, which are printed to 0.1 µs.
         assert float(slots[2].rstrip("%")) / 100 == pytest.approx(float(slots[0]) / float(plain[0]) - 1, abs=0.005)
-        assert float(slots[3].rstrip("%")) / 100 == pytest.approx(float(slots[1]) / float(plain[1]) - 1, abs=0.005)
-        assert f"recording {case} {slots[2]} wall, {slots[3]} cpu" in lines[-1]
+        assert slots[3] == f"{slots[2]} to {slots[2]}", "the quartiles of one round"
+        assert float(slots[4].rstrip("%")) / 100 == pytest.approx(float(slots[1]) / float(plain[1]) - 1, abs=0.005)
+        assert f"recording {case} {slots[2]} wall, {slots[4]} cpu" in lines[-1]

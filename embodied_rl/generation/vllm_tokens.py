@@ -32,6 +32,7 @@ from embodied_rl.generation.tokens import (
     context_room,
     derive_seed,
 )
+from embodied_rl.generation.vllm_vision import VLLMVision, keep_transformers_classes
 from embodied_rl.policies.model_folder import check_model_folder, first_line
 
 _EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
@@ -39,6 +40,7 @@ SAMPLING_COLUMN = -1
 """In the worker's answers: stands where a token id would, with the log-probability under the distribution that was drawn from."""
 _BUCKET_BYTES = 2**30
 _START_S = 600.0
+_MAX_TEMPERATURE = 2.0
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
@@ -75,8 +77,13 @@ def _on_processors() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _engine_arguments(options: VLLMOptions) -> dict[str, Any]:
+def _vision(options: VLLMOptions) -> VLLMVision | None:
+    """Raises UserError for a folder that lacks something, and for vision-language models that cannot be served here."""
     check_model_folder(Path(options.model))
+    return VLLMVision.of(Path(options.model))
+
+
+def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[str, Any]:
     # Read by vLLM when the engine starts; what the user has set stands.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_cache_gib))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -99,6 +106,7 @@ def _engine_arguments(options: VLLMOptions) -> dict[str, Any]:
         # Sampling defaults of the folder (a temperature, say) would change what a request asked for.
         "generation_config": "vllm",
         "disable_log_stats": True,
+        **({} if vision is None else vision.engine_arguments()),
         **options.extra,
     }
 
@@ -114,7 +122,7 @@ def _start(make: Any, options: VLLMOptions) -> Any:
     """Raises UserError, in one line, when vLLM refuses the model or the machine."""
     try:
         return make()
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
         raise UserError(f"vLLM cannot serve '{options.model}': {lines[0] if lines else type(error).__name__}") from error
 
@@ -138,14 +146,22 @@ def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOption
     )
 
 
-def _prompt(request: GenerationRequest, version: int) -> dict[str, Any]:
+def _prompt(request: GenerationRequest, version: int, vision: VLLMVision | None) -> dict[str, Any]:
     # The salt keeps prompts apart from cached prefixes of other versions.
-    return {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": f"version {version}"}
+    salt = {"cache_salt": f"version {version}"}
+    if vision is not None and request.images:
+        return {**vision.prompt(request), **salt}
+    return {"prompt_token_ids": request.prompt_ids.tolist(), **salt}
 
 
-def _check(request: GenerationRequest) -> None:
-    if request.images:
-        raise UserError(f"Request {request.request_id} has images, which the vllm backend does not take. Use the torch backend.")
+def _check(request: GenerationRequest, vision: VLLMVision | None) -> None:
+    """Raises UserError for images that the model does not take, or that do not fit the prompt, and for what vLLM does not sample."""
+    if request.temperature > _MAX_TEMPERATURE:
+        raise UserError(f"Request {request.request_id} has temperature {request.temperature}; vLLM takes at most {_MAX_TEMPERATURE}.")
+    if vision is not None:
+        vision.check(request)
+    elif request.images:
+        raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
 
 
 @dataclass
@@ -196,18 +212,23 @@ class VLLMTokens(Stepwise):
             UserError: the folder lacks something, or vLLM refuses it.
         """
         super().__init__()
-        arguments = _engine_arguments(options)
+        self._vision = _vision(options)
+        arguments = _engine_arguments(options, self._vision)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if options.tensor_parallel == 1:
             arguments.setdefault("distributed_executor_backend", "uni")
+        if self._vision is not None:
+            keep_transformers_classes()
         # Otherwise a step's tokens come out one call after they were sampled, perhaps behind new weights.
         arguments.setdefault("async_scheduling", False)
         self._engine: Any = _start(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)), options)
         self._options, self._version = options, options.version
         self._context = int(self._engine.model_config.max_model_len)
+        if self._vision is not None:
+            self._engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
         self._answers: dict[str, _Answer] = {}
 
     @property
@@ -225,7 +246,7 @@ class VLLMTokens(Stepwise):
         with self._turn():
             check_new_ids(requests, (answer.request.request_id for answer in self._answers.values()))
             for request in requests:
-                _check(request)
+                _check(request, self._vision)
             for request in requests:
                 room = context_room(request, self._context)
                 if isinstance(room, Failure):
@@ -233,7 +254,7 @@ class VLLMTokens(Stepwise):
                     continue
                 parameters = _sampling(request, room, self._options, "DELTA")
                 name = str(request.request_id)
-                self._engine.add_request(name, _prompt(request, self._version), parameters)
+                self._engine.add_request(name, _prompt(request, self._version, self._vision), parameters)
                 self._answers[name] = _Answer(request, room)
 
     def _step(self) -> None:
@@ -241,6 +262,8 @@ class VLLMTokens(Stepwise):
             answer = self._answers.get(output.request_id)
             if answer is None:
                 continue
+            if self._vision is not None:
+                self._vision.check_read(answer.request, output.prompt_token_ids)
             part = output.outputs[0]
             answer.add(part)
             answer.version += [self._version] * len(part.token_ids)
@@ -264,6 +287,8 @@ class VLLMTokens(Stepwise):
                 _load_files(tensors, lambda path: self._engine.collective_rpc("embodied_load_file", args=(path,)))
             if self._options.on_update == "recompute":
                 self._engine.reset_prefix_cache(reset_running_requests=True)
+            if self._vision is not None:
+                self._engine.reset_encoder_cache()
             self._version = version
 
     def close(self) -> None:
@@ -281,7 +306,8 @@ class AsyncVLLMTokens:
 
     def __init__(self, options: VLLMOptions) -> None:
         """Load the model and start the engine's process. Raises as `VLLMTokens` does."""
-        arguments = _engine_arguments(options)
+        self._vision = _vision(options)
+        arguments = _engine_arguments(options, self._vision)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -293,6 +319,8 @@ class AsyncVLLMTokens:
             # Inside of the loop, which the engine's own tasks belong to.
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             await engine.update_weight_version(str(options.version))
+            if self._vision is not None:
+                await engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
             return engine
 
         try:
@@ -315,7 +343,7 @@ class AsyncVLLMTokens:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`: the engine begins at once."""
         for request in requests:
-            _check(request)
+            _check(request, self._vision)
         self._mailbox.expect(requests)
         for request in requests:
             room = context_room(request, self._context)
@@ -327,10 +355,12 @@ class AsyncVLLMTokens:
     async def _answer(self, answer: _Answer) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        parameters = _sampling(answer.request, answer.room, self._options, "FINAL_ONLY")
         try:
-            prompt = _prompt(answer.request, self._version)
+            parameters = _sampling(answer.request, answer.room, self._options, "FINAL_ONLY")
+            prompt = _prompt(answer.request, self._version, self._vision)
             async for output in self._engine.generate(prompt, parameters, str(answer.request.request_id)):
+                if self._vision is not None:
+                    self._vision.check_read(answer.request, output.prompt_token_ids)
                 part = output.outputs[0]
                 answer.add(part)
                 for span in part.weight_versions or ():
@@ -374,6 +404,8 @@ class AsyncVLLMTokens:
             _load_files(tensors, lambda path: self._loop.call(self._engine.collective_rpc("embodied_load_file", args=(path,))))
             if self._options.on_update == "recompute":
                 self._loop.call(self._engine.reset_prefix_cache(reset_running_requests=True))
+            if self._vision is not None:
+                self._loop.call(self._engine.reset_encoder_cache())
             self._loop.call(self._engine.update_weight_version(str(version)))
             self._version = version
         finally:

@@ -34,6 +34,8 @@ def _of_sampled(log_probs: Any, num_logprobs: int, token_ids: Any) -> Any:
 
 def _forward_with_both(self: Any, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
     """The sampler's output with two columns of log-probabilities: the model's own, and that of the distribution drawn from."""
+    if (excluded := getattr(self, "embodied_excluded", None)) is not None:
+        logits[:, excluded] = float("-inf")
     if sampling_metadata.max_num_logprobs != 1 or args or kwargs.get("logprobs_mode_override") is not None:
         return _forward(self, logits, sampling_metadata, *args, **kwargs)
     # Taken before, because sampling works in the logits' memory.
@@ -67,6 +69,10 @@ class WorkerExtension:
         `load_weights` of the model is used, not vLLM's ``reload_weights``, which leaves tied embeddings wrong.
         """
         return len(self.model_runner.model.load_weights(iter(tensors)))
+
+    def embodied_exclude_token(self, token_id: int) -> None:
+        """Sample it never more; see `VisionInputs.exclude`."""
+        self.model_runner.sampler.embodied_excluded = token_id
 
     def embodied_load_file(self, path: str) -> int:
         """The same from a safetensors file, which several workers may read at once."""

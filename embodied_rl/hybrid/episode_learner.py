@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.algorithms.aggregation import Aggregation
-from embodied_rl.algorithms.composition import Composition, method_options
+from embodied_rl.algorithms.composition import Composition
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.kl import kl_estimate, kl_loss
-from embodied_rl.algorithms.losses import entropy_bonus, explained_variance, value_loss
+from embodied_rl.algorithms.losses import explained_variance
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.hybrid.learner import resolve_device
+from embodied_rl.hybrid.loss_terms import Divisors, LossTerms
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.hybrid.updater import AutogradUpdater, Minibatches, NonFiniteLossError
 from embodied_rl.policies.actor_critic import ActorCritic
@@ -45,8 +43,8 @@ class EpisodeLearner:
         self.compute_threads = num_threads or 1
         self._adam = AutogradUpdater(policy, config, self.device)
         self.reference: ActorCritic | None = copy.deepcopy(policy).eval() if config.kl.coef > 0 else None
-        self.aggregation = Aggregation(config.aggregation or composition.loss.default_aggregation, config.horizon)  # type: ignore[arg-type]
-        self._options: dict[str, Any] = method_options(composition.loss, config.loss_options, config)
+        self._terms = LossTerms(config, composition.loss)
+        self.aggregation = self._terms.aggregation
 
     # ---- without gradients ------------------------------------------------------------------------------------------
 
@@ -148,7 +146,7 @@ class EpisodeLearner:
         return figures
 
     def _objective(self, batch: EpisodeBatch, chosen: Tensor, part: dict[str, Tensor], kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-        config, info, mask = self.config, self.composition.loss, part["mask"]
+        mask = part["mask"]
         place = torch.full((batch.shape[0],), -1)
         place[chosen] = torch.arange(len(chosen))
         steps = (place[batch.row] >= 0).nonzero().squeeze(-1)
@@ -161,31 +159,16 @@ class EpisodeLearner:
         def scatter(flat: Tensor) -> Tensor:
             return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).index_put((row, column), flat)
 
-        log_prob, entropy = scatter(evaluation.log_prob.sum(-1)), scatter(evaluation.entropy.sum(-1))
-        given = {name: part[name] for name in (*info.inputs, *info.optional_inputs) if name in part}
-        loss, metrics = info.load()(**{**given, "log_prob": log_prob}, **self._options, mask=mask, aggregation=self.aggregation)
-        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, mask=mask)
-        total = loss + config.entropy_coef * entropy_part
-        metrics = {**metrics, **entropy_metrics}
-        if "returns" in part:
-            value_part, value_metrics = value_loss(
-                value=scatter(evaluation.value), returns=part["returns"], old_value=part["value"], clip=config.value_clip, mask=mask
-            )
-            total, metrics = total + config.value_coef * value_part, {**metrics, **value_metrics}
-        if "reference_log_prob" in part and config.kl.place == "loss":
-            kl_part, kl_metrics = kl_loss(
-                log_prob=log_prob,
-                reference_log_prob=part["reference_log_prob"],
-                kind=config.kl.kind,
-                mask=mask,
-                aggregation=self.aggregation,
-            )
-            total, metrics = total + kl_coef * kl_part, {**metrics, **kl_metrics}
-        with torch.no_grad():
-            before = part.get("old_log_prob", part["behaviour_log_prob"])
-            moved = kl_estimate(log_prob=before, reference_log_prob=log_prob.detach(), kind="k3")
-            metrics["approx_kl"] = torch.where(mask, moved, torch.zeros_like(moved)).sum() / mask.sum()
-        return total, metrics
+        return self._terms(
+            part,
+            log_prob=scatter(evaluation.log_prob.sum(-1)),
+            entropy=scatter(evaluation.entropy.sum(-1)),
+            value=scatter(evaluation.value) if "returns" in part else None,
+            mask=mask,
+            decisions=mask,
+            divisors=Divisors(entries=mask.sum()),
+            kl_coef=kl_coef,
+        )
 
     def _not_finite(self, loss: float, norm: float, rows: np.ndarray, part: dict[str, Tensor]) -> NonFiniteLossError:
         error = NonFiniteLossError(f"The {self.config.loss} loss is {loss} and its gradient's norm {norm} on {len(rows)} episodes.", rows)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.algorithms.aggregation import Aggregation
-from embodied_rl.algorithms.composition import compose, method_options
+from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episodes import EpisodeBatch
-from embodied_rl.algorithms.kl import kl_estimate, kl_loss
-from embodied_rl.algorithms.losses import entropy_bonus, value_loss
 from embodied_rl.algorithms.units import at_level
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.hybrid import fsdp
+from embodied_rl.hybrid.loss_terms import Divisors, LossTerms
 from embodied_rl.hybrid.rank import EpisodeStep, Rank
 
 INPUT, OBSERVATION = "input.", "observation."
@@ -32,15 +29,13 @@ class EpisodeObjective:
 
     def __init__(self, config: AlgorithmConfig, steps: Tensor) -> None:
         """`steps`: [L] step of the chunk that each action unit belongs to."""
-        self.config, self.info, self.steps = config, compose(config).loss, steps
-        self.aggregation = Aggregation(config.aggregation or self.info.default_aggregation, config.horizon)  # type: ignore[arg-type]
-        self.options: dict[str, Any] = method_options(self.info, config.loss_options, config)
+        self.config, self.steps = config, steps
+        self._terms = LossTerms(config, compose(config).loss)
 
     def __call__(self, policy: nn.Module, tensors: Mapping[str, Tensor], step: EpisodeStep) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and metrics of the episodes of `pack_episodes`, of which `tensors` holds some rows."""
-        config, count, num_steps, steps = self.config, step.num_units, step.num_steps, self.steps
         part, unit_mask = below(tensors, INPUT), tensors.get("unit_mask")
-        mask, decisions, at = part["mask"], part["decisions"], (tensors["row"], tensors["column"])
+        decisions, at = part["decisions"], (tensors["row"], tensors["column"])
         evaluation = policy.evaluate(below(tensors, OBSERVATION), tensors["action"])  # type: ignore[operator]
 
         def scatter(flat: Tensor) -> Tensor:
@@ -48,31 +43,16 @@ class EpisodeObjective:
             shape = (*decisions.shape, *flat.shape[1:])
             return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(at, flat).flatten(1)
 
-        log_prob = scatter(at_level(evaluation.log_prob.float(), config.ratio, unit_mask, steps))
-        entropy = scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, steps))
-        given = {name: part[name] for name in (*self.info.inputs, *self.info.optional_inputs) if name in part}
-        shared: dict[str, Any] = {"mask": mask, "aggregation": self.aggregation, "denominator": count}
-        loss, metrics = self.info.load()(**{**given, "log_prob": log_prob}, **self.options, **shared)
-        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, mask=decisions, denominator=num_steps)
-        total, metrics = loss + config.entropy_coef * entropy_part, {**metrics, **entropy_metrics}
-        if "returns" in part:
-            value_part, value_metrics = value_loss(
-                value=scatter(evaluation.value.float()),
-                returns=part["returns"],
-                old_value=part["value"],
-                clip=config.value_clip,
-                mask=decisions,
-                denominator=num_steps,
-            )
-            total, metrics = total + config.value_coef * value_part, {**metrics, **value_metrics}
-        if "reference_log_prob" in part and config.kl.place == "loss":
-            kl_part, kl_metrics = kl_loss(log_prob=log_prob, reference_log_prob=part["reference_log_prob"], kind=config.kl.kind, **shared)
-            total, metrics = total + step.kl_coef * kl_part, {**metrics, **kl_metrics}
-        with torch.no_grad():
-            before = part.get("old_log_prob", part["behaviour_log_prob"])
-            moved = kl_estimate(log_prob=before, reference_log_prob=log_prob.detach(), kind="k3")
-            metrics["approx_kl"] = torch.where(mask, moved, torch.zeros_like(moved)).sum() / (step.num_entries or num_steps)
-        return total, metrics
+        return self._terms(
+            part,
+            log_prob=scatter(at_level(evaluation.log_prob.float(), self.config.ratio, unit_mask, self.steps)),
+            entropy=scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, self.steps)),
+            value=scatter(evaluation.value.float()) if "returns" in part else None,
+            mask=part["mask"],
+            decisions=decisions,
+            divisors=Divisors(loss=step.num_units, decisions=step.num_steps, entries=step.num_entries or step.num_steps),
+            kl_coef=step.kl_coef,
+        )
 
 
 class EpisodeRank:

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from embodied_rl.algorithms.composition import Composition
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.kl import kl_estimate, kl_loss
-from embodied_rl.algorithms.losses import entropy_bonus, value_loss
 from embodied_rl.algorithms.units import at_level, mask_at_level
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.hybrid.episode_learner import EpisodeLearner
+from embodied_rl.hybrid.loss_terms import Divisors
 from embodied_rl.hybrid.policy_updater import PolicyUpdater, Precision
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.policies.base import Policy
@@ -107,8 +106,11 @@ class PolicyEpisodeLearner(EpisodeLearner):
         """One step of the optimizer for these episodes, in parts of about `micro_batch_size` decisions."""
         masks = inputs["mask"][torch.from_numpy(rows)]
         decisions = inputs["decisions"][torch.from_numpy(rows)]
-        counts = {"loss": self.aggregation.count(masks).clamp(min=1).item(), "decisions": decisions.sum().clamp(min=1).item()}
-        counts["entries"] = masks.sum().clamp(min=1).item()
+        divisors = Divisors(
+            loss=self.aggregation.count(masks).clamp(min=1).item(),
+            decisions=decisions.sum().clamp(min=1).item(),
+            entries=masks.sum().clamp(min=1).item(),
+        )
         self._adam.optimizer.zero_grad(set_to_none=True)
         figures: dict[str, float] = {}
         total = 0.0
@@ -116,7 +118,7 @@ class PolicyEpisodeLearner(EpisodeLearner):
             part = {name: value[torch.from_numpy(chosen)].to(self.device) for name, value in inputs.items()}
             longest = int(part["decisions"].sum(1).max())
             part = {name: self._cut(name, value, longest) for name, value in part.items()}
-            loss, metrics = self._part_objective(batch, torch.from_numpy(chosen), part, kl_coef, counts)
+            loss, metrics = self._part_objective(batch, torch.from_numpy(chosen), part, kl_coef, divisors)
             loss.backward()
             total += float(loss.detach())
             for name, value in metrics.items():
@@ -144,10 +146,9 @@ class PolicyEpisodeLearner(EpisodeLearner):
             yield rows[begun // size == part]
 
     def _part_objective(
-        self, batch: EpisodeBatch, chosen: Tensor, part: dict[str, Tensor], kl_coef: float, counts: dict[str, float]
+        self, batch: EpisodeBatch, chosen: Tensor, part: dict[str, Tensor], kl_coef: float, divisors: Divisors
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What the episodes `chosen` add to the loss and the metrics of their minibatch."""
-        config, info, mask = self.config, self.composition.loss, part["mask"]
         place = torch.full((batch.shape[0],), -1)
         place[chosen] = torch.arange(len(chosen))
         at = (place[batch.row] >= 0).nonzero().squeeze(-1)
@@ -164,36 +165,13 @@ class PolicyEpisodeLearner(EpisodeLearner):
             whole = torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put((row, column), flat)
             return whole.flatten(1)
 
-        log_prob = scatter(at_level(evaluation.log_prob.float(), config.ratio, unit_mask, self._steps))
-        entropy = scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, self._steps))
-        given = {name: part[name] for name in (*info.inputs, *info.optional_inputs) if name in part}
-        loss, metrics = info.load()(
-            **{**given, "log_prob": log_prob}, **self._options, mask=mask, aggregation=self.aggregation, denominator=counts["loss"]
+        return self._terms(
+            part,
+            log_prob=scatter(at_level(evaluation.log_prob.float(), self.config.ratio, unit_mask, self._steps)),
+            entropy=scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, self._steps)),
+            value=scatter(evaluation.value.float()) if "returns" in part else None,
+            mask=part["mask"],
+            decisions=part["decisions"],
+            divisors=divisors,
+            kl_coef=kl_coef,
         )
-        entropy_part, entropy_metrics = entropy_bonus(entropy=entropy, mask=part["decisions"], denominator=counts["decisions"])
-        total, metrics = loss + config.entropy_coef * entropy_part, {**metrics, **entropy_metrics}
-        if "returns" in part:
-            value_part, value_metrics = value_loss(
-                value=scatter(evaluation.value.float()),
-                returns=part["returns"],
-                old_value=part["value"],
-                clip=config.value_clip,
-                mask=part["decisions"],
-                denominator=counts["decisions"],
-            )
-            total, metrics = total + config.value_coef * value_part, {**metrics, **value_metrics}
-        if "reference_log_prob" in part and config.kl.place == "loss":
-            kl_part, kl_metrics = kl_loss(
-                log_prob=log_prob,
-                reference_log_prob=part["reference_log_prob"],
-                kind=config.kl.kind,
-                mask=mask,
-                aggregation=self.aggregation,
-                denominator=counts["loss"],
-            )
-            total, metrics = total + kl_coef * kl_part, {**metrics, **kl_metrics}
-        with torch.no_grad():
-            before = part.get("old_log_prob", part["behaviour_log_prob"])
-            moved = kl_estimate(log_prob=before, reference_log_prob=log_prob.detach(), kind="k3")
-            metrics["approx_kl"] = torch.where(mask, moved, torch.zeros_like(moved)).sum() / counts["entries"]
-        return total, metrics

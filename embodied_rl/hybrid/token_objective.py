@@ -6,16 +6,14 @@ Shapes: R rows of at most S tokens; an entry is a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.aggregation import Aggregation
-from embodied_rl.algorithms.composition import Composition, method_options
-from embodied_rl.algorithms.kl import kl_estimate, kl_loss
-from embodied_rl.algorithms.losses import behaviour_cloning_loss, entropy_bonus
+from embodied_rl.algorithms.composition import Composition
+from embodied_rl.algorithms.losses import behaviour_cloning_loss
 from embodied_rl.config import AlgorithmConfig
+from embodied_rl.hybrid.loss_terms import Divisors, LossTerms
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.policies.packing import TokenSequence
 
@@ -56,9 +54,9 @@ class TokenObjective:
     """Any loss of the table on some rows of a minibatch, divided by the whole minibatch's count: parts add up, metrics too."""
 
     def __init__(self, config: AlgorithmConfig, composition: Composition, device: torch.device) -> None:
-        self.config, self.info, self.device = config, composition.loss, device
-        self.aggregation = Aggregation(config.aggregation or self.info.default_aggregation, config.horizon)  # type: ignore[arg-type]
-        self._options: dict[str, Any] = method_options(self.info, config.loss_options, config)
+        self.device = device
+        self._terms = LossTerms(config, composition.loss)
+        self.aggregation = self._terms.aggregation
 
     def __call__(
         self, policy: LanguagePolicy, batch: TokenBatch, log_probs: ReferenceLogProbs, rows: Tensor, denominator: Tensor, kl_coef: float
@@ -67,22 +65,9 @@ class TokenObjective:
         sequences = [batch.sequences[int(row)] for row in rows]
         evaluation = policy.evaluate(sequences)
         inputs, mask = self._inputs(batch, log_probs, rows, evaluation.log_prob.shape[1])
-        shared: dict[str, Any] = {"mask": mask, "denominator": denominator, "aggregation": self.aggregation}
-        given = {name: inputs[name] for name in (*self.info.inputs, *self.info.optional_inputs) if name in inputs}
-        loss, metrics = self.info.load()(**{**given, "log_prob": evaluation.log_prob}, **self._options, **shared)
-        entropy_part, entropy_metrics = entropy_bonus(entropy=evaluation.entropy, **shared)
-        total = loss + self.config.entropy_coef * entropy_part
-        metrics = {**metrics, **entropy_metrics}
-        if "reference_log_prob" in inputs and self.config.kl.place == "loss":
-            kl_part, kl_metrics = kl_loss(
-                log_prob=evaluation.log_prob, reference_log_prob=inputs["reference_log_prob"], kind=self.config.kl.kind, **shared
-            )
-            total, metrics = total + kl_coef * kl_part, {**metrics, **kl_metrics}
-        with torch.no_grad():
-            before = inputs.get("old_log_prob", inputs["behaviour_log_prob"])
-            moved = kl_estimate(log_prob=before, reference_log_prob=evaluation.log_prob, kind="k3")
-            metrics["approx_kl"] = self.aggregation.mean(moved, mask, denominator)
-        return total, metrics
+        divisors = Divisors(loss=denominator)
+        log_prob, entropy = evaluation.log_prob, evaluation.entropy
+        return self._terms(inputs, log_prob=log_prob, entropy=entropy, mask=mask, divisors=divisors, kl_coef=kl_coef)
 
     def _inputs(self, batch: TokenBatch, log_probs: ReferenceLogProbs, rows: Tensor, width: int) -> tuple[dict[str, Tensor], Tensor]:
         """{name: [n, width] or [n]} that losses ask for by name, and the mask."""

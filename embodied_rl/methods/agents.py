@@ -68,7 +68,7 @@ class AgentMethod:
         composition = self.algorithm.composition
         # In the same precision by the same code, of the weights of this very version.
         trust = config.generation.backend == "tokens_torch" and groups.max_staleness == 0
-        self.learner, self.sharded = _make_learner(config, policy, composition, trust_sampled=trust)
+        self.learner, self.sharded = make_token_learner(config, policy, composition, trust_sampled=trust)
         self._queue_config = queue_config(groups)
         self._filters = build_filters(groups.filters)
         self._domains = DomainMixture.single(manager.spec.task)
@@ -180,7 +180,7 @@ def make_agent_collector(config: TrainConfig, manager: EnvManager, generator: Ag
     )
 
 
-def _make_learner(
+def make_token_learner(
     config: TrainConfig, policy: LanguagePolicy, composition: Composition, *, trust_sampled: bool
 ) -> tuple[LanguageLearner, RankGroup | None]:
     """The learner, and its ranks where it has several."""
@@ -216,8 +216,6 @@ def check_agent(config: TrainConfig) -> None:
         )
     if algorithm.initialized.share > 0:
         raise UserError("algorithm.initialized is offered for robots' policies: set algorithm.initialized.share=0.")
-    if config.record.share > 0:
-        raise UserError("record.share is offered for robots' policies: set record.share=0.")
 
 
 def prepare_turns(algorithm: EpisodeMethod, learner: LanguageLearner, groups: Sequence[EpisodeGroup]) -> PreparedTurns:

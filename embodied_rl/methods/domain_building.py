@@ -65,7 +65,10 @@ def build_domains(
         roles[LANGUAGE] = _language_role(config, managers, run_dir, checkpoint)
     for name, domain in config.domains.items():
         if domain.policy is not None:
-            roles[name] = _own_role(config.for_domain(name), name, next(seat for seat in managers.seats if seat.domain == name))
+            own = config.for_domain(name)
+            # A small network is trained where it acts; the ranks are the language policy's.
+            own = dataclasses.replace(own, hybrid=dataclasses.replace(own.hybrid, sharding=None))
+            roles[name] = _own_role(own, name, next(seat for seat in managers.seats if seat.domain == name))
     shares = {name: (player.share, played_by(config, name)) for name, player in config.generation.mix.items()}
     weights = queue_weights({name: domain.weight for name, domain in config.domains.items()}, shares)
     method = DomainsMethod(config, managers, roles, DomainMixture(weights), run_dir)
@@ -177,17 +180,17 @@ def check_domains(config: TrainConfig) -> None:
     if config.algorithm.warm_start is not None:
         raise UserError("domains: players are cloned by domain: set domains.NAME.algorithm.warm_start, and algorithm.warm_start=null.")
     refused = {
-        "hybrid.sharding": config.hybrid.sharding is not None,
         "hybrid.offload": bool(config.hybrid.offload),
         "hybrid.reward_worker": config.hybrid.reward_worker is not None,
         "hybrid.placement": config.hybrid.plays_apart,
-        "record.share": config.record.share > 0,
         "recording": bool(config.recording),
         "algorithm.initialized.share": config.algorithm.initialized.share > 0,
     }
     for key, given in refused.items():
         if given:
             raise UserError(f"{key} is not offered in a run with several domains or players: leave it out.")
+    if config.hybrid.sharding is not None and all(domain.policy is not None for domain in config.domains.values()):
+        raise UserError("hybrid.sharding divides the run's language policy, and every domain has a policy of its own: set hybrid=local.")
     if config.video.enabled != "no":
         raise UserError("A run with several domains or players makes no film at its end: set video.enabled=no.")
     for name in config.domains:

@@ -12,8 +12,9 @@ from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
-from embodied_rl.hybrid.language_learner import LanguageLearner, ReferenceLogProbs, TokenBatch
-from embodied_rl.methods.agents import PreparedTurns, prepare_turns
+from embodied_rl.hybrid.language_learner import ReferenceLogProbs, TokenBatch
+from embodied_rl.hybrid.rank_group import RankGroup
+from embodied_rl.methods.agents import PreparedTurns, make_token_learner, prepare_turns
 from embodied_rl.methods.base import Experience
 from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.warm_start import WarmStart
@@ -55,6 +56,20 @@ class Role(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class RoleRanks:
+    """The ranks of one role's policy among several, as the engine and checkpoints know those of a run."""
+
+    def __init__(self, group: RankGroup, policy: Any) -> None:
+        """`policy`: the role's own, whole."""
+        self.group, self._policy = group, policy
+        self.rank, self.close, self.apart = group.rank, group.close, group.apart
+        self.take_weights, self.save_parts, self.load_parts = group.take_weights, group.save_parts, group.load_parts
+
+    def write_back(self, policy: Any) -> None:
+        """See `RankGroup.write_back`: `policy` is that of all roles, whose others train where they are."""
+        self.group.write_back(self._policy)
+
+
 class LanguageRole:
     """One language policy that plays several domains of text; each domain's episodes are valued in its own way. Implements `Role`."""
 
@@ -71,10 +86,9 @@ class LanguageRole:
         self.warm_starts: dict[str, WarmStart] = {}
         self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
         composition = EpisodeMethod(config.algorithm).composition
-        hybrid = config.hybrid
-        self.learner = LanguageLearner(
-            policy, config.algorithm, composition, hybrid.device, hybrid.num_threads, trust_sampled=trust_sampled
-        )
+        self.learner, ranks = make_token_learner(config, policy, composition, trust_sampled=trust_sampled)
+        self.ranks = None if ranks is None else RoleRanks(ranks, policy)
+        """Where `hybrid.sharding` divides the policy."""
 
     def needs_of(self, domain: str) -> frozenset[str]:
         """What the advantage of a domain wants of its episodes."""

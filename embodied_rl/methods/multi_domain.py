@@ -16,7 +16,7 @@ from torch import Tensor
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.filters import build_filters
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.methods.agents import DIALOGUES
@@ -48,6 +48,8 @@ class Seat:
     """The configuration's."""
     player: str
     """`OWN_PLAYER`, or a name of generation.mix."""
+    sim: SimConfig
+    """Of the domain."""
     manager: EnvManager
     trained: bool
     generator: Generator | None = None
@@ -83,13 +85,13 @@ class DomainManagers:
             for domain, own in config.domains.items():
                 manager = EnvManager.from_config(own.sim, seeds, autoreset=False)
                 stack.callback(manager.close)
-                seats.append(Seat(domain, OWN_PLAYER, manager, trained=True))
+                seats.append(Seat(domain, OWN_PLAYER, own.sim, manager, trained=True))
                 for name, player in config.generation.mix.items():
                     if domain in played_by(config, name):
                         # Simulators of its own: a server that takes its time holds up nobody else.
                         manager = EnvManager.from_config(own.sim, seeds, num_slots=player.num_slots, autoreset=False)
                         stack.callback(manager.close)
-                        seats.append(Seat(domain, name, manager, trained=player.is_policy and player.train))
+                        seats.append(Seat(domain, name, own.sim, manager, trained=player.is_policy and player.train))
             found = DomainManagers(config, seats)
             stack.pop_all()
         return found
@@ -151,7 +153,6 @@ class DomainsMethod:
     """Groups of all domains out of one queue; every role learns from its own. Implements `Method`."""
 
     learner: Any = None
-    sharded = None
 
     def __init__(
         self, config: TrainConfig, managers: DomainManagers, roles: dict[str, Role], mixture: DomainMixture, run_dir: Path
@@ -159,6 +160,7 @@ class DomainsMethod:
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.roles = config, roles
+        self.sharded = next((ranks for role in roles.values() if (ranks := getattr(role, "ranks", None)) is not None), None)
         self._seats = {seat.name: seat for seat in managers.seats}
         self._queue_config, self._mixture, self._run_dir = queue_config(groups), mixture, run_dir
         self._filters = [self._only_trained(apply) for apply in build_filters(groups.filters)]
@@ -168,6 +170,11 @@ class DomainsMethod:
         self.collector.restart(self.queue)
         self._figures: dict[str, float] = {}
         self._last: dict[str, list[AgentEpisode]] = defaultdict(list)
+
+    @property
+    def own_seats(self) -> list[Seat]:
+        """Where the run's own policies play."""
+        return [seat for seat in self._seats.values() if seat.player == OWN_PLAYER]
 
     @property
     def finished(self) -> bool:
@@ -239,12 +246,17 @@ class DomainsMethod:
     def state_tensors(self) -> dict[str, Tensor]:
         return {f"{name}/{key}": part for name, role in self.roles.items() for key, part in role.state_tensors().items()}
 
+    def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
+        divided = next(name for name, role in self.roles.items() if hasattr(role, "ranks"))
+        return {f"{divided}/{key}": part for key, part in state.items()}
+
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         for name, role in self.roles.items():
             role.load_state_tensors({k.removeprefix(f"{name}/"): part for k, part in state.items() if k.startswith(f"{name}/")})
 
     def state_dict(self) -> dict[str, Any]:
-        specs = {seat.domain: plain_spec(seat.manager.spec).to_dict() for seat in self._seats.values() if seat.player == OWN_PLAYER}
+        specs = {seat.domain: plain_spec(seat.manager.spec).to_dict() for seat in self.own_seats}
         roles = {name: role.state_dict() for name, role in self.roles.items()}
         return {"queue": self.queue.state_dict(), "roles": roles, "specs": specs}
 

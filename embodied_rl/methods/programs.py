@@ -59,5 +59,7 @@ def check_programs(config: TrainConfig) -> None:
         raise UserError(f"sim={config.sim.name} is an agent program, which talks to a language model: set policy=language.")
     if config.hybrid.plays_apart:
         raise UserError("Agent programs are served by the process that trains: set hybrid=local or fsdp2.")
+    if config.record.share > 0:
+        raise UserError("record.share writes steps of a simulator, and an agent program is none: set record.share=0.")
     if config.algorithm.warm_start is not None:
         raise UserError("algorithm.warm_start plays in a simulator, and an agent program is none: set algorithm.warm_start=null.")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +26,15 @@ from embodied_rl.agents.parsing import InvalidAction, ToolRequest
 from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.generation.tokens import Completion, TokenBackend
-from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.agent_recording import AgentRecord
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.scoring import Scorer
+from embodied_rl.rollout.observations import copied
+from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
+from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import EpisodeGroup, StepBatch
+from embodied_rl.types import StepBatch
 
-_TICK_EVERY_S = 1.0
 _GLANCE_S = 0.002
 """How long one side is waited for while another may be ready first."""
 _SEEDS = 23
@@ -64,10 +66,13 @@ class _Playing:
     prompt: Prompt | None = None
     answered: _Answered | None = None
     success: bool = False
+    record: AgentRecord | None = None
+    """None: nothing is written down."""
 
 
-class AgentCollector:
-    """Fills the queue's groups from a manager made with ``autoreset=False`` and a token backend; idle slots stand still.
+class AgentCollector(SlotPump[_Playing]):
+    """Fills the queue's groups from a manager made with ``autoreset=False`` and a token backend; idle slots stand still. What it hands
+    in are `AgentEpisode`s.
 
     With ``min_ready=None`` all slots move together, so that what is sampled depends on the seeds alone: every request has a seed of its
     own, made of the run's seed, the group, the member, the attempt and the turn. With a number whatever is ready moves on.
@@ -92,47 +97,17 @@ class AgentCollector:
             temperature: in place of the agent's.
             greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
-        self.manager, self.agent, self.backend, self.queue = manager, agent, backend, queue
-        self.seed, self.min_ready = seed, min_ready
-        self.times = CollectorTimes()
-        self.scorer: Scorer | None = None
-        """Gives episodes a further reward before they are handed in, while others are played."""
-        self._awaited: dict[int, Assignment] = {}
-        """Of episodes that are being scored, by the scorer's numbers."""
-        self._num_scored = 0
+        super().__init__(manager, queue, seed=seed, min_ready=min_ready)
+        self.agent, self.backend = agent, backend
+        self.recorder: TrainingRecorder | None = None
+        """Writes a share of the episodes down."""
         self._greedy_member, self._trained, self._temperature = greedy_member, trained, temperature
-        self._playing: dict[int, _Playing] = {}
-        self._idle = list(range(manager.num_slots))
         self._requests: dict[int, int] = {}  # {request: slot}
         self._tools: dict[int, Future[str]] = {}  # {slot: what its tools will give}
         self._next_id = 0
-        self._in_step = 0
         self._counts: Counter[str] = Counter()
-        self._ticked_at = time.monotonic()
-        self._waited = 0.0
 
-    def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """Play until the queue has a batch for the weights `version`; the episodes are `AgentEpisode`s.
-
-        Raises:
-            SimFault: see EnvManager.
-            BatchNeverFullError: the queue rejects too many groups, or waited too long.
-        """
-        self.take_waited()
-        started = time.perf_counter()
-        while (groups := self.queue.take(version)) is None:
-            if not self.pump():
-                raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
-        waited = self.take_waited()
-        self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
-        return groups
-
-    def take_waited(self) -> float:
-        """Seconds that it stood and waited for simulators since the last call of this."""
-        waited, self._waited = self._waited, 0.0
-        return waited
-
-    def pump(self, patience_s: float = _TICK_EVERY_S) -> bool:
+    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
 
         Args:
@@ -158,16 +133,12 @@ class AgentCollector:
 
     def restart(self, queue: GroupQueue) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
-        self.manager.discard()
+        self._forget_all(queue)
         self.backend.abort(list(self._requests))
-        self.queue = queue
-        self._playing.clear()
         self._requests.clear()
-        self._awaited.clear()
         for future in self._tools.values():
             future.cancel()
         self._tools.clear()
-        self._idle, self._in_step = list(range(self.manager.num_slots)), 0
 
     def figures(self) -> dict[str, float]:
         """Since the last call: turns, tokens of prompts and answers a turn, the shares of invalid answers by reason and of those that call
@@ -180,8 +151,7 @@ class AgentCollector:
 
     def metrics(self) -> dict[str, float]:
         """`figures`, as they are logged."""
-        scored = {} if self.scorer is None else self.scorer.metrics()
-        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **scored}
+        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._score_metrics()}
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
@@ -191,22 +161,16 @@ class AgentCollector:
 
     def _begin_idle(self) -> None:
         begun: list[tuple[int, int]] = []
-        while self._idle and (assignment := self.queue.next_assignment()) is not None:
-            slot = self._idle.pop(0)
+        while (found := self._next_slot()) is not None:
+            slot, assignment = found
             greedy = self._greedy_member and assignment.member == 0
-            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), greedy)
+            record = None if self.recorder is None else AgentRecord()
+            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), greedy, record=record)
             begun.append((slot, assignment.seed))
-        if begun:
-            slots, seeds = zip(*sorted(begun), strict=True)
-            self.manager.begin(list(slots), list(seeds))
-            self._in_step += len(slots)
+        self._begin(begun)
 
-    def _stop(self, slot: int) -> None:
-        del self._playing[slot]
-        self._idle.append(slot)
-        self._idle.sort()
-
-    def _finish(self, slot: int, *, terminated: bool, truncated: bool, final_text: str) -> None:
+    def _finish(self, slot: int, *, terminated: bool, truncated: bool, final_text: str, final_seen: dict[str, Any] | None = None) -> None:
+        """An episode is over: `final_seen` is the simulator's last observation, None where the agent was shown it."""
         playing = self._playing[slot]
         self._stop(slot)
         if not playing.turns:
@@ -222,25 +186,10 @@ class AgentCollector:
             final_text=final_text,
             greedy=playing.greedy,
         )
-        if self.scorer is None:
-            self.queue.finished(playing.assignment, episode)
-            return
-        self._num_scored += 1
-        self._awaited[self._num_scored] = playing.assignment
-        self.scorer.submit(self._num_scored, episode)
-
-    def _take_scores(self) -> bool:
-        """Hand in the episodes that were scored meanwhile; whether there were any."""
-        scored = [] if self.scorer is None else self.scorer.ready()
-        for number, found in scored:
-            assignment = self._awaited.pop(number, None)
-            if assignment is None:
-                continue  # submitted before a restart
-            if isinstance(found, str):
-                self.queue.failed(assignment, f"it was not scored: {found}")
-            else:
-                self.queue.finished(assignment, found)
-        return bool(scored)
+        if playing.record is not None and self.recorder is not None:
+            ends = {"terminated": terminated, "truncated": truncated, "success": playing.success}
+            playing.record.finish(self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.greedy, final=final_seen)
+        self._hand_in(playing.assignment, episode)
 
     # ---- the simulators' side ---------------------------------------------------------------------------------------
 
@@ -257,6 +206,8 @@ class AgentCollector:
                 continue
             if playing.answered is not None:
                 self._note_turn(playing, float(batch.reward[row]), success=bool(batch.success[row]))
+                if playing.record is not None:
+                    playing.record.stepped(len(playing.turns) - 1, bool(batch.success[row]))
             if slot in ended and (why := ended[slot].final_info.get("failure")):
                 # Nobody could say how good it was: that is no bad mark.
                 self._counts["unscored"] += 1
@@ -264,11 +215,15 @@ class AgentCollector:
                 self.queue.failed(playing.assignment, str(why))
             elif slot in ended:
                 final = str(batch.final_observation["text"][row])
-                self._finish(slot, terminated=bool(batch.terminated[row]), truncated=bool(batch.truncated[row]), final_text=final)
+                ends = {"terminated": bool(batch.terminated[row]), "truncated": bool(batch.truncated[row])}
+                seen = {key: copied(part[row]) for key, part in batch.final_observation.items()}
+                self._finish(slot, **ends, final_text=final, final_seen=seen)
             elif self.queue.should_stop(playing.assignment):
                 self._stop(slot)
             else:
                 playing.observation = self.agent.look(batch.observation, row, playing.images)
+                if playing.record is not None:
+                    playing.record.looked(batch.observation, row)
                 playing.budget.begin_turn()
                 asking.append(slot)
         self._ask(asking, lambda playing: playing.conversation.prompt(playing.observation))
@@ -393,11 +348,6 @@ class AgentCollector:
         superfluous = [number for number, slot in self._requests.items() if self.queue.should_stop(self._playing[slot].assignment)]
         if superfluous:
             self.backend.abort(superfluous)
-
-    def _tick(self) -> None:
-        if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:
-            self._ticked_at = time.monotonic()
-            self.queue.tick()  # what it gives up is dropped when its slot comes back
 
 
 def _for_show(completion: Completion, version: int, stop_ids: tuple[int, ...]) -> Completion:

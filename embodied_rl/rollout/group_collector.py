@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.generation.base import Generator
-from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.initialized import Outcome, Start, StartLibrary
 from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.observations import copied, stacked
+from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
 from embodied_rl.rollout.restoring import StartShelf
-from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.rollout.start_sources import SourceEpisode
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.timeline import span
-from embodied_rl.types import ActionLayout, ActionSpec, Episode, EpisodeGroup, EpisodeSummary, Observation, StepBatch
+from embodied_rl.types import ActionLayout, ActionSpec, Episode, EpisodeSummary, Observation, StepBatch
 
 if TYPE_CHECKING:
     from embodied_rl.rollout.training_recording import TrainingRecorder
 
 _NOISE_STREAM = 2
 _NOISE_BLOCK = 64
-_TICK_EVERY_S = 1.0
 
 
 class EpisodeNoise:
@@ -90,7 +89,7 @@ class EpisodeRecorder:
     def finish(self, batch: StepBatch, row: int, success: bool, metadata: dict[str, Any], unit_steps: np.ndarray | None = None) -> Episode:
         """The episode, whose last step is a row of `batch`; `unit_steps` [L] says which step of a chunk each action unit belongs to."""
         executed = np.stack(self.executed) if self.executed else None
-        observation = {key: _stack([seen[key] for seen in self.observation]) for key in self.observation[0]}
+        observation = {key: stacked([seen[key] for seen in self.observation]) for key in self.observation[0]}
         return Episode(
             observation=observation,
             action=np.stack(self.action),
@@ -102,7 +101,7 @@ class EpisodeRecorder:
             seed=self.assignment.seed,
             domain=self.assignment.domain,
             policy_version=np.asarray(self.version, np.int64),
-            final_observation={key: _copied(part[row]) for key, part in batch.final_observation.items()},
+            final_observation={key: copied(part[row]) for key, part in batch.final_observation.items()},
             mask=None if executed is None or unit_steps is None else executed[:, unit_steps],
             executed=executed,
             chunk_reward=np.stack(self.chunk_reward) if self.chunk_reward else None,
@@ -110,7 +109,7 @@ class EpisodeRecorder:
         )
 
 
-class GroupCollector:
+class GroupCollector(SlotPump[EpisodeRecorder]):
     """Fills the queue's groups from a manager made with ``autoreset=False``; slots that have nothing to play stand still.
 
     With ``min_ready=None`` all running slots move together, so that which observations share a forward pass, and with it the last bit
@@ -135,46 +134,16 @@ class GroupCollector:
             greedy_member: member 0 of each group is played by the policy's mode, and its episode says ``metadata["greedy"]``.
             starts: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``.
         """
+        super().__init__(manager, queue, seed=seed, min_ready=min_ready)
         self._greedy_member = greedy_member
         self.layout = layout or ActionLayout.of(manager.spec.action)
-        self.manager, self.generator, self.queue = manager, generator, queue
-        self.seed, self.min_ready = seed, min_ready
-        self.times = CollectorTimes()
+        self.generator = generator
         self.recorder: TrainingRecorder | None = None
         """Writes a share of the episodes down."""
         self._starts, self._shelf = starts, None if starts is None else StartShelf(manager, starts)
-        self.scorer: Scorer | None = None
-        """Gives episodes a further reward before they are handed in, while others are played."""
-        self._awaited: dict[int, Assignment] = {}
-        """Of episodes that are being scored, by the scorer's numbers."""
-        self._num_scored = 0
-        self._waited = 0.0
-        self._playing: dict[int, EpisodeRecorder] = {}
-        self._idle = list(range(manager.num_slots))
         self._unanswered: dict[int, Observation] = {}
-        self._in_flight = 0
-        self._ticked_at = time.monotonic()
 
-    def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """Play until the queue has a batch for the weights `version`.
-
-        Raises:
-            SimFault: see EnvManager.
-            BatchNeverFullError: the queue rejects too many groups, or waited too long.
-        """
-        started, self._waited = time.perf_counter(), 0.0
-        while (groups := self.queue.take(version)) is None:
-            if not self.pump():
-                raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
-        self.times = CollectorTimes(self._waited, time.perf_counter() - started - self._waited)
-        return groups
-
-    def take_waited(self) -> float:
-        """Seconds that it stood and waited for simulators since the last call of this."""
-        waited, self._waited = self._waited, 0.0
-        return waited
-
-    def pump(self, patience_s: float = _TICK_EVERY_S) -> bool:
+    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """One round: begin what the queue asks for, take in what is ready, answer it. False: nothing runs, and nothing may begin.
 
         Args:
@@ -184,9 +153,9 @@ class GroupCollector:
         """
         self._begin_idle()
         scored = self._take_scores()
-        if self._in_flight == 0 and not self._unanswered and not self._awaited:
+        if self._in_step == 0 and not self._unanswered and not self._awaited:
             return scored
-        if self._in_flight:
+        if self._in_step:
             before = time.perf_counter()
             # In lockstep all of them: a part of them, whenever a step takes long, would be acted on in batches that time decides.
             with span("env", "wait"):
@@ -201,27 +170,23 @@ class GroupCollector:
 
     def metrics(self) -> dict[str, float]:
         """Of the scores of reward workers; empty without them."""
-        return {} if self.scorer is None else self.scorer.metrics()
+        return self._score_metrics()
 
     def restart(self, queue: GroupQueue) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
-        self.manager.discard()
-        self.queue = queue
-        self._playing.clear()
+        self._forget_all(queue)
         self._unanswered.clear()
-        self._awaited.clear()
         if self._starts is not None and self._shelf is not None:
             self._starts.discard()
             self._shelf.clear()
-        self._idle, self._in_flight = list(range(self.manager.num_slots)), 0
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _begin_idle(self) -> None:
         begun: list[tuple[int, int]] = []
         restored: dict[int, Start] = {}
-        while self._idle and (assignment := self.queue.next_assignment()) is not None:
-            slot = self._idle.pop(0)
+        while (found := self._next_slot()) is not None:
+            slot, assignment = found
             key = (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM)
             noise = EpisodeNoise(self.layout, key)
             start = None if self._starts is None else self._starts.start_of(assignment.group)
@@ -234,15 +199,12 @@ class GroupCollector:
             self._unanswered |= self._shelf.restore(restored)
             if self.min_ready is not None:
                 self._act()  # not to wait for others
-        if begun:
-            slots, seeds = zip(*sorted(begun), strict=True)
-            self.manager.begin(list(slots), list(seeds))
-            self._in_flight += len(slots)
+        self._begin(begun)
 
     def _take_in(self, batch: StepBatch) -> None:
         """Note what came of the actions; episodes that ended are handed in, and what else is ready waits for its next action."""
         summaries = {episode.slot: episode for episode in batch.episodes}
-        self._in_flight -= len(batch.slots)
+        self._in_step -= len(batch.slots)
         for row, slot in enumerate(batch.slots.tolist()):
             recorder = self._playing[slot]
             if batch.aborted is not None and batch.aborted[row]:
@@ -257,35 +219,16 @@ class GroupCollector:
                 episode = self._episode(recorder, batch, row, summaries[slot])
                 if self.recorder is not None:
                     self._record(self.recorder, recorder, episode)
-                if self.scorer is not None:
-                    self._num_scored += 1
-                    self._awaited[self._num_scored] = recorder.assignment
-                    self.scorer.submit(self._num_scored, episode)
-                elif self.queue.finished(recorder.assignment, episode) and self._starts is not None:
+                if self._hand_in(recorder.assignment, episode) and self._starts is not None:
                     self._starts.finished(self._outcome(self._starts, recorder, episode, summaries[slot]))
             elif self.queue.should_stop(recorder.assignment):
                 self._stop(slot)
             else:
-                self._unanswered[slot] = {key: _copied(part[row]) for key, part in batch.observation.items()}
+                self._unanswered[slot] = {key: copied(part[row]) for key, part in batch.observation.items()}
         # Of this batch or, in lockstep, of one before: another member's end may have made these superfluous.
         for slot in [slot for slot in self._unanswered if self.queue.should_stop(self._playing[slot].assignment)]:
             del self._unanswered[slot]
             self._stop(slot)
-
-    def _take_scores(self) -> bool:
-        """Hand in the episodes that were scored meanwhile; whether there were any."""
-        if self.scorer is None:
-            return False
-        scored = self.scorer.ready()
-        for number, found in scored:
-            assignment = self._awaited.pop(number, None)
-            if assignment is None:
-                continue  # submitted before a restart
-            if isinstance(found, str):
-                self.queue.failed(assignment, f"it was not scored: {found}")
-            else:
-                self.queue.finished(assignment, found)
-        return bool(scored)
 
     def _episode(self, recorder: EpisodeRecorder, batch: StepBatch, row: int, summary: EpisodeSummary) -> Episode:
         greedy = self._greedy_member and recorder.assignment.member == 0
@@ -312,11 +255,6 @@ class GroupCollector:
             candidate = SourceEpisode("own", seed, actions, summary.episode_return, success, seen=seen)
         return Outcome(recorder.assignment.group, recorder.assignment.member, recorder.start, success, candidate)
 
-    def _stop(self, slot: int) -> None:
-        del self._playing[slot]
-        self._idle.append(slot)
-        self._idle.sort()
-
     def _act(self) -> None:
         if not self._unanswered:
             return
@@ -332,31 +270,11 @@ class GroupCollector:
 
     def _answer(self, slots: list[int], noisy: bool) -> None:
         rows = [self._unanswered[slot] for slot in slots]
-        observation = {key: _stack([row[key] for row in rows]) for key in rows[0]}
+        observation = {key: stacked([row[key] for row in rows]) for key in rows[0]}
         noise = np.stack([self._playing[slot].noise.next() for slot in slots]) if noisy else None
         self.generator.send(np.asarray(slots), observation, noise)
         acted = self.generator.recv()
         for row, slot in enumerate(slots):
             self._playing[slot].acted(rows[row], acted.action[row], acted.log_prob[row], acted.version)
         self.manager.send(slots, acted.for_simulator(self.manager.spec.action, self.manager.chunk_size))
-        self._in_flight += len(slots)
-
-    def _tick(self) -> None:
-        if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:
-            self._ticked_at = time.monotonic()
-            self.queue.tick()  # what it gives up is dropped when its slot comes back
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _stack(values: list[Any]) -> np.ndarray:
-    """[n, ...]; an object array where the values are not arrays of one shape."""
-    first = values[0]
-    if isinstance(first, (np.ndarray, np.generic)) and all(np.shape(value) == np.shape(first) for value in values):
-        return np.stack(values)
-    stacked = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        stacked[row] = value
-    return stacked
+        self._in_step += len(slots)

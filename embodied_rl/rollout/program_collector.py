@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
 
 import numpy as np
@@ -13,20 +12,18 @@ from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.proxy.captured import CapturedSession, CapturedTurn
 from embodied_rl.proxy.sessions import SessionSampling
-from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramRunner
-from embodied_rl.types import EpisodeGroup
+from embodied_rl.rollout.queue_pump import TICK_EVERY_S, QueuePump
 
 _LOOK_S = 0.25
 """How often it is looked whether running programs are still needed."""
-_TICK_EVERY_S = 1.0
 _SEEDS = 29
 """Stream of randomness: the seeds of sessions."""
 
 
-class ProgramCollector:
+class ProgramCollector(QueuePump):
     """Fills the queue's groups with the episodes of programs, `num_slots` of them at a time.
 
     Every session has a seed of its own, made of the run's seed, the group, the member and the attempt, and every request of it one more:
@@ -49,32 +46,25 @@ class ProgramCollector:
             sampling: of the answers; its seed does not count.
             greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
-        self.runner, self.queue, self.seed = runner, queue, seed
-        self.times = CollectorTimes()
+        super().__init__(queue, seed=seed)
+        self.runner = runner
         self.faults: list[ProgramFault] = []
         """All of the run so far."""
         self._tokenizer, self._num_slots, self._sampling, self._greedy_member = tokenizer, num_slots, sampling, greedy_member
         self._turns: dict[Assignment, int] = {}
         self._counts: Counter[str] = Counter()
-        self._ticked_at = time.monotonic()
 
-    def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """Run programs until the queue has a batch for the weights `version`; the episodes are `AgentEpisode`s.
-
-        Raises:
-            BatchNeverFullError: too many programs failed or groups were rejected, or the queue waited too long.
-        """
-        started = time.perf_counter()
-        while (groups := self.queue.take(version)) is None:
-            self._start()
-            if not self.runner.num_running:
-                raise RuntimeError(f"No program is running and no batch is full. {self.queue.describe()}")
-            for played in self.runner.wait(_LOOK_S):
-                self._finish(played)
-            self._look()
-        # Model and programs work at the same time; none of it is told apart.
-        self.times = CollectorTimes(0.0, time.perf_counter() - started)
-        return groups
+    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+        """Start the programs that the queue asks for, and hand in those that ended. False: none is running."""
+        # Model and programs work at the same time: nothing is told apart, and no time counts as waited.
+        self._start()
+        if not self.runner.num_running:
+            return False
+        for played in self.runner.wait(min(patience_s, _LOOK_S)):
+            self._finish(played)
+        self._look()
+        self._tick()
+        return True
 
     def restart(self, queue: GroupQueue) -> None:
         """End every running program and go on with another queue."""
@@ -146,9 +136,6 @@ class ProgramCollector:
             elif (turns := self.runner.num_turns(whose)) != self._turns.get(whose, 0):
                 self._turns[whose] = turns
                 self.queue.progressed(whose)
-        if time.monotonic() - self._ticked_at >= _TICK_EVERY_S:
-            self._ticked_at = time.monotonic()
-            self.queue.tick()
 
 
 def episode_of_session(

@@ -61,7 +61,7 @@ class ProgramGenerator(AgentGenerator):
     def close(self) -> None:
         """End the programs that run, proxy and backend."""
         for runner in self._runners:
-            runner.stop_all()
+            runner.close()
         self.proxy.close()
         self._own.close()
         self.agent.close()
@@ -118,7 +118,7 @@ class ProgramManager:
                     if on_episode is not None:
                         on_episode(finished[number])
         finally:
-            runner.stop_all()
+            runner.close()
         return [finished[number] for number in range(num_episodes)]
 
     def _summary(self, number: int, played: Played, generator: ProgramGenerator) -> EpisodeSummary:

@@ -1,10 +1,11 @@
-"""Agent programs side by side: each is a process with a session of its own at the agent proxy.
+"""Agent programs side by side: each plays in a process of its own, with a session of its own at the agent proxy.
 
 ```
    start ──▶ process ──HTTP──▶ AgentProxy ──▶ token backend        a program ends by itself, runs out of time, or is stopped;
      ▲          │                  │                               only one that ended well and was judged gives an episode,
    caller ◀── wait ◀── exit ◀── session's turns, rewards           everything else is a `ProgramFault`, never a reward
 ```
+One that stays (`ProgramOptions.stays`) replies instead of ending, and is given the next episode.
 """
 
 from __future__ import annotations
@@ -13,13 +14,22 @@ import enum
 import select
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from embodied_rl.proxy.app import AgentProxy
 from embodied_rl.proxy.captured import CapturedSession
 from embodied_rl.proxy.sessions import SessionSampling
-from embodied_rl.sim.text.program import FAILURE_STATUS, ProgramOptions, RunningProgram, TaskBook, program_environment
+from embodied_rl.sim.text.program import (
+    FAILURE_STATUS,
+    ProgramOptions,
+    RunningProgram,
+    TaskBook,
+    episode_line,
+    lasting_environment,
+    program_environment,
+)
+from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
 
 _LINES = 6
 """Of a program's last words that a fault keeps."""
@@ -30,7 +40,7 @@ class ProgramFaultKind(enum.Enum):
 
     NOT_STARTED = "not_started"
     CRASHED = "crashed"
-    """Ended with a status that means neither success nor failure, or by a signal."""
+    """Ended with a status that means neither success nor failure, by a signal, or with an exception that it replied with."""
     TIMED_OUT = "timed_out"
     NO_REWARD = "no_reward"
     """Ended well, and nobody said how it went."""
@@ -48,7 +58,7 @@ class ProgramFault:
     seed: int
     task: Mapping[str, Any]
     exit_status: int | None
-    """Minus the signal's number where one ended it; None: it never ran."""
+    """Minus the signal's number where one ended it; None: it never ran, or stays."""
     num_turns: int
     """Answers that it had been given."""
     seconds: float
@@ -75,7 +85,7 @@ class Played:
     seed: int
     task: Mapping[str, Any]
     seconds: float
-    """From its start to its end."""
+    """From its start to its end, or from an episode's task to its reply."""
     outcome: CapturedSession | ProgramFault
     reward: float = 0.0
     """All rewards; 0 for a fault."""
@@ -87,7 +97,7 @@ class _Running:
     seed: int
     task: Mapping[str, Any]
     session: str
-    process: RunningProgram
+    process: RunningProgram | ServedEpisode
     started_s: float
 
 
@@ -101,6 +111,10 @@ class ProgramRunner:
         """
         self.options, self.proxy, self.model = options, proxy, model
         self.tasks = TaskBook(options)
+        self._pool: ProgramPool | None = None
+        if options.stays:
+            words = options.words({}, 0, model)
+            self._pool = ProgramPool(words, lasting_environment(options, proxy.base_url, model), options.serve_limits)
         self._running: dict[Hashable, _Running] = {}
         self._failed_to_start: list[Played] = []
         self._put_aside: dict[str, CapturedSession] = {}  # sessions that their programs ended themselves
@@ -121,10 +135,8 @@ class ProgramRunner:
         session = ""
         try:
             session, key = self.proxy.open_session({"seed": seed, "task": dict(task)}, sampling)
-            env = program_environment(
-                self.options, base_url=self.proxy.base_url, key=key, session=session, model=self.model, task=task, seed=seed
-            )
-            process = RunningProgram(self.options.words(task, seed, self.model), env, self.options.timeout_s)
+            line = episode_line(base_url=self.proxy.base_url, key=key, session=session, model=self.model, task=task, seed=seed)
+            process = self._begin(line)
         except (OSError, ValueError) as error:
             if session:
                 self.proxy.end_session(session)
@@ -137,17 +149,17 @@ class ProgramRunner:
         """Programs that have ended since the last call, after a wait of at most `timeout_s` for the first; in the order of starting."""
         ended, self._failed_to_start = self._failed_to_start, []
         now = time.monotonic()
-        nearest = min((one.process.deadline for one in self._running.values()), default=now)
+        nearest = min((one.process.wake_s for one in self._running.values()), default=now)
         poll = select.poll()
         for one in self._running.values():
-            poll.register(one.process.descriptor, select.POLLIN)
+            for descriptor, events in one.process.watched():
+                poll.register(descriptor, events)
         wait_s = 0.0 if ended or not self._running else max(0.0, min(timeout_s, nearest - now))
-        ready = {descriptor for descriptor, _ in poll.poll(1000 * wait_s)}
-        now = time.monotonic()
+        poll.poll(1000 * wait_s)
         for one in list(self._running.values()):
-            late = now >= one.process.deadline
-            if one.process.descriptor in ready or late:
-                ended.append(self._finish(one, late=one.process.descriptor not in ready))
+            over = one.process.is_over()
+            if over or time.monotonic() >= one.process.deadline:
+                ended.append(self._finish(one, late=not over))
         return ended
 
     def num_turns(self, tag: Hashable) -> int:
@@ -162,37 +174,53 @@ class ProgramRunner:
         self._ended_by_client(one.session)
 
     def stop_all(self) -> None:
-        """End all."""
+        """End all; a program that stays and has nothing to do is kept for `start`."""
         for tag in self.tags:
             self.stop(tag)
         self._failed_to_start = []
 
+    def close(self) -> None:
+        """End all, and the programs that stay."""
+        self.stop_all()
+        if self._pool is not None:
+            self._pool.close()
+
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, line: Mapping[str, Any]) -> RunningProgram | ServedEpisode:
+        if self._pool is not None:
+            return self._pool.begin(line)
+        words = self.options.words(line["task"], line["seed"], self.model)
+        return RunningProgram(words, program_environment(self.options, line), self.options.timeout_s)
 
     def _finish(self, one: _Running, *, late: bool) -> Played:
         del self._running[one.tag]
-        status, output = one.process.end()
+        ending = one.process.end()
+        if ending.reward is not None and self.options.reward == "http":
+            said = f"It replied with reward {ending.reward:g}, and sim.kwargs.reward=http takes posted ones: set sim.kwargs.reward=return."
+            ending = replace(ending, output=f"{ending.output}\n{said}", failed=True)
         seconds = time.monotonic() - one.started_s
         # A program may end its session itself: then the proxy has put it aside.
         captured = self.proxy.end_session(one.session) or self._ended_by_client(one.session)
         num_turns = 0 if captured is None else len(captured.turns)
-        kind = self._fault_kind(captured, status, late)
+        kind = self._fault_kind(captured, ending, late)
         if kind is not None or captured is None:
-            detail = "\n".join(output.strip().splitlines()[-_LINES:])
-            fault = ProgramFault(kind or ProgramFaultKind.NO_TURNS, one.seed, one.task, status, num_turns, seconds, detail)
+            detail = "\n".join(ending.output.strip().splitlines()[-_LINES:])
+            fault = ProgramFault(kind or ProgramFaultKind.NO_TURNS, one.seed, one.task, ending.status, num_turns, seconds, detail)
             return Played(one.tag, one.seed, one.task, seconds, fault)
-        own = float(status == 0) if self.options.reward == "exit" else 0.0
+        own = float(ending.status == 0) if self.options.reward == "exit" else ending.reward or 0.0
         return Played(one.tag, one.seed, one.task, seconds, captured, captured.total_reward + own)
 
-    def _fault_kind(self, captured: CapturedSession | None, status: int, late: bool) -> ProgramFaultKind | None:
+    def _fault_kind(self, captured: CapturedSession | None, ending: ProgramEnding, late: bool) -> ProgramFaultKind | None:
         by_exit = self.options.reward == "exit"
         if late:
             return ProgramFaultKind.TIMED_OUT
-        if status != 0 and not (by_exit and status == FAILURE_STATUS):
+        lost = self._pool is not None and ending.status is not None  # one that stays has no reason to end, whatever its status
+        if ending.failed or lost or (ending.status not in (None, 0) and not (by_exit and ending.status == FAILURE_STATUS)):
             return ProgramFaultKind.CRASHED
         if captured is None or not any(len(turn.sampled_ids) for turn in captured.turns):
             return ProgramFaultKind.NO_TURNS
-        if not by_exit and captured.num_rewards == 0:
+        if not by_exit and captured.num_rewards == 0 and ending.reward is None:
             return ProgramFaultKind.NO_REWARD
         trainable = all(bool((turn.log_prob <= 0).all()) for turn in captured.turns)  # NaN is not
         return None if trainable else ProgramFaultKind.NOT_TRAINABLE

@@ -17,7 +17,7 @@ from embodied_rl.config import RecordConfig
 from embodied_rl.episodes.info import RECORDING_FILE
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.sim.instrumented import split
@@ -34,12 +34,10 @@ class _Slot:
 
     index: int = 0
     """Number of its episode since the restart."""
-    sink: EpisodeSink | None = None
-    """None: the episode is not recorded."""
+    recorded: bool = False
+    """Whether the episode is one that is written down; decided when somebody first acts in it."""
     fresh: bool = True
     """Nobody has acted in the episode yet."""
-    step: dict[str, Any] | None = None
-    """What was done in the step that is being simulated."""
 
 
 class TrainingRecorder:
@@ -64,8 +62,11 @@ class TrainingRecorder:
         self.num_recorded = len(open_recording(folder)) if resume else 0
         self._writer = RecordingWriter(folder, info, video=config.video, resume=resume, duplicates="skip")
         self._config, self._seeds, self._num_slots = config, EpisodeSeeds.training(seed), num_slots
+        self._sinks = SlotSinks(self._writer, num_slots)
         self._round = 0
         self._slots: list[_Slot] = []
+        self._done: dict[str, np.ndarray] = {}
+        """{column: [N, ...]} what was done in the step of each slot that is being simulated."""
 
     # ---- fixed rollouts of all slots --------------------------------------------------------------------------------
 
@@ -83,36 +84,39 @@ class TrainingRecorder:
             acted: what the policy drew.
             given: [n, A] what the simulator is given.
         """
+        seen: Observation | None = None
         for row, slot in enumerate(slots.tolist()):
             playing = self._slots[slot]
             if playing.fresh:
                 playing.fresh = False
-                playing.sink = self._open(slot, playing.index, acted.version)
-                if playing.sink is not None:
-                    playing.sink.start(_plain(observation, row))
-            if playing.sink is not None:
-                playing.step = {
-                    "action": np.array(given[row]),
-                    "sampled_action": acted.action[row].copy(),
-                    "log_prob": acted.log_prob[row].copy(),
-                    "policy_version": acted.version,
-                }
+                playing.recorded = self._begins(slot, playing.index, acted.version)
+                if playing.recorded:
+                    seen = seen or split(observation).observation
+                    seed, who = self._seed(slot, playing.index), {"kind": "training", "version": acted.version}
+                    self._sinks.start(slot, seed, seen, row, metadata={"policy": who})
+        done = {"action": given, "sampled_action": acted.action, "log_prob": acted.log_prob}
+        for name, rows in (done | {"policy_version": np.full(len(slots), acted.version)}).items():
+            if name not in self._done:
+                self._done[name] = np.empty((self._num_slots, *rows.shape[1:]), rows.dtype)
+            self._done[name][slots] = rows
 
     def stepped(self, batch: StepBatch) -> None:
         """What came of it, as `EnvManager.recv` hands it out."""
-        summaries = {episode.slot: episode for episode in batch.episodes}
-        for row, slot in enumerate(batch.slots.tolist()):
-            playing, summary = self._slots[slot], summaries.get(slot)
-            aborted = batch.aborted is not None and bool(batch.aborted[row])
-            if playing.sink is not None and aborted:
-                playing.sink.discard()
-            elif playing.sink is not None and playing.step is not None:
-                self._step(playing.sink, playing.step, batch, row)
-                if summary is not None:
-                    assert summary.seed == playing.sink.seed, "episodes were counted otherwise than the simulators count them"
-                    self._count(playing.sink.finish({"final_info": summary.final_info}))
-            if aborted or summary is not None:
-                self._slots[slot] = _Slot(playing.index + 1)
+        slots = batch.slots.tolist()
+        aborted = [] if batch.aborted is None else np.flatnonzero(batch.aborted).tolist()
+        for row in aborted:
+            if self._slots[slots[row]].recorded:
+                self._sinks.discard(slots[row])
+        rows = [row for row, slot in enumerate(slots) if self._slots[slot].recorded and row not in aborted]
+        if rows:
+            self._write(batch, rows)
+        for summary in batch.episodes:
+            if self._slots[summary.slot].recorded:
+                # The same seed, unless episodes are counted otherwise here than in the simulators.
+                assert summary.seed == self._seed(summary.slot, self._slots[summary.slot].index), "another episode ended"
+                self._count(self._sinks.finish(summary.slot, {"final_info": summary.final_info}))
+        for slot in (*(slots[row] for row in aborted), *(summary.slot for summary in batch.episodes)):
+            self._slots[slot] = _Slot(self._slots[slot].index + 1)
 
     # ---- groups of whole episodes -----------------------------------------------------------------------------------
 
@@ -153,12 +157,13 @@ class TrainingRecorder:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _open(self, slot: int, index: int, version: int) -> EpisodeSink | None:
-        seed = self._seeds.seed(slot, index, self._num_slots, self._round)
-        who = {"kind": "training", "version": version}
-        if not self._is_chosen(str(seed)) or self._writer.has(seed, policy=who):
-            return None
-        return self._writer.open_episode(seed, metadata={"policy": who})
+    def _seed(self, slot: int, index: int) -> int:
+        return self._seeds.seed(slot, index, self._num_slots, self._round)
+
+    def _begins(self, slot: int, index: int, version: int) -> bool:
+        """Whether to write a slot's next episode down."""
+        seed = self._seed(slot, index)
+        return self._is_chosen(str(seed)) and not self._writer.has(seed, policy={"kind": "training", "version": version})
 
     def _is_chosen(self, name: str) -> bool:
         limit = self._config.max_episodes
@@ -167,30 +172,30 @@ class TrainingRecorder:
         digest = hashlib.blake2b(f"record/{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._config.share * 2**64
 
-    def _step(self, sink: EpisodeSink, step: dict[str, Any], batch: StepBatch, row: int) -> None:
-        over = bool(batch.terminated[row] or batch.truncated[row])
-        sink.step(
-            **step,
-            reward=float(batch.reward[row]),
-            terminated=bool(batch.terminated[row]),
-            truncated=bool(batch.truncated[row]),
-            success=bool(batch.success[row]),
-            observation=_plain(batch.final_observation if over else batch.observation, row),
+    def _write(self, batch: StepBatch, rows: list[int]) -> None:
+        """A step of the slots in these rows of a batch."""
+        chosen: Any = slice(None) if len(rows) == len(batch.slots) else rows
+        slots = batch.slots[chosen]
+        after, final = split(batch.observation).observation, split(batch.final_observation).observation
+        self._sinks.step(
+            slots,
+            **{name: column[slots] for name, column in self._done.items()},
+            reward=batch.reward[chosen],
+            terminated=batch.terminated[chosen],
+            truncated=batch.truncated[chosen],
+            success=batch.success[chosen],
+            observation={key: part[chosen] for key, part in after.items()},
+            final_observation={key: part[chosen] for key, part in final.items()} if batch.episodes else None,
         )
 
     def _count(self, number: int) -> None:
         self.num_recorded += number != SKIPPED
 
     def _give_up(self) -> None:
-        for playing in self._slots:
-            if playing.sink is not None:
-                playing.sink.discard()
+        for slot in range(self._num_slots):
+            if self._sinks.in_progress(slot):
+                self._sinks.discard(slot)
         self._slots = []
-
-
-def _plain(observation: Observation, row: int) -> dict[str, Any]:
-    """One slot's row of what the simulator shows by itself."""
-    return split({key: part[row] for key, part in observation.items()}).observation
 
 
 def _joined(part: np.ndarray, last: Any) -> np.ndarray:

@@ -1,6 +1,6 @@
 """An agent program: it asks a model for a colour and judges the answer itself. It knows OpenAI's client and nothing of training.
 
-OPENAI_BASE_URL=… OPENAI_API_KEY=… python agent.py '{"colour": "red"}'
+OPENAI_BASE_URL=… OPENAI_API_KEY=… OPENAI_MODEL=… python agent.py '{"colour": "red"}'
 """
 
 import json
@@ -15,20 +15,22 @@ COLOURS = re.compile("red|green|blue")
 TRIES = 2
 
 
-def main() -> None:
-    task = json.loads(sys.argv[1])
-    client = OpenAI(max_retries=2)  # address and key come from the environment
+def play(client: OpenAI, task: dict[str, str]) -> float:
+    """Ask for the task's colour, once more where the answer has none; 1 for the right one."""
     messages = [{"role": "user", "content": f"say {task['colour']}"}]
-    said = None
     for _ in range(TRIES):
         answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages, max_tokens=8)
         text = answer.choices[0].message.content or ""
         found = COLOURS.search(text)
         if found:
-            said = found[0]
-            break
+            return 1.0 if found[0] == task["colour"] else 0.0
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "say one colour"}]
-    report(1.0 if said == task["colour"] else 0.0)
+    return 0.0
+
+
+def main() -> None:
+    client = OpenAI(max_retries=2)  # address and key come from the environment
+    report(play(client, json.loads(sys.argv[1])))
 
 
 def report(reward: float) -> None:

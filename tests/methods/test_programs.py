@@ -27,10 +27,11 @@ from embodied_rl.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 AGENT = ROOT / "examples" / "agent_program"
+ONCE = ["sim.kwargs.function=null", f"sim.kwargs.command=['{{python}}','{AGENT / 'agent.py'}','{{task}}']", "sim.kwargs.reward=http"]
+STAYS = [f"sim.kwargs.function='{AGENT / 'agent.py'}:play'"]
 SMALL = [
     "experiment=agent_program",
     "logger=quiet",
-    f"sim.kwargs.command=['{{python}}','{AGENT / 'agent.py'}','{{task}}']",
     f"sim.kwargs.tasks={AGENT / 'tasks.jsonl'}",
     "policy.tiny={hidden_size: 32, num_layers: 1, num_heads: 1, num_key_value_heads: 1, intermediate_size: 32, max_context: 256}",
     "algorithm.groups.groups_per_step=2",
@@ -39,12 +40,13 @@ SMALL = [
 ]
 
 
-def small(run_dir: Path, *more: str) -> TrainConfig:
-    return load_train_config([*SMALL, f"run_dir={run_dir}", *more])
+def small(run_dir: Path, *more: str, program: list[str] = ONCE) -> TrainConfig:
+    return load_train_config([*SMALL, *program, f"run_dir={run_dir}", *more])
 
 
-def test_what_is_trained_is_what_was_captured(tmp_path: Path) -> None:
-    config = small(tmp_path)
+@pytest.mark.parametrize("program", [ONCE, STAYS], ids=["once", "stays"])
+def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: list[str]) -> None:
+    config = small(tmp_path, program=program)
     with Trainer(config, tmp_path, command="test") as trainer:
         method: Any = trainer.method
         seen: dict[Any, Played] = {}
@@ -126,13 +128,14 @@ def test_failed_programs_are_written_down(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # some two hundred processes that import openai
+@pytest.mark.timeout(600)
 def test_success_rises(tmp_path: Path) -> None:
     """GRPO on the answers of an unchanged program: about one in eight is right at the beginning, nearly all are at the end."""
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"colour": "green"}\n')
     command = [
         *(word for word in SMALL if not word.startswith(("policy.tiny", "algorithm.groups", "sim.kwargs.tasks", "sim.num_slots"))),
+        *STAYS,
         f"sim.kwargs.tasks={tasks}",
         "sim.kwargs.texts=[say one colour red green blue]",
         "algorithm.groups.group_size=12",
@@ -143,7 +146,7 @@ def test_success_rises(tmp_path: Path) -> None:
         "logger=default",
         f"run_dir={tmp_path / 'run'}",
     ]
-    subprocess.run([sys.executable, "-m", "embodied_rl.train", *command], cwd=ROOT, check=True, timeout=1100, capture_output=True)
+    subprocess.run([sys.executable, "-m", "embodied_rl.train", *command], cwd=ROOT, check=True, timeout=500, capture_output=True)
     figures = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     returns = [line["episode/success"] for line in figures if "episode/success" in line]
     assert returns[0] <= 0.35
@@ -153,8 +156,9 @@ def test_success_rises(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_told(tmp_path: Path) -> None:
     blind = [word for word in SMALL if not word.startswith("policy.tiny")]
     for overrides, message in (
-        ([*blind, "policy=mlp", "generation=torch", "~policy.tiny", "~policy.layout"], "set policy=language"),
-        ([*SMALL, "algorithm.warm_start={player: 'x:y'}"], "warm_start=null"),
+        ([*blind, *STAYS, "policy=mlp", "generation=torch", "~policy.tiny", "~policy.layout"], "set policy=language"),
+        ([*SMALL, *STAYS, "record.share=0.5"], "record.share writes steps of a simulator"),
+        ([*SMALL, *STAYS, "algorithm.warm_start={player: 'x:y'}"], "warm_start=null"),
     ):
         with pytest.raises(UserError, match=message):
             check_method(load_train_config([*overrides, f"run_dir={tmp_path}"]))

@@ -31,12 +31,12 @@ _TEXT: dict[str, Any] = {
 }
 
 
-def make_vision_model(kind: str, folder: Path) -> Path:
-    """A folder with a model, an image processor and a tokenizer that has one image token."""
+def make_vision_model(kind: str, folder: Path, *, hidden_size: int = 32) -> Path:
+    """A folder with a model, an image processor and a tokenizer that has one image token; heads have half of `hidden_size` numbers."""
     tokenizer = train_tokenizer(TEXTS, 300)
     tokenizer.add_tokens([AddedToken(IMAGE, special=True)])
     image_token = tokenizer.convert_tokens_to_ids(IMAGE)
-    text = {**_TEXT, "vocab_size": len(tokenizer)}
+    text = {**_TEXT, "hidden_size": hidden_size, "vocab_size": len(tokenizer)}
     processor: Any
     if kind == "qwen2_vl":
         config: Any = transformers.Qwen2VLConfig(

@@ -37,11 +37,29 @@ def reward(value, **more):
 task = json.loads(os.environ["EMBODIED_RL_TASK"])
 """
 """The standard library alone: starts in a twentieth of a second."""
+SERVE = (
+    ASK.replace('task = json.loads(os.environ["EMBODIED_RL_TASK"])', "")
+    + """
+def serve(play):
+    for line in sys.stdin:
+        episode = json.loads(line)
+        os.environ["OPENAI_API_KEY"], os.environ["EMBODIED_RL_SESSION_URL"] = episode["api_key"], episode["session_url"]
+        print(json.dumps(play(episode)), flush=True)
+"""
+)
+"""The same, for programs that stay: ``play(episode)`` returns the reply."""
 
 
 def program(folder: Path, body: str, name: str = "program.py") -> Path:
     path = folder / name
     path.write_text(ASK + body, encoding="utf-8")
+    return path
+
+
+def lasting(folder: Path, body: str) -> Path:
+    """A program that stays."""
+    path = folder / "lasting.py"
+    path.write_text(SERVE + body, encoding="utf-8")
     return path
 
 
@@ -72,5 +90,5 @@ def running(backend: TokenBackend, words: ChatTokenizer, wanted: ProgramOptions)
     try:
         yield runner
     finally:
-        runner.stop_all()
+        runner.close()
         proxy.close()

@@ -16,7 +16,7 @@ def test_the_final_observation_of_an_aborted_episode_is_kept() -> None:
     filling.outcome(0, range(3), batch)
     for values in (filling.observation["state"], filling.action, filling.log_prob):
         values[:] = 0
-    rollout = filling.rollout([batch.observation], 0)
+    rollout = filling.rollout([batch.observation])
     assert np.argwhere(rollout.truncated & ~rollout.terminated).tolist() == [[0, 1]]
     np.testing.assert_array_equal(rollout.final_observation["state"], [[5, 6]])
     assert rollout.episodes == ()

@@ -72,7 +72,7 @@ class ProgramOptions:
     texts: tuple[str, ...] = ()
     """Words that the tokenizer of a tiny random model must know beside those of the tasks."""
     mode: ProgramMode = "once"
-    """Of `command`. A program that stays has task, seed, key and addresses from its input: ``{task}`` and ``{seed}`` cannot be filled in."""
+    """Of `command`. A program that stays has task, seed and key from its input: ``{task}`` and ``{seed}`` cannot be filled in."""
     function: str | None = None
     """Instead of a command: ``module:function`` or ``file.py:function``, called with a client and a task in processes that stay."""
     memory_mb: int | None = None
@@ -142,9 +142,8 @@ class ProgramOptions:
 
     def words(self, task: Mapping[str, Any], seed: int, model: str) -> list[str]:
         """The command of one episode. Raises UserError for an unknown placeholder."""
-        filled = {"python": sys.executable, "model": model}
-        if not self.stays:
-            filled |= {"task": json.dumps(task), "seed": str(seed)}
+        own = {} if self.stays else {"task": json.dumps(task), "seed": str(seed)}
+        filled = {"python": sys.executable, **own, "model": model}
         try:
             return [word.format_map(filled) for word in self.command]
         except (KeyError, ValueError, IndexError) as error:

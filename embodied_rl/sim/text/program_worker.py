@@ -44,7 +44,7 @@ def load_function(target: str) -> Function:
         inspect.signature(function).bind(None, {})
     except TypeError as error:
         raise SystemExit(f"'{target}' must take (client, task): {error}.") from error
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _load_file(path: Path) -> Any:
@@ -70,7 +70,8 @@ class Clients:
             from openai import OpenAI
         except ImportError as error:
             raise SystemExit(f"sim.kwargs.function needs OpenAI's client ({error}): pip install openai") from error
-        self._new, self._first = OpenAI, None
+        self._new: Callable[..., Any] = OpenAI
+        self._first: Any = None
 
     def client(self, base_url: str, key: str) -> Any:
         """For the session that `key` opens."""

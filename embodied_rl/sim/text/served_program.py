@@ -29,6 +29,8 @@ from typing import Any
 _TAIL_BYTES = 4096
 _MAX_LINE_BYTES = 2**20
 """A reply is short; of a line beyond, the beginning is thrown away."""
+_GRACE_S = 5.0
+"""For a process whose output is closed to end by itself: its status is then its own."""
 _MAX_READS = 16
 """Pieces of output that are read of one program before the next has its turn."""
 
@@ -72,13 +74,16 @@ class _Process:
         except BaseException:
             self._printed.close()
             raise
-        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
+        assert self._process.stdin is not None, "it is a pipe"
+        assert self._process.stdout is not None, "it is a pipe"
         if memory_mb is not None:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(self._process.pid, resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
+        self.ended = os.pidfd_open(self._process.pid)
+        """Readable once it has ended."""
         self._unsent, self._unread = b"", b""
 
     @property
@@ -139,8 +144,8 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
         status, tail = self._process.wait(), self.tail()
         for file in (self._process.stdin, self._process.stdout, self._printed):
-            with contextlib.suppress(BrokenPipeError):
-                file.close()  # type: ignore[union-attr]
+            file.close()  # type: ignore[union-attr]
+        os.close(self.ended)
         return status, tail
 
 
@@ -199,28 +204,35 @@ class ServedEpisode:
         self._pool, self._line, self._not_before_s = pool, line, not_before_s
         self._process: _Process | None = None
         self._ending: ProgramEnding | None = None
+        self._closed_s: float | None = None
         self.deadline = max(time.monotonic(), 0.0 if pool.has_idle() else not_before_s) + pool.limits.timeout_s
         self._start_when_due()
 
     @property
     def wake_s(self) -> float:
         """When, on the monotonic clock, something is to be done even if nothing is heard."""
-        waits = self._process is None and self._ending is None
-        return min(self._not_before_s, self.deadline) if waits else self.deadline
+        if self._process is None and self._ending is None:
+            return min(self._not_before_s, self.deadline)
+        return self.deadline if self._closed_s is None else min(self._closed_s + _GRACE_S, self.deadline)
 
     def watched(self) -> list[tuple[int, int]]:
         """Descriptors and the events of `select.poll` that may mean progress."""
         if self._process is None:
             return []
+        if self._closed_s is not None:
+            return [(self._process.ended, select.POLLIN)]
         sending = [(self._process.input, select.POLLOUT)] if self._process.wants_to_send else []
-        return [(self._process.output, select.POLLIN), *sending]
+        return [(self._process.output, select.POLLIN), (self._process.ended, select.POLLIN), *sending]
 
     def is_over(self) -> bool:
         """Whether the program has replied, or ended; never waits."""
         self._start_when_due()
         if self._ending is not None or self._process is None:
             return self._ending is not None
+        if self._closed_s is not None:
+            return self._has_ended()
         self._process.send()
+        gone = not self._process.alive  # a child of its own may hold the output open
         for _ in range(_MAX_READS):  # others are to be looked after as well
             lines, is_open = self._process.lines()
             for line in lines:
@@ -229,9 +241,13 @@ class ServedEpisode:
                     return True
                 self._process.print(line)
             if not is_open:
+                self._closed_s = time.monotonic()
+                return self._has_ended()
+            if not lines and gone:
                 self._ending = self._lose()
-            if not is_open or not lines:
-                return not is_open
+                return True
+            if not lines:
+                break
         return False
 
     def end(self) -> ProgramEnding:
@@ -258,6 +274,15 @@ class ServedEpisode:
             self._ending = ProgramEnding(None, f"{type(error).__name__}: {error}", failed=True)
             return
         self._process.begin(self._line)
+
+    def _has_ended(self) -> bool:
+        """After the end of its output: whether it is gone, or has had time enough to go."""
+        assert self._process is not None, "it is asked while there is one"
+        assert self._closed_s is not None, "it is asked after the end of the output"
+        if self._process.alive and time.monotonic() < self._closed_s + _GRACE_S:
+            return False
+        self._ending = self._lose()
+        return True
 
     def _kill(self) -> tuple[int, str]:
         if self._process is None:  # it still waited for its start

@@ -1,0 +1,139 @@
+"""What the pumps that fill a group queue have in common: robots', language agents' and agent programs' episodes end up the same way."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.scoring import Scorer
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import Episode, EpisodeGroup
+
+TICK_EVERY_S = 1.0
+"""How often the queue looks at its deadlines."""
+
+Playing = TypeVar("Playing")
+"""An episode while it is being played."""
+
+
+class QueuePump(abc.ABC):
+    """Fills a queue's groups, a round of `pump` after another."""
+
+    def __init__(self, queue: GroupQueue, *, seed: int) -> None:
+        self.queue, self.seed = queue, seed
+        self.times = CollectorTimes()
+        self._waited = 0.0
+        self._ticked_at = time.monotonic()
+
+    @abc.abstractmethod
+    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+        """Move on what is ready. False: no episode is running, and none may begin.
+
+        Args:
+            patience_s: how long to wait where nothing is ready.
+        """
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        """Play until the queue has a batch for the weights `version`.
+
+        Raises:
+            SimFault: see EnvManager.
+            BatchNeverFullError: the queue rejects too many groups, or waited too long.
+        """
+        self.take_waited()
+        started = time.perf_counter()
+        while (groups := self.queue.take(version)) is None:
+            if not self.pump():
+                raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
+        waited = self.take_waited()
+        self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
+        return groups
+
+    def take_waited(self) -> float:
+        """Seconds that it stood and waited for simulators since the last call of this."""
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def _tick(self) -> None:
+        if time.monotonic() - self._ticked_at >= TICK_EVERY_S:
+            self._ticked_at = time.monotonic()
+            self.queue.tick()  # what it gives up is dropped when its slot comes back
+
+
+class SlotPump(QueuePump, Generic[Playing]):
+    """A pump over a manager made with ``autoreset=False``: a slot plays an episode of the queue's, or is idle and stands still."""
+
+    def __init__(self, manager: EnvManager, queue: GroupQueue, *, seed: int, min_ready: int | None) -> None:
+        super().__init__(queue, seed=seed)
+        self.manager, self.min_ready = manager, min_ready
+        self.scorer: Scorer | None = None
+        """Gives episodes a further reward before they are handed in, while others are played."""
+        self._awaited: dict[int, Assignment] = {}
+        """Of episodes that are being scored, by the scorer's numbers."""
+        self._num_scored = 0
+        self._playing: dict[int, Playing] = {}
+        self._idle = list(range(manager.num_slots))
+        self._in_step = 0
+        """Slots that the simulators will answer for."""
+        self.on_stop: Callable[[int], object] | None = None
+        """Told of slots whose episode is over, or needed no more."""
+
+    def _next_slot(self) -> tuple[int, Assignment] | None:
+        """An idle slot and what it is to play, as long as there are both."""
+        if not self._idle or (assignment := self.queue.next_assignment()) is None:
+            return None
+        return self._idle.pop(0), assignment
+
+    def _begin(self, begun: list[tuple[int, int]]) -> None:
+        """Start episodes: (slot, seed) of each."""
+        if not begun:
+            return
+        slots, seeds = zip(*sorted(begun), strict=True)
+        self.manager.begin(list(slots), list(seeds))
+        self._in_step += len(slots)
+
+    def _stop(self, slot: int) -> None:
+        """Its episode is over, or needed no more."""
+        del self._playing[slot]
+        if self.on_stop is not None:
+            self.on_stop(slot)
+        self._idle.append(slot)
+        self._idle.sort()
+
+    def _hand_in(self, assignment: Assignment, episode: Episode) -> bool:
+        """Give a finished episode to the queue, or to the scorer first; whether the queue has taken it."""
+        if self.scorer is None:
+            return self.queue.finished(assignment, episode)
+        self._num_scored += 1
+        self._awaited[self._num_scored] = assignment
+        self.scorer.submit(self._num_scored, episode)
+        return False
+
+    def _take_scores(self) -> bool:
+        """Hand in the episodes that were scored meanwhile; whether there were any."""
+        scored = [] if self.scorer is None else self.scorer.ready()
+        for number, found in scored:
+            assignment = self._awaited.pop(number, None)
+            if assignment is None:
+                continue  # submitted before a restart
+            if isinstance(found, str):
+                self.queue.failed(assignment, f"it was not scored: {found}")
+            else:
+                self.queue.finished(assignment, found)
+        return bool(scored)
+
+    def _forget_all(self, queue: GroupQueue) -> None:
+        """Give every running episode up and go on with another queue."""
+        self.manager.discard()
+        self.queue = queue
+        self._playing.clear()
+        self._awaited.clear()
+        self._idle, self._in_step = list(range(self.manager.num_slots)), 0
+
+    def _score_metrics(self) -> dict[str, float]:
+        return {} if self.scorer is None else self.scorer.metrics()
