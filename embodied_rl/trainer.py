@@ -19,30 +19,25 @@ from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import write_atomic_with
-from embodied_rl.generation import make_generator
-from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import make_loggers
-from embodied_rl.methods import Experience, check_method, make_method, training_sim
-from embodied_rl.methods.domain_building import build_domains, start_domains, with_domains
+from embodied_rl.methods import Experience, check_method
+from embodied_rl.methods.domain_building import with_domains
 from embodied_rl.methods.domain_roles import RolePolicies
 from embodied_rl.methods.expert_warm_start import clone_expert
-from embodied_rl.methods.language_player import make_agent_generator, make_language_policy
 from embodied_rl.methods.multi_domain import DomainManagers
 from embodied_rl.methods.training_records import start_recorders
-from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.reporting import RunSummary, summarise, task_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
-from embodied_rl.roles.assembly import check_roles, connect, start_player, with_roles
+from embodied_rl.roles.assembly import check_roles, with_roles
+from embodied_rl.roles.cast import assemble, end_ranks, start_simulators
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.program_manager import make_manager
 from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.sim.faults import NonFiniteSimulationError
 from embodied_rl.sim.instrumented import plain_spec
-from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.timeline import Timeline, span, timeline_to
 from embodied_rl.types import EpisodeSummary
 
@@ -93,14 +88,7 @@ class Trainer:
         check_method(config)
         check_roles(config)
         # The simulators start while this process builds its networks.
-        sim = training_sim(config)
-        self.manager: Any = (
-            start_domains(config)
-            or start_player(config)
-            or make_manager(
-                sim, EpisodeSeeds.training(config.seed), autoreset=config.algorithm.groups is None, chunk_size=config.policy.chunk_size
-            )
-        )
+        self.manager = start_simulators(config)
         self.spec = plain_spec(self.manager.spec)
         try:
             self._build(checkpoint)
@@ -110,40 +98,27 @@ class Trainer:
                 config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None
             )
         except BaseException:
-            # Ranks that were started end with the method's updater, whether there is an engine yet or not.
-            sharded = getattr(getattr(self, "method", None), "sharded", None)
-            if sharded is not None:
-                sharded.close()
+            end_ranks(getattr(self, "method", None))
             self.manager.close()
             raise
 
     def _build(self, checkpoint: Checkpoint | None) -> None:
         config = self.config
         torch.manual_seed(config.seed)
-        self.policy: Any
-        self.generator: Generator
-        if isinstance(self.manager, DomainManagers):
-            folder = None if checkpoint is None else checkpoint.path
-            self.policy, self.generator, self.method = build_domains(config, self.manager, self.run_dir, folder)
-        elif config.policy.name == "language":
-            base = None if checkpoint is None else base_of(checkpoint, config.policy.model, verify=False)
-            folder = None if checkpoint is None else checkpoint.path
-            self.policy = make_language_policy(config, self.manager, self.run_dir, folder, base)
-            if not isinstance(self.manager, RemotePlayer):
-                self.generator = make_agent_generator(config, self.policy, self.spec, self.run_dir)
-        else:
-            self.policy = build_policy(config.policy, self.spec)
-            self.generator = make_generator(config.generation, self.policy)
-        if isinstance(self.manager, RemotePlayer):
-            self.generator = self.manager
-            self.manager.take_policy(self.policy)
-        if not isinstance(self.manager, DomainManagers):
-            self.method = make_method(config, self.manager, self.policy, self.generator, self.run_dir)
-            self.method = connect(config, self.method, self.manager)
+        folder, base = (None, None) if checkpoint is None else (checkpoint.path, self._base_model(checkpoint))
+        parts = assemble(config, self.manager, self.spec, self.run_dir, folder, base)
+        self.policy, self.generator, self.method = parts.policy, parts.generator, parts.method
         self.recorders = start_recorders(config, self.method, self.manager.num_slots, self.spec, self.run_dir, self.command)
         self.engine = make_engine(config.hybrid, self.policy, self.generator, self.method, self.manager)
         self._saver = PolicySaver(self.policy, self.run_dir)
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
+
+    def _base_model(self, checkpoint: Checkpoint) -> Path | None:
+        """Where the language model lies that a checkpoint's adapter belongs to."""
+        policy = self.config.policy
+        if policy.name != "language" or self.config.domains:
+            return None
+        return base_of(checkpoint, policy.model, verify=False)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
