@@ -10,7 +10,8 @@ Medians over iterations, of which the first few are left out. Columns of one ite
 - wait: what remains of collecting: the way of requests and episodes between processes;
 - other: logging and the rest of the loop.
 
-With max_staleness 1, simulators and generation go on while training: what they do then is in no column.
+With max_staleness 1, simulators and generation go on while training: what they do then is in no column. Multiplexed,
+some of the processes that generate stand still meanwhile and leave training their cores.
 A placement that an experiment cannot have is listed with the reason.
 """
 
@@ -36,7 +37,9 @@ PLACEMENTS: dict[str, tuple[str, ...]] = {
     "two FSDP ranks": ("hybrid=fsdp2",),
     "Ray": ("hybrid=ray",),
 }
-ASYNCHRONOUS = "player apart, staleness 1"
+AHEAD = {"player apart, staleness 1": ("hybrid=disaggregated",), "multiplexed, staleness 1": ("hybrid=multiplexed",)}
+"""Placements that play while they train."""
+FIXED_ROLLOUTS = ("pushcube", "pendulum")
 EXPERIMENTS: dict[str, tuple[str, ...]] = {
     "pushcube": ("sim=maniskill_pushcube", "sim.num_slots=16"),
     "pendulum": ("sim=pendulum",),
@@ -115,6 +118,14 @@ class _Clock:
             self._trainer.steps = _NEVER
 
 
+def where_of(placement: str, experiment: str) -> tuple[str, ...]:
+    """The overrides that choose a placement."""
+    if placement not in AHEAD:
+        return PLACEMENTS[placement]
+    key = "algorithm.max_staleness" if experiment in FIXED_ROLLOUTS else "algorithm.groups.max_staleness"
+    return (*AHEAD[placement], f"{key}=1")
+
+
 def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of each column."""
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
@@ -162,7 +173,7 @@ def main() -> None:
     """See the module's documentation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", nargs="+", choices=EXPERIMENTS, default=["pushcube", "text"])
-    parser.add_argument("--placements", nargs="+", choices=[*PLACEMENTS, ASYNCHRONOUS], default=[*PLACEMENTS, ASYNCHRONOUS])
+    parser.add_argument("--placements", nargs="+", choices=[*PLACEMENTS, *AHEAD], default=[*PLACEMENTS, *AHEAD])
     parser.add_argument("--iterations", type=int, default=12, help="measured")
     parser.add_argument("--skipped", type=int, default=3, help="before them")
     parser.add_argument("--overrides", nargs="*", default=[], help="for all runs, such as algorithm.rollout_steps=32")
@@ -180,10 +191,7 @@ def main() -> None:
     results: dict[tuple[str, str], dict[str, float] | str] = {}
     for experiment in given.experiments:
         for placement in given.placements:
-            where = PLACEMENTS.get(placement, ("hybrid=disaggregated", "algorithm.groups.max_staleness=1"))
-            if placement == ASYNCHRONOUS and experiment in ("pushcube", "pendulum"):
-                continue  # fixed rollouts are of the present weights always
-            overrides = [*EXPERIMENTS[experiment], *where, *given.overrides]
+            overrides = [*EXPERIMENTS[experiment], *where_of(placement, experiment), *given.overrides]
             results[experiment, placement] = measured_in_a_process(overrides, given.iterations, given.skipped)
             print(report({(experiment, placement): results[experiment, placement]}).splitlines()[2], file=sys.stderr, flush=True)
     print(provenance("torch", "ray"))

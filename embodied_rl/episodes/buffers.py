@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ SPILL_BYTES = 2**21
 """A column of an episode in progress that outgrows this goes to a temporary file without a name, which leaves no trace when killed."""
 QUEUED_PICTURES = 16
 """Pictures that may wait for the encoder; more make the recorder wait."""
+_ENCODER_NICENESS = 5
 
 
 class _Spill:
@@ -280,6 +284,10 @@ class Encoder:
         return self._free[shape]
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            # Where all cores simulate, a simulator that has to stand back holds up its whole batch; a picture can wait.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ENCODER_NICENESS)
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()

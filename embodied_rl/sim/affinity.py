@@ -45,6 +45,13 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 """What libraries read once, when they are loaded."""
 
 
+def thread_variables(num_threads: int) -> dict[str, str]:
+    """The environment of a process whose libraries are to use so many threads each."""
+    # Mesa's software rasteriser counts helpers: none of them, and the calling thread draws by itself.
+    helpers = num_threads if num_threads > 1 else 0
+    return {**dict.fromkeys(THREAD_VARIABLES, str(num_threads)), "LP_NUM_THREADS": str(helpers)}
+
+
 # --- how many cores --------------------------------------------------------------------------------------------------
 
 
@@ -338,11 +345,11 @@ def _pin(cores: Sequence[int]) -> list[str]:
 def limit_threads(num_threads: int) -> dict[str, int]:
     """Limit the thread pools of libraries in this process; what was limited and to how many threads.
 
-    The variables of `THREAD_VARIABLES` reach libraries that are loaded afterwards. Of those that are loaded already, torch
+    The variables of `thread_variables` reach libraries that are loaded afterwards. Of those that are loaded already, torch
     and numba are told; OpenBLAS, MKL and OpenMP are where threadpoolctl is installed (without it they keep the number they
     were loaded with, so set the variables before the process starts). Torch is never imported here.
     """
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(num_threads)))
+    os.environ.update(thread_variables(num_threads))
     limited = {"environment": num_threads}
     torch, numba = sys.modules.get("torch"), sys.modules.get("numba")
     if torch is not None:

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.affinity import THREAD_VARIABLES
+from embodied_rl.sim.affinity import thread_variables
 from embodied_rl.sim.channel import Channel, ChannelClosed
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
 
@@ -36,7 +36,7 @@ class WorkerProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         ours, theirs = socket.socketpair()
         life_read, self._life_write = os.pipe()
-        environment = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
+        environment = {**os.environ, **thread_variables(threads)}
         # Some simulators iterate over sets of strings: without this a seed would mean another episode in every process.
         environment.setdefault("PYTHONHASHSEED", "0")
         thread = "main" if threading.current_thread() is threading.main_thread() else "other"
