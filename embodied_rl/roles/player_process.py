@@ -9,23 +9,20 @@ import contextlib
 import os
 import select
 import socket
-import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-import embodied_rl
 from embodied_rl.config import TrainConfig
 from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.roles.agent_player import make_player
-from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.roles.failures import RoleLost, told
 from embodied_rl.roles.player import Player, serve
+from embodied_rl.roles.role_process import RoleProcess
 from embodied_rl.roles.wire import pack, unpack
 
 _END_S = 20.0
@@ -36,24 +33,14 @@ class PlayerProcess:
 
     def __init__(self, config: TrainConfig, *, gpu: str | None = None) -> None:
         """Start the process; `call("describe")` waits until it plays. `gpu`: the only one that it sees; None: as this process does."""
-        ours, theirs = socket.socketpair()
-        environment = os.environ.copy()
-        path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(path)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        command = [sys.executable, "-m", "embodied_rl.roles.player_process", str(theirs.fileno())]
-        # A group of its own: Ctrl-C is the trainer's alone, and the player ends with it.
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0)
-        theirs.close()
-        self._link = Link(ours)
+        self._role = RoleProcess("embodied_rl.roles.player_process", "The process that plays", gpu=gpu)
+        self.process = self._role.process
         self._weights: SharedWeightsPublisher | None = None
-        self._finalizer = weakref.finalize(self, _end, self._link, self.process)
-        self._tell("begin", config=config.to_dict())
+        self._role.tell("begin", config=config.to_dict())
 
     def call(self, what: str, **arguments: Any) -> Any:
         """What the player's method `what` returns. Raises RoleLost, and what the method raised."""
-        self._tell(what, **arguments)
+        self._role.tell(what, **arguments)
         return self._answer()
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -64,46 +51,18 @@ class PlayerProcess:
             self._weights.publish(version, tensors.items())
         except TimeoutError as error:
             raise RoleLost(f"the player does not take weights: {error}") from error
-        self._tell("load", version=version, path=self._weights.path)
+        self._role.tell("load", version=version, path=self._weights.path)
         self._answer()
 
     def close(self) -> None:
         """End the process. May be called twice."""
-        self._finalizer()
+        self._role.close()
         if self._weights is not None:
             self._weights.close()
 
-    def _tell(self, what: str, **arguments: Any) -> None:
-        message, tensors = pack(arguments)
-        try:
-            self._link.send({"do": what, "with": message}, tensors)
-        except LinkClosed as error:
-            raise self._lost() from error
-
     def _answer(self) -> Any:
-        try:
-            message, tensors = self._link.recv()
-        except LinkClosed as error:
-            raise self._lost() from error
-        if "error" in message:
-            raise as_raised(message["error"])
+        message, tensors = self._role.recv()
         return unpack(message["value"], tensors)
-
-    def _lost(self) -> RoleLost:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the connection closes a little before the process is gone
-            self.process.wait(_END_S)
-        code = self.process.returncode
-        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-        return RoleLost(f"The process that plays {how}.")
-
-
-def _end(link: Link, process: subprocess.Popen[bytes]) -> None:
-    link.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class _LinkInbox:

@@ -11,19 +11,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import embodied_rl
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids
 from embodied_rl.hybrid.learner import resolve_device
@@ -31,13 +27,13 @@ from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
-from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.roles.failures import told
+from embodied_rl.roles.role_process import RoleProcess
 from embodied_rl.roles.wire import pack, register, unpack
 
 for _kind in (GenerationRequest, Completion, Failure):
     register(_kind)
 
-_END_S = 20.0
 _NAP_S = 0.001
 
 
@@ -52,17 +48,8 @@ class TokenProcess:
             gpu: the only one that it sees; None: as this process does.
             num_threads: of its computation on a processor.
         """
-        ours, theirs = socket.socketpair()
-        environment = os.environ.copy()
-        path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(path)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        command = [sys.executable, "-m", "embodied_rl.roles.token_process", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0)
-        theirs.close()
-        self._socket, self._link = ours, Link(ours)
-        self._finalizer = weakref.finalize(self, _end, self._link, self.process)
+        self._role = RoleProcess("embodied_rl.roles.token_process", "A process that generates", gpu=gpu)
+        self.process = self._role.process
         self.version = 0
         """Of the weights that sample now."""
         self._publisher: SharedWeightsPublisher | None = None
@@ -71,7 +58,7 @@ class TokenProcess:
         self._ready: list[Completion] = []
         self._answered = 0
         self._asked = 0
-        self._tell("begin", config=config.to_dict(), files=dict(files), num_threads=num_threads)
+        self._role.tell("begin", config=config.to_dict(), files=dict(files), num_threads=num_threads)
         self._asked += 1
 
     def started(self) -> None:
@@ -80,7 +67,7 @@ class TokenProcess:
 
     def fileno(self) -> int:
         """Of the socket, for `select`: readable when something has come."""
-        return self._socket.fileno()
+        return self._role.socket.fileno()
 
     # ---- TokenBackend -----------------------------------------------------------------------------------------------
 
@@ -107,7 +94,7 @@ class TokenProcess:
         wanted = [number for number in request_ids if number in self._in_flight]
         if wanted:
             self.flush()
-            self._tell("abort", ids=wanted)
+            self._role.tell("abort", ids=wanted)
 
     def pause(self) -> None:
         """See `TokenBackend.pause`."""
@@ -129,7 +116,7 @@ class TokenProcess:
     def load(self, version: int, path: str) -> None:
         """Have it take the weights that are published at `path`; it goes on sampling until then. `loaded` waits for it."""
         self.flush()
-        self._tell("load", version=version, path=path)
+        self._role.tell("load", version=version, path=path)
         self._asked += 1
 
     def loaded(self, version: int) -> None:
@@ -147,7 +134,7 @@ class TokenProcess:
 
     def close(self) -> None:
         """End the process. May be called twice."""
-        self._finalizer()
+        self._role.close()
         if self._publisher is not None:
             self._publisher.close()
 
@@ -155,13 +142,13 @@ class TokenProcess:
         """Send what was submitted: many requests go in one message."""
         if self._outbox:
             requests, self._outbox = self._outbox, []
-            self._tell("submit", requests=requests)
+            self._role.tell("submit", requests=requests)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _ask(self, what: str) -> None:
         self.flush()
-        self._tell(what)
+        self._role.tell(what)
         self._asked += 1
         self._until_answered()
 
@@ -170,41 +157,13 @@ class TokenProcess:
             self._read()
 
     def _read(self) -> None:
-        try:
-            message, tensors = self._link.recv()
-        except LinkClosed as error:
-            raise self._lost() from error
-        if "error" in message:
-            raise as_raised(message["error"])
+        message, tensors = self._role.recv()
         if "completions" in message:
             completions: list[Completion] = unpack(message["completions"], tensors)
             self._ready += completions
             self._in_flight.difference_update(completion.request_id for completion in completions)
         else:
             self._answered += 1
-
-    def _tell(self, what: str, **arguments: Any) -> None:
-        message, tensors = pack(arguments)
-        try:
-            self._link.send({"do": what, "with": message}, tensors)
-        except LinkClosed as error:
-            raise self._lost() from error
-
-    def _lost(self) -> RoleLost:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_S)
-        code = self.process.returncode
-        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-        return RoleLost(f"A process that generates {how}.")
-
-
-def _end(link: Link, process: subprocess.Popen[bytes]) -> None:
-    link.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class _Host:
