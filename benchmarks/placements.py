@@ -105,8 +105,8 @@ class _Clock:
         self._report(experience, stats, seconds)
         now = time.perf_counter()
         metrics, spent = self._trainer.metrics, self._seconds
-        simulate = metrics.get("time/player_simulate_s", metrics["time/simulate_s"])
-        generate = metrics.get("time/player_act_s", metrics["time/act_s"])
+        simulate = metrics.get("roles/simulate_s", metrics["time/simulate_s"])
+        generate = metrics.get("roles/act_s", metrics["time/act_s"])
         row = {"whole": now - self._began, "steps": float(experience.num_steps), "simulate": simulate, "generate": generate}
         row |= {"train": spent["prepare"] + spent["update"], "publish": spent["publish"]}
         row["wait"] = max(spent["collect"] - simulate - generate, 0.0)

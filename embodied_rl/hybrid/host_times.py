@@ -38,11 +38,11 @@ class HostTimes:
         self._states = list(states)
 
     def take(self) -> dict[str, float]:
-        """Since the last call: ``time/overlap_s`` (some hosts generated while others trained), and ``multiplex/bubble`` (idle share of all
-        hosts' time)."""
+        """Since the last call: ``multiplex/overlap_s`` (some hosts generated while others trained), and ``multiplex/bubble`` (idle share of
+        all hosts' time)."""
         self.note(self._states)
         total = sum(self._of.values())
-        figures = {"time/overlap_s": self._both_ns / 1e9, "multiplex/bubble": self._of["idle"] / total if total else 0.0}
+        figures = {"multiplex/overlap_s": self._both_ns / 1e9, "multiplex/bubble": self._of["idle"] / total if total else 0.0}
         self._of, self._both_ns = {"generation": 0, "training": 0, "idle": 0}, 0
         return figures
 

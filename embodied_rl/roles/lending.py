@@ -81,7 +81,7 @@ class Lending:
             "multiplex/moved": float(counts.moves),
             "multiplex/parked": float(counts.parked),
             "multiplex/running": float(counts.running),
-            "time/vacate_s": self._vacate_s,
+            "multiplex/vacate_s": self._vacate_s,
             **self.times.take(),
         }
 

@@ -226,7 +226,7 @@ class RemoteCollector:
 
     def metrics(self) -> dict[str, float]:
         """How long the trainer waited, what the player did meanwhile or before, and what publishing took; of the last iteration."""
-        return {**self._figures, "time/publish_s": self._player.publish_s, "roles/restarts": float(self._player.num_restarts)}
+        return {**self._figures, "roles/publish_s": self._player.publish_s, "roles/restarts": float(self._player.num_restarts)}
 
     def _play(self, version: int) -> Played:
         started = time.perf_counter()
@@ -246,6 +246,6 @@ class RemoteCollector:
         # The loop's own figures are of its waiting: it is divided as the player's time was.
         share = waited / max(times.simulate_s + times.act_s, 1e-9)
         self.times = CollectorTimes(times.simulate_s * min(share, 1.0), times.act_s * min(share, 1.0))
-        figures = {"time/wait_s": waited, "time/player_simulate_s": times.simulate_s, "time/player_act_s": times.act_s}
+        figures = {"roles/wait_s": waited, "roles/simulate_s": times.simulate_s, "roles/act_s": times.act_s}
         self._figures = {**played.metrics, **figures}
         return played

@@ -37,7 +37,8 @@ class Scorer(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """``reward_worker/…``: episodes scored and failed in the whole run, their mean score since the last call; ``time/score_s``."""
+        """``reward_worker/…``: episodes scored and failed in the whole run, their mean score since the last call;
+        ``roles/score_s``, the seconds that one took."""
         ...
 
     def close(self) -> None: ...
@@ -124,7 +125,7 @@ class ScoreLedger:
         """See `Scorer.metrics`."""
         figures = {"reward_worker/scored": float(self.num_scored), "reward_worker/failed": float(self.num_failed)}
         if self._scores:
-            figures |= {"reward_worker/score": float(np.mean(self._scores)), "time/score_s": float(np.mean(self._seconds))}
+            figures |= {"reward_worker/score": float(np.mean(self._scores)), "roles/score_s": float(np.mean(self._seconds))}
         self._scores, self._seconds = [], []
         return figures
 

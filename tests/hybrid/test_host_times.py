@@ -28,7 +28,7 @@ def test_times_by_state_and_bars() -> None:
     times.note(["training", "idle"])
     clock.now = 10_000_000_000  # 2 s of training alone: 2 idle host-seconds
     figures = times.take()
-    assert figures["time/overlap_s"] == pytest.approx(5.0)
+    assert figures["multiplex/overlap_s"] == pytest.approx(5.0)
     assert figures["multiplex/bubble"] == pytest.approx((2 + 2) / 20)
     assert sorted(times.take_spans()) == [
         ("host 0", "generation", 1_000_000_000, 3_000_000_000),
@@ -36,5 +36,5 @@ def test_times_by_state_and_bars() -> None:
         ("host 1", "generation", 1_000_000_000, 8_000_000_000),
     ]
     clock.now = 11_000_000_000
-    assert times.take() == {"time/overlap_s": 0.0, "multiplex/bubble": pytest.approx(0.5)}, "counted from the last time on"
+    assert times.take() == {"multiplex/overlap_s": 0.0, "multiplex/bubble": pytest.approx(0.5)}, "counted from the last time on"
     assert times.take_spans() == [("host 0", "training", 10_000_000_000, 11_000_000_000)], "what goes on is told in pieces"

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from embodied_rl.errors import UserError
+from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
@@ -30,6 +31,10 @@ APART = "hybrid=disaggregated"
 )
 def test_a_run_apart_is_the_run_in_one_process_bit_for_bit(tmp_path: Path, task: list[str]) -> None:
     assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
+    row = read_metrics(tmp_path / "apart")[0]
+    # What the player does at the same time is no part of the loop's, or shares of time would count it twice.
+    assert {name for name in row if name.startswith("time/")} == {"time/simulate_s", "time/act_s", "time/update_s"}
+    assert row["time/simulate_s"] + row["time/act_s"] <= row["roles/wait_s"] + 1e-9
 
 
 def run_and_kill(config: Any, run_dir: Path, *, before_update: int) -> int:
