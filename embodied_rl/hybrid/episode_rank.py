@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episodes import EpisodeBatch
-from embodied_rl.algorithms.units import at_level
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.hybrid import fsdp
 from embodied_rl.hybrid.loss_terms import Divisors, LossTerms
@@ -34,22 +33,13 @@ class EpisodeObjective:
 
     def __call__(self, policy: nn.Module, tensors: Mapping[str, Tensor], step: EpisodeStep) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and metrics of the episodes of `pack_episodes`, of which `tensors` holds some rows."""
-        part, unit_mask = below(tensors, INPUT), tensors.get("unit_mask")
-        decisions, at = part["decisions"], (tensors["row"], tensors["column"])
         evaluation = policy.evaluate(below(tensors, OBSERVATION), tensors["action"])  # type: ignore[operator]
-
-        def scatter(flat: Tensor) -> Tensor:
-            """[m] → [n, T], [m, U] → [n, T·U]."""
-            shape = (*decisions.shape, *flat.shape[1:])
-            return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(at, flat).flatten(1)
-
-        return self._terms(
-            part,
-            log_prob=scatter(at_level(evaluation.log_prob.float(), self.config.ratio, unit_mask, self.steps)),
-            entropy=scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, self.steps)),
-            value=scatter(evaluation.value.float()) if "returns" in part else None,
-            mask=part["mask"],
-            decisions=decisions,
+        return self._terms.of_evaluation(
+            below(tensors, INPUT),
+            evaluation,
+            (tensors["row"], tensors["column"]),
+            unit_mask=tensors.get("unit_mask"),
+            steps=self.steps,
             divisors=Divisors(loss=step.num_units, decisions=step.num_steps, entries=step.num_entries or step.num_steps),
             kl_coef=step.kl_coef,
         )

@@ -17,7 +17,9 @@ from embodied_rl.algorithms.composition import method_options
 from embodied_rl.algorithms.kl import kl_estimate, kl_loss
 from embodied_rl.algorithms.loss_table import LossInfo
 from embodied_rl.algorithms.losses import entropy_bonus, value_loss
+from embodied_rl.algorithms.units import at_level
 from embodied_rl.config import AlgorithmConfig
+from embodied_rl.policies.base import Evaluation
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,41 @@ class LossTerms:
             else:
                 metrics["approx_kl"] = torch.where(mask, moved, torch.zeros_like(moved)).sum() / divisors.entries
         return total, metrics
+
+    def of_evaluation(
+        self,
+        part: Mapping[str, Tensor],
+        evaluation: Evaluation,
+        at: tuple[Tensor, Tensor],
+        *,
+        unit_mask: Tensor | None,
+        steps: Tensor,
+        divisors: Divisors,
+        kl_coef: float,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of m decisions that a policy evaluated, on n episodes of at most T decisions.
+
+        Args:
+            part: the episodes' inputs, with ``mask`` [n, T·U] and ``decisions`` [n, T].
+            evaluation: of the m decisions, in action units.
+            at: (episode, decision) [m] each: where they belong.
+            unit_mask: [m, L] of action units; None: all count.
+            steps: [L] step of the chunk that each action unit belongs to.
+        """
+        decisions = part["decisions"]
+
+        def scatter(flat: Tensor) -> Tensor:
+            """[m] → [n, T], [m, U] → [n, T·U]."""
+            shape = (*decisions.shape, *flat.shape[1:])
+            return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(at, flat).flatten(1)
+
+        return self(
+            part,
+            log_prob=scatter(at_level(evaluation.log_prob.float(), self.config.ratio, unit_mask, steps)),
+            entropy=scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, steps)),
+            value=scatter(evaluation.value.float()) if "returns" in part else None,
+            mask=part["mask"],
+            decisions=decisions,
+            divisors=divisors,
+            kl_coef=kl_coef,
+        )

@@ -158,20 +158,6 @@ class PolicyEpisodeLearner(EpisodeLearner):
                 {key: value[at].to(self.device) for key, value in batch.observation.items()}, batch.action[at].to(self.device)
             )
         unit_mask = None if batch.unit_mask is None else batch.unit_mask[at].to(self.device)
-
-        def scatter(flat: Tensor) -> Tensor:
-            """[m] → [b, T], [m, U] → [b, T·U]."""
-            shape = (*part["decisions"].shape, *flat.shape[1:])
-            whole = torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put((row, column), flat)
-            return whole.flatten(1)
-
-        return self._terms(
-            part,
-            log_prob=scatter(at_level(evaluation.log_prob.float(), self.config.ratio, unit_mask, self._steps)),
-            entropy=scatter(at_level(evaluation.entropy.float(), "chunk", unit_mask, self._steps)),
-            value=scatter(evaluation.value.float()) if "returns" in part else None,
-            mask=part["mask"],
-            decisions=part["decisions"],
-            divisors=divisors,
-            kl_coef=kl_coef,
+        return self._terms.of_evaluation(
+            part, evaluation, (row, column), unit_mask=unit_mask, steps=self._steps, divisors=divisors, kl_coef=kl_coef
         )
