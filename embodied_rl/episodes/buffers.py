@@ -28,6 +28,8 @@ SPILL_BYTES = 2**21
 QUEUED_PICTURES = 16
 """Pictures that may wait for the encoder; more make the recorder wait."""
 _ENCODER_NICENESS = 5
+_STUCK_S = 300.0
+"""An encoder that gets nothing done for so long does not come back."""
 
 
 class _Spill:
@@ -237,6 +239,10 @@ class VideoBuffer:
 Buffer = RowBuffer | BlobBuffer | VideoBuffer
 
 
+def _stuck() -> RecordingError:
+    return RecordingError(f"A video is not being encoded: nothing came of it within {_STUCK_S:g} s.")
+
+
 class Encoder:
     """A thread that encodes, so that simulators need not wait; libx264 runs without the interpreter's lock.
 
@@ -257,7 +263,10 @@ class Encoder:
             self._thread = threading.Thread(target=self._run, name="episode-encoder", daemon=True)
             self._thread.start()
         self._raise_error()
-        room = self._rooms(writer.shape).get()
+        try:
+            room = self._rooms(writer.shape).get(timeout=_STUCK_S)
+        except queue.Empty:
+            raise _stuck() from None
         room.fill(picture)
         self._queue.put((writer, room))
 
@@ -266,7 +275,8 @@ class Encoder:
         if self._thread is not None:
             reached = threading.Event()
             self._queue.put(reached)
-            reached.wait()
+            if not reached.wait(_STUCK_S):
+                raise _stuck()
         if complain:
             self._raise_error()
 
