@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,11 @@ class SimFactory:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra: str | None = None
     """The extra of setup.cfg that brings the simulator's packages, for the error message."""
+
+    @property
+    def key(self) -> str:
+        """The same for factories that build the same."""
+        return repr(dataclasses.asdict(self))
 
     def make(self, num_envs: int) -> SimEnv:
         """Build `num_envs` environments in this process. Raises MissingExtraError, MissingAssetsError or UserError."""

@@ -383,7 +383,7 @@ class EnvManager:
 
     def prepare(self, factory: SimFactory) -> None:
         """Start to build the workers of another task or scene in the background; `switch` then takes them."""
-        if (key := _key(factory)) not in self._pool:
+        if (key := factory.key) not in self._pool:
             self._pool[key] = Crew(factory, self._plan, self._processes)
             self._pool[key].begin()
 
@@ -395,13 +395,13 @@ class EnvManager:
             keep: leave the present task's workers as they are, so that switching back is immediate too.
         """
         crew = self._live_crew()
-        if _key(factory) == _key(crew.factory):
+        if factory.key == crew.factory.key:
             return
         self._drain()
         self.prepare(factory)
-        replacement = self._pool.pop(_key(factory))
+        replacement = self._pool.pop(factory.key)
         if keep:
-            self._pool[_key(crew.factory)] = crew
+            self._pool[crew.factory.key] = crew
         else:
             crew.close()
         self._take_crew(replacement)
@@ -492,10 +492,6 @@ class EnvManager:
         if PENDING in bytes(crew.state):
             crew.bell.wait(lambda: PENDING not in bytes(crew.state), math.inf, self._supervisor.poll)
         self._supervisor.settle()
-
-
-def _key(factory: SimFactory) -> str:
-    return repr(dataclasses.asdict(factory))
 
 
 assert os.name == "posix", "embodied_rl needs Linux or macOS (on Windows: WSL 2)"
