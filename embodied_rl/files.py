@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 from embodied_rl.errors import UserError
@@ -33,6 +35,19 @@ def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
         if temporary.exists():
             temporary.unlink()
     return path
+
+
+def append_whole(file: FileIO, data: bytes, path: Path) -> None:
+    """Append `data` to a log that is open without a buffer, so that what could not be written is not tried again at its closing.
+
+    Raises:
+        UserError: it could not be written, or not all of it.
+    """
+    try:
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def fsync(path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from embodied_rl.loggers.base import LoggerGroup
 from embodied_rl.loggers.console import ConsoleLogger, clock_text, time_shares
 from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
 from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
+from embodied_rl.loggers.tensorboard import TensorBoardLogger
 from embodied_rl.video import write_gif, write_mp4
 
 METRICS = {
@@ -94,6 +96,45 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resumed_run_repeats(tm
     reader.Reload()
     assert [(event.step, event.value) for event in reader.Scalars("episode/return")] == [(100, 12.5), (200, 25.0), (300, -1.5)]
     assert math.isnan(reader.Scalars("train/kl")[0].value)
+
+
+LOG_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+from embodied_rl.loggers.tensorboard import TensorBoardLogger
+logger = TensorBoardLogger(Path(sys.argv[1]))
+for step in range(100, 2100, 100):
+    logger.log(step, {"a": float(step)})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_tensorboard_holds_what_was_logged_when_the_process_is_killed(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    died = subprocess.run([sys.executable, "-c", LOG_AND_DIE, str(tmp_path)], capture_output=True, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    logger = TensorBoardLogger(tmp_path, resume_step=2000)
+    logger.log(2100, {"a": 2100.0})
+    logger.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("a")] == list(range(100, 2200, 100))
+
+
+def test_tensorboard_reads_runs_of_one_second_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Event files are read in the order of their names, which hold the second and then the process's number."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for number, resume_step in ((999, None), (1000, 100), (998, 200), (1, 300)):
+        monkeypatch.setattr(os, "getpid", lambda number=number: number)
+        logger = TensorBoardLogger(tmp_path, resume_step)
+        for step in ((resume_step or 0) + 100, (resume_step or 0) + 200):
+            logger.log(step, {"a": float(number)})
+        logger.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert [(event.step, event.value) for event in reader.Scalars("a")] == [(100, 999), (200, 1000), (300, 998), (400, 1), (500, 1)]
 
 
 def moving_square(num_frames: int) -> list[np.ndarray]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.files import cannot_write, next_free, write_atomic
+from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic
 from embodied_rl.loggers.base import Logger
 
 METRICS_FILE = "metrics.jsonl"
@@ -41,12 +39,7 @@ class JsonlLogger(Logger):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = (json.dumps({"step": int(step), "time_unix_s": round(time.time(), 3), **finite}, allow_nan=False) + "\n").encode()
-        try:
-            # Without a buffer: what could not be written is not tried again when the file is closed.
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
+        append_whole(self._file, line, self.path)
 
     def close(self) -> None:
         self._file.close()
