@@ -2,11 +2,11 @@
 
     python benchmarks/episodes.py
 
-Recording: the same simulators are stepped with and without a recorder in turns, `--rounds` times `--seconds` of each; by the clock through
+Recording: simulators are stepped with and without a recorder in turns, `--rounds` times `--seconds` of each; by the clock through
 `EnvManager`, and by processor time in one process, which is the figure to trust on a machine that does other things. Reading: all arrays
 of a recording against copying as many bytes out of a plain mapped file. Random access: steps drawn uniformly from 10,000 episodes.
 
-The six cases of recording take less than 40 seconds each; `--cases` takes some of them. Where simulators take every core, whoever records
+The cases of recording take less than a minute each; `--cases` takes some of them. Where simulators take every core, whoever records
 takes from them what it needs itself; two cases leave it a core.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from recording_loops import SIDES, Case, Side, measure_recording, row_of
+from recording_loops import SIDES, Case, measure_recording
 from tables import provenance, text_table
 
 from embodied_rl.config import load_sim_config
@@ -44,6 +44,7 @@ SPARE = max(1, (os.cpu_count() or 1) - 1)
 """Processes that simulate where a core is left to the process that records."""
 CASES = (
     Case("halfcheetah", "states, HalfCheetah-v5", "halfcheetah"),
+    Case("halfcheetah_8", "states, HalfCheetah-v5, 8 slots", "halfcheetah", num_slots=8),
     Case("halfcheetah_spare", "states, HalfCheetah-v5, a core to spare", "halfcheetah", num_workers=SPARE),
     Case("fetch_reach", "states, FetchReach", "fetch_reach"),
     Case("rendered", "224x224 lossless, PixelReach (rendered by MuJoCo)", "pixel_reach", {"image_size": 224}, reach=VIDEO_REACH),
@@ -114,7 +115,7 @@ def write_videos(path: Path, num_episodes: int, num_steps: int) -> None:
         for seed in range(originals):
             sim.reset([0], [seed], out)
             sink = writer.open_episode(seed)
-            sink.start(row_of(out.observation, 0))
+            sink.start({key: rows[0] for key, rows in out.observation.items()})
             for step in range(num_steps):
                 if step % 8 == 0:
                     action = rng.uniform(sim.spec.action.low, sim.spec.action.high, (1, 2)).astype(np.float32)
@@ -126,7 +127,7 @@ def write_videos(path: Path, num_episodes: int, num_steps: int) -> None:
                     terminated=False,
                     truncated=end,
                     success=False,
-                    observation=row_of(out.observation, 0),
+                    observation={key: rows[0] for key, rows in out.observation.items()},
                 )
             sink.finish()
     sim.close()
@@ -284,7 +285,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a side in a round of recording")
     parser.add_argument("--cases", nargs="+", choices=[case.key for case in CASES], help="of recording; by default all")
-    parser.add_argument("--sinks", action="store_true", help="also record through a sink per slot, which takes half as long again")
     parser.add_argument("--episodes", type=int, default=10_000, help="of the sets that random steps are drawn from")
     parser.add_argument("--steps", type=int, default=100, help="of each of these episodes")
     parser.add_argument("--reads", type=int, default=5_000, help="random steps")
@@ -296,8 +296,7 @@ def main() -> None:
     with scratch(arguments.folder) as folder:
         if "recording" in arguments.only:
             cases = [case for case in CASES if arguments.cases is None or case.key in arguments.cases]
-            sides: tuple[Side, ...] = (*SIDES, "sinks") if arguments.sinks else SIDES
-            figures += report_recording(cases, sides, arguments.rounds, arguments.seconds, folder)
+            figures += report_recording(cases, arguments.rounds, arguments.seconds, folder)
         if {"reading", "access"} & set(arguments.only):
             write_states(folder / "states", arguments.episodes, arguments.steps)
         if "reading" in arguments.only:
@@ -311,19 +310,19 @@ def kept(holds: bool) -> str:
     return "kept" if holds else "missed"
 
 
-def report_recording(cases: Sequence[Case], sides: Sequence[Side], rounds: int, seconds: float, folder: Path) -> list[str]:
+def report_recording(cases: Sequence[Case], rounds: int, seconds: float, folder: Path) -> list[str]:
     rows, figures = [], []
     for case in cases:
-        costs = measure_recording(case, rounds, seconds, folder, sides)
+        costs = measure_recording(case, rounds, seconds, folder)
         plain = costs["plain"]
-        for side in sides:
+        for side in SIDES:
             ours = costs[side]
             wall, cpu = overhead(ours.wall_us, plain.wall_us), overhead(ours.cpu_us, plain.cpu_us)
             fastest = min(ours.cpu_us) / min(plain.cpu_us) - 1
             shown = (f"{wall:+.1%}", spread(ours.wall_us, plain.wall_us), f"{cpu:+.1%}", f"{fastest:+.1%}")
             medians = (f"{statistics.median(values):.1f}" for values in (ours.wall_us, ours.cpu_us))
             rows.append((f"{case.name}: {side}", *medians, *(("",) * len(shown) if side == "plain" else shown)))
-            if side == "slots":
+            if side == "recorded":
                 figures.append(
                     f"recording {case.name} {wall:+.1%} wall, {cpu:+.1%} cpu, {fastest:+.1%} cpu in the fastest rounds "
                     f"(reach: {case.reach:.0%}, {kept(wall <= case.reach)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,19 +13,25 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embodied_rl.config import load_sim_config
+from embodied_rl.config import SimConfig, load_sim_config
+from embodied_rl.episodes.films import Films, films_folder, keep_films
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.collector import split_groups
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.rollout.filmed import FilmedSim, filmed, films_of
+from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.instrumented import IMAGE, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.types import Observation, SimSpec, StepBatch, StepBuffers
 
-NUM_SLOTS = 8
-Side = Literal["plain", "slots", "sinks"]
-SIDES: tuple[Side, ...] = ("plain", "slots")
-"""Not recorded; recorded through `SlotSinks`, as `embodied_rl.record` does. "sinks": through one `EpisodeSink` per slot."""
+NUM_SLOTS = 16
+"""What `embodied_rl.record` takes unless told otherwise."""
+NUM_GROUPS = 2
+Side = Literal["plain", "recorded"]
+SIDES: tuple[Side, ...] = ("plain", "recorded")
+SEEDS = EpisodeSeeds.training(0)
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Case:
     """Share of the time per step that recording may add."""
     num_workers: int | None = None
     """Processes that simulate; None: as many as the manager starts by itself, which leaves no core to whoever records."""
+    num_slots: int = NUM_SLOTS
 
 
 @dataclass
@@ -52,220 +59,236 @@ class Costs:
     wall_us: list[float] = field(default_factory=list)
     """Per environment step."""
     cpu_us: list[float] = field(default_factory=list)
-    """Processor time per environment step where everything happens in one process, the encoder's thread included."""
+    """Processor time per environment step where everything happens in one process."""
 
 
-class SinkPerSlot:
-    """`SlotSinks`'s calls by a sink of its own for every slot."""
+class CameraSim:
+    """A simulator whose observation ``rgb`` is a picture for people, and not what a policy sees."""
 
-    def __init__(self, writer: RecordingWriter, num_slots: int) -> None:
-        self._writer = writer
-        self._sinks: list[Any] = [None] * num_slots
+    def __init__(self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any]) -> None:
+        self._sim: SimEnv = SimFactory(target, inner_task, inner_kwargs).make(num_envs)
+        parts = dict(self._sim.spec.observation)
+        self.spec = dataclasses.replace(self._sim.spec, observation={f"{IMAGE}front": parts.pop("rgb"), **parts})
 
-    def start(self, slot: int, seed: int, observation: Observation, row: int, images: Observation | None = None) -> None:
-        self._sinks[slot] = self._writer.open_episode(seed)
-        self._sinks[slot].start(row_of(observation, row), images=images and row_of(images, row))
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        self._sim.reset(env_ids, seeds, self._inner(out), options)
 
-    def step(
-        self,
-        slots: np.ndarray,
-        observation: Observation,
-        final_observation: Observation,
-        images: Observation | None = None,
-        **columns: np.ndarray,
-    ) -> list[int]:
-        done = columns["terminated"] | columns["truncated"]
-        for row, slot in enumerate(slots.tolist()):
-            after = final_observation if done[row] else observation
-            values = {name: rows[row] for name, rows in columns.items()}
-            self._sinks[slot].step(**values, observation=row_of(after, row), images=images and row_of(images, row))
-        rows: list[int] = np.flatnonzero(done).tolist()
-        return rows
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        self._sim.step(env_ids, actions, self._inner(out))
 
-    def finish(self, slot: int) -> None:
-        self._sinks[slot].finish()
+    def render(self, env_id: int) -> np.ndarray:
+        return self._sim.render(env_id)
 
-    def discard(self, slot: int) -> None:
-        self._sinks[slot].discard()
+    def close(self) -> None:
+        self._sim.close()
+
+    def _inner(self, out: StepBuffers) -> StepBuffers:
+        return dataclasses.replace(out, observation={**out.observation, "rgb": out.observation[f"{IMAGE}front"]})
 
 
-Recorder = SlotSinks | SinkPerSlot
+class Recorder:
+    """What `embodied_rl.record` does with a batch; the actions and what a policy says about them are drawn beforehand."""
 
+    def __init__(self, folder: Path, spec: SimSpec, num_slots: int, films: Films | None, stack: ExitStack) -> None:
+        self.films = films.columns if films else frozenset()
+        if films is not None:
+            stack.enter_context(keep_films(films.folder))
+        stack.callback(shutil.rmtree, folder)
+        writer = stack.enter_context(RecordingWriter(folder, RecordingInfo(plain_spec(spec), {}, {"kind": "random"}), duplicates="allow"))
+        self._sinks = SlotSinks(writer, num_slots, films)
+        self._streams = [SeedStream(SEEDS, 0, slot, num_slots) for slot in range(num_slots)]
+        self._index = [0] * num_slots
+        rng = np.random.default_rng(1)
+        self._log_probs = rng.normal(size=(64, num_slots, spec.action.dim)).astype(np.float32)
+        self._values = rng.normal(size=(64, num_slots))
+        self._versions = np.zeros(num_slots, np.int64)
 
-def row_of(part: Observation, row: int) -> dict[str, Any]:
-    return {key: rows[row] for key, rows in part.items()}
+    def start(self, batch: StepBatch, rows: Sequence[int]) -> None:
+        """Begin the episodes whose first observations are `rows` of a batch."""
+        seen = split(batch.observation)
+        for row in rows:
+            slot = int(batch.slots[row])
+            self._sinks.start(slot, self._streams[slot].seed(self._index[slot]), seen.observation, row, images=seen.images)
+
+    def step(self, batch: StepBatch, action: np.ndarray, tick: int) -> None:
+        num_rows = len(batch.slots)
+        rows = self._sinks.step(
+            batch.slots,
+            action=action,
+            sampled_action=action,
+            log_prob=self._log_probs[tick, :num_rows],
+            value=self._values[tick, :num_rows],
+            policy_version=self._versions[:num_rows],
+            reward=batch.reward,
+            terminated=batch.terminated,
+            truncated=batch.truncated,
+            success=batch.success,
+            observation=self._written(batch.observation),
+            final_observation=self._written(batch.final_observation),
+        )
+        for row in rows:
+            slot = int(batch.slots[row])
+            self._sinks.finish(slot)
+            self._index[slot] += 1
+        if rows:
+            self.start(batch, rows)
+
+    def _written(self, observation: Observation) -> Observation:
+        if not self.films:
+            return observation
+        return {key: part for key, part in observation.items() if f"observation.{key}" not in self.films and not key.startswith(IMAGE)}
 
 
 class Loop:
-    """What is common to both ways of stepping: actions drawn beforehand, and what a recorder is told.
+    """What is common to both ways of stepping: actions drawn beforehand.
 
     The simulators go on from one turn to the next, and so do the recorder's episodes, which end where the simulator's do: beginning and
     ending an episode costs its share of an episode, however short the turns are.
     """
 
-    def __init__(self, spec: SimSpec, num_rows: int, camera: bool) -> None:
-        self._camera = camera
+    def __init__(self, spec: SimSpec, num_slots: int, recorder: Recorder | None) -> None:
         rng, action = np.random.default_rng(0), spec.action
         low, high = np.asarray(action.low, np.float32), np.asarray(action.high, np.float32)
-        self.actions = rng.uniform(low, high, (64, num_rows, action.dim)).astype(np.float32)
-        self._log_probs = rng.normal(size=(64, num_rows, action.dim)).astype(np.float32)
-        self._values = rng.normal(size=(64, num_rows)).astype(np.float32)
-        self._versions = np.zeros(num_rows, np.int64)
-        self._seed = 0
+        self.actions = rng.uniform(low, high, (64, num_slots, action.dim)).astype(np.float32)
+        self.num_slots, self.recorder = num_slots, recorder
 
-    def start(self, recorder: Recorder, batch: StepBatch, rows: Sequence[int]) -> None:
-        """Begin the episodes whose first observations are `rows` of a batch."""
-        for row in rows:
-            self._seed += 1
-            images = {"front": batch.observation["rgb"]} if self._camera else None
-            recorder.start(int(batch.slots[row]), self._seed, {} if self._camera else batch.observation, row, images=images)
-
-    def record(self, recorder: Recorder, batch: StepBatch, tick: int) -> None:
-        camera, action = self._camera, self.actions[tick]
-        rows = recorder.step(
-            batch.slots,
-            action=action,
-            sampled_action=action,
-            log_prob=self._log_probs[tick],
-            value=self._values[tick],
-            policy_version=self._versions,
-            reward=batch.reward,
-            terminated=batch.terminated,
-            truncated=batch.truncated,
-            success=batch.success,
-            observation={} if camera else batch.observation,
-            final_observation={} if camera else batch.final_observation,
-            images={"front": batch.observation["rgb"]} if camera else None,
-        )
-        for row in rows:
-            recorder.finish(int(batch.slots[row]))
-        self.start(recorder, batch, rows)
-
-
-def staggered(limit: int | None) -> Iterator[range]:
-    """Which slots to step before anything is measured, so that their episodes end one after another and not all at once."""
-    for first in range(1, NUM_SLOTS):
-        for _ in range((limit or 0) // NUM_SLOTS):
-            yield range(first, NUM_SLOTS)
+    def staggered(self, limit: int | None) -> Iterator[range]:
+        """Which slots to step before anything is measured, so that their episodes end one after another and not all at once."""
+        for first in range(1, self.num_slots):
+            for _ in range((limit or 0) // self.num_slots):
+                yield range(first, self.num_slots)
 
 
 class ManagerLoop(Loop):
     """Two alternating groups of slots in worker processes; measured by the clock."""
 
-    def __init__(self, manager: EnvManager, camera: bool) -> None:
-        self._manager, self._groups = manager, split_groups(manager.num_slots, 2)
-        super().__init__(manager.spec, len(self._groups[0]), camera)
-        self._batch = manager.reset()
-        for slots in staggered(manager.spec.max_episode_steps):
-            manager.send(slots, np.resize(self.actions[0], (len(slots), self.actions.shape[2])))
-            manager.recv(slots)
+    def __init__(self, manager: EnvManager, recorder: Recorder | None) -> None:
+        super().__init__(manager.spec, manager.num_slots, recorder)
+        self._manager, self._groups = manager, split_groups(manager.num_slots, NUM_GROUPS)
+        batch = manager.reset(SEEDS)
+        if recorder is not None:
+            recorder.start(batch, range(self.num_slots))
+        for slots in self.staggered(manager.spec.max_episode_steps):
+            manager.send(slots, self.actions[0, : len(slots)])
+            self._record(manager.recv(slots), 0)
 
-    def begin(self, recorder: Recorder) -> None:
-        """Have the recorder begin an episode in every slot."""
-        self.start(recorder, self._batch, range(NUM_SLOTS))
-
-    def run(self, seconds: float, recorder: Recorder | None) -> float:
+    def run(self, seconds: float) -> float:
         """Wall-clock time in µs per environment step."""
         manager = self._manager
         start, tick, steps, sent = time.perf_counter(), 0, 0, [0] * len(self._groups)
         for group in self._groups:
-            manager.send(group, self.actions[0])
+            manager.send(group, self.actions[0, : len(group)])
         while time.perf_counter() < start + seconds:
             for index, group in enumerate(self._groups):
                 batch = manager.recv(group)
-                if recorder is not None:
-                    self.record(recorder, batch, sent[index])
+                self._record(batch, sent[index])
                 tick = (tick + 1) % 64
                 sent[index] = tick
-                manager.send(group, self.actions[tick])
+                manager.send(group, self.actions[tick, : len(group)])
                 steps += len(group)
         for index, group in enumerate(self._groups):
-            batch = manager.recv(group)
-            if recorder is not None:
-                self.record(recorder, batch, sent[index])
+            self._record(manager.recv(group), sent[index])
             steps += len(group)
         return 1e6 * (time.perf_counter() - start) / steps
+
+    def _record(self, batch: StepBatch, tick: int) -> None:
+        if self.recorder is not None:
+            self.recorder.step(batch, self.actions[tick, : len(batch.slots)], tick)
 
 
 class ProcessLoop(Loop):
     """All environments in this process; measured by its processor time, which other work on the machine disturbs less."""
 
-    def __init__(self, factory: SimFactory, camera: bool) -> None:
-        self._sim: Any = factory.make(NUM_SLOTS)
-        self._out = StepBuffers.allocate(self._sim.spec, NUM_SLOTS)
-        super().__init__(self._sim.spec, NUM_SLOTS, camera)
-        self._sim.reset(range(NUM_SLOTS), range(NUM_SLOTS), self._out)
-        self._resets = NUM_SLOTS
-        for slots in staggered(self._sim.spec.max_episode_steps):
-            self._step(np.array(slots), np.resize(self.actions[0], (len(slots), self.actions.shape[2])))
+    def __init__(self, sim: SimEnv, num_slots: int, recorder: Recorder | None) -> None:
+        super().__init__(sim.spec, num_slots, recorder)
+        self._sim, self._out = sim, StepBuffers.allocate(sim.spec, num_slots)
+        self._streams = [SeedStream(SEEDS, 0, slot, num_slots) for slot in range(num_slots)]
+        self._index = [0] * num_slots
+        self._reset(range(num_slots))
+        if recorder is not None:
+            recorder.start(self._batch(np.arange(num_slots), self._out.observation), range(num_slots))
+        for slots in self.staggered(sim.spec.max_episode_steps):
+            self._step(np.array(slots), 0)
 
-    def begin(self, recorder: Recorder) -> None:
-        """Have the recorder begin an episode in every slot."""
-        self.start(recorder, self._batch(self._out.observation), range(NUM_SLOTS))
-
-    def run(self, seconds: float, recorder: Recorder | None) -> float:
+    def run(self, seconds: float) -> float:
         """Processor time of all threads in µs per environment step."""
-        slots = np.arange(NUM_SLOTS)
+        slots = np.arange(self.num_slots)
         start, tick, steps = time.process_time(), 0, 0
         while time.process_time() < start + seconds:
             tick = (tick + 1) % 64
-            final = self._step(slots, self.actions[tick])
-            if recorder is not None:
-                self.record(recorder, self._batch(final), tick)
-            steps += NUM_SLOTS
+            self._step(slots, tick)
+            steps += self.num_slots
         return 1e6 * (time.process_time() - start) / steps
 
-    def close(self) -> None:
-        self._sim.close()
-
-    def _step(self, slots: np.ndarray, actions: np.ndarray) -> Observation:
-        """Step, and reset where an episode is over; the observations before that."""
-        out = self._out
+    def _step(self, slots: np.ndarray, tick: int) -> None:
+        """Step, and reset where an episode is over."""
+        out, actions = self._out, self.actions[tick, : len(slots)]
         self._sim.step(slots, actions, out)
         done = slots[(out.terminated | out.truncated)[slots]]
-        if not done.size:
-            return out.observation
-        final = {key: rows.copy() for key, rows in out.observation.items()}
-        flags = {name: getattr(out, name).copy() for name in ("reward", "terminated", "truncated", "success")}
-        self._sim.reset(done, self._resets + np.arange(done.size), out)
-        self._resets += done.size
-        for name, values in flags.items():
-            getattr(out, name)[:] = values
-        return final
+        final = out.observation
+        if done.size:
+            final = {key: rows.copy() for key, rows in out.observation.items()}
+            flags = {name: getattr(out, name).copy() for name in ("reward", "terminated", "truncated", "success")}
+            if isinstance(self._sim, FilmedSim):
+                self._sim.episodes_ended(done.tolist())
+            for slot in done.tolist():
+                self._index[slot] += 1
+            self._reset(done.tolist())
+            for name, values in flags.items():
+                getattr(out, name)[:] = values
+        if self.recorder is not None:
+            self.recorder.step(self._batch(slots, final), actions, tick)
 
-    def _batch(self, final: Observation) -> StepBatch:
-        out = self._out
-        flags = (out.reward, out.terminated, out.truncated, out.success)
-        return StepBatch(np.arange(NUM_SLOTS), out.observation, *flags, final_observation=final, episodes=())
+    def _reset(self, slots: Sequence[int]) -> None:
+        self._sim.reset(slots, [self._streams[slot].seed(self._index[slot]) for slot in slots], self._out)
+
+    def _batch(self, slots: np.ndarray, final: Observation) -> StepBatch:
+        out, rows = self._out, slice(int(slots[0]), int(slots[-1]) + 1)
+        flags = (part[rows] for part in (out.reward, out.terminated, out.truncated, out.success))
+        now, after = ({key: part[rows] for key, part in parts.items()} for parts in (out.observation, final))
+        return StepBatch(slots, now, *flags, final_observation=after, episodes=())
 
 
-def measure_recording(case: Case, rounds: int, seconds: float, folder: Path, sides: Sequence[Side] = SIDES) -> dict[Side, Costs]:
-    """Wall-clock and processor time per step of each side, in turns."""
-    config = load_sim_config(case.sim)
-    factory = SimFactory(config.target, config.task, {**config.kwargs, **case.kwargs}, config.extra)
-    costs: dict[Side, Costs] = {side: Costs() for side in sides}
-    alone = ProcessLoop(factory, case.camera)
+def measure_recording(case: Case, rounds: int, seconds: float, folder: Path) -> dict[Side, Costs]:
+    """Wall-clock and processor time per step with and without a recorder, each with simulators of its own, in turns."""
+    costs: dict[Side, Costs] = {side: Costs() for side in SIDES}
     with ExitStack() as stack:
-        stack.callback(alone.close)
-        manager = stack.enter_context(EnvManager(factory, NUM_SLOTS, num_groups=2, num_workers=case.num_workers))
-        spec = dataclasses.replace(manager.spec, observation={}) if case.camera else manager.spec
-        info = RecordingInfo(spec, {}, {"kind": "random"})
-        loops: tuple[ManagerLoop | ProcessLoop, ...] = (ManagerLoop(manager, case.camera), alone)
-        recorders: dict[Side, list[Recorder | None]] = {side: [None, None] for side in sides}
-        for side in sides:
-            for index, loop in enumerate(loops):
-                if side != "plain":
-                    path = folder / f"{case.key}-{side}-{index}"
-                    stack.callback(shutil.rmtree, path)
-                    writer = stack.enter_context(RecordingWriter(path, info, duplicates="allow"))
-                    recorders[side][index] = recorder = (SlotSinks if side == "slots" else SinkPerSlot)(writer, NUM_SLOTS)
-                    loop.begin(recorder)
-                loop.run(0.5, recorders[side][index])
+        loops = {side: _loops(case, side, folder, stack) for side in SIDES}
+        for both in loops.values():
+            for loop in both:
+                loop.run(0.5)
         for number in range(rounds):
             # Whoever goes first meets other caches.
-            first = number % len(sides)
-            for side in (*sides[first:], *sides[:first]):
-                wall, cpu = (loop.run(seconds, recorder) for loop, recorder in zip(loops, recorders[side], strict=True))
+            for side in SIDES if number % 2 == 0 else reversed(SIDES):
+                wall, cpu = (loop.run(seconds) for loop in loops[side])
                 costs[side].wall_us.append(wall)
                 costs[side].cpu_us.append(cpu)
     return costs
+
+
+def _loops(case: Case, side: Side, folder: Path, stack: ExitStack) -> tuple[ManagerLoop, ProcessLoop]:
+    """Of one side."""
+    paths = [folder / f"{case.key}-{name}" for name in ("manager", "process")]
+    films = [films_folder(path) for path in paths]
+    configs = [_config(case) for _ in paths]
+    if side == "recorded":
+        configs = [filmed(config, place) for config, place in zip(configs, films, strict=True)]
+    sim = SimFactory(configs[1].target, configs[1].task, configs[1].kwargs, configs[1].extra).make(case.num_slots)
+    stack.callback(sim.close)
+    factory = SimFactory(configs[0].target, configs[0].task, configs[0].kwargs, configs[0].extra)
+    manager = stack.enter_context(EnvManager(factory, case.num_slots, num_groups=NUM_GROUPS, num_workers=case.num_workers))
+    recorders: list[Recorder | None] = [None, None]
+    if side == "recorded":
+        recorders = [
+            Recorder(path, sim.spec, case.num_slots, films_of(sim.spec, place), stack) for path, place in zip(paths, films, strict=True)
+        ]
+    return ManagerLoop(manager, recorders[0]), ProcessLoop(sim, case.num_slots, recorders[1])
+
+
+def _config(case: Case) -> SimConfig:
+    config = load_sim_config(case.sim)
+    config = dataclasses.replace(config, kwargs={**config.kwargs, **case.kwargs})
+    if not case.camera:
+        return config
+    inner = {"target": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs}
+    return dataclasses.replace(config, target="recording_loops:CameraSim", task=None, kwargs=inner)

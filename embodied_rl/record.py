@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -14,6 +15,7 @@ from embodied_rl.cli import Argument, Command, command_line, fail, run_command
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
+    from embodied_rl.episodes.films import Films
     from embodied_rl.episodes.recorded import RecordingInfo
     from embodied_rl.episodes.writer import RecordingWriter
     from embodied_rl.rollout.players import Player
@@ -138,7 +140,9 @@ def record(
         IncompatibleCheckpointError: the checkpoint does not fit the simulator.
         SimFault: the simulator failed and its configuration says to stop.
     """
+    from embodied_rl.episodes.films import films_folder, keep_films
     from embodied_rl.episodes.writer import RecordingWriter
+    from embodied_rl.rollout.filmed import filmed, films_of
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.robots.experts import expert_target
@@ -147,18 +151,24 @@ def record(
     started, showing = time.perf_counter(), showing or Showing()
     target = (expert or expert_target(sim)) if policy == "expert" else None
     shown = instrumented(sim, expert=target, physics=showing.physics, image_size=showing.image_size, cameras=showing.cameras)
+    videos = films_folder(folder) if video == "mp4" else None
+    if videos is not None:
+        shown = filmed(shown, videos)
     # More slots than episodes would start simulators for nothing.
     slots = min(sim.num_slots, plan.num_episodes)
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
         spec = plain_spec(manager.spec)
         player, who = _player(policy, spec, sim, checkpoint=checkpoint, expert=target, sample=sample, noise_seed=plan.noise_seed)
         info = _info(spec, sim, who, plan, showing, command, checkpoint)
-        with RecordingWriter(folder, info, video=video, resume=resume) as writer:
-            result = _play(manager, player, writer, plan, num_groups=min(sim.pipeline_groups, slots))
+        films = None if videos is None else films_of(manager.spec, videos)
+        with RecordingWriter(folder, info, video=video, resume=resume) as writer, keep_films(films.folder) if films else nullcontext():
+            result = _play(manager, player, writer, plan, num_groups=min(sim.pipeline_groups, slots), films=films)
     return Recorded(folder, spec, result, time.perf_counter() - started)
 
 
-def _play(manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int) -> RecordingResult:
+def _play(
+    manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int, films: Films | None
+) -> RecordingResult:
     """Run the recorder, with a progress bar."""
     from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.recording import Recorder
@@ -172,7 +182,7 @@ def _play(manager: EnvManager, player: Player, writer: RecordingWriter, plan: Re
             new, told = recorder.num_recorded - told, recorder.num_recorded
             advance(new, f"success {successes / num_played:.0%}" if manager.spec.reports_success else "")
 
-        recorder = Recorder(manager, player, writer, plan, num_groups=num_groups, on_episode=on_episode)
+        recorder = Recorder(manager, player, writer, plan, num_groups=num_groups, on_episode=on_episode, films=films)
         told = recorder.num_recorded
         advance(told)
         return recorder.run()

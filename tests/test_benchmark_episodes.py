@@ -69,9 +69,9 @@ def test_recording_runs() -> None:
     pytest.importorskip("gymnasium_robotics")
     lines = run_script("episodes.py", "--rounds", "1", "--seconds", "0.1", "--only", "recording")
     rows = columns(lines, below="recording")
-    assert len(rows) == 6 * 2
+    assert len(rows) == 8 * 2
     for case in ("states, HalfCheetah-v5", "224x224 lossless, PushT"):
-        plain, slots = rows[f"{case}: plain"], rows[f"{case}: slots"]
+        plain, slots = rows[f"{case}: plain"], rows[f"{case}: recorded"]
         # With one round the overhead is that of the two figures beside it, which are printed to 0.1 µs.
         assert float(slots[2].rstrip("%")) / 100 == pytest.approx(float(slots[0]) / float(plain[0]) - 1, abs=0.005)
         assert slots[3] == f"{slots[2]} to {slots[2]}", "the quartiles of one round"

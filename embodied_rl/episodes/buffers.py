@@ -219,6 +219,12 @@ class VideoBuffer:
         for number in range(len(rows)):
             self.append(rows[number])
 
+    def take_over(self, video: Path, num_rows: int) -> None:
+        """Take a video that somebody else has encoded, in place of pictures. Raises RecordingError where there is none."""
+        if not video.is_file():
+            raise RecordingError(f"Field '{self.column.name}': the video of {num_rows} pictures is not there ('{video}').")
+        self.path, self.num_rows = video, num_rows
+
     def finish(self) -> Path:
         """Wait for the encoder; the file that holds the video."""
         if self._writer is not None:

@@ -155,6 +155,14 @@ def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> 
     return tuple(columns)
 
 
+def picture_column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Column | None:
+    """The column of an observation or of images where these are kept as videos (`video="mp4"`); None where they are not."""
+    if dtype.kind not in _NUMERIC_KINDS:
+        return None
+    column = _fixed(name, dtype, shape, "observation", "mp4")
+    return column if column.is_video else None
+
+
 def _fixed(name: str, dtype: np.dtype, shape: tuple[int, ...], per: Literal["step", "observation"], video: VideoFormat) -> Column:
     if dtype.kind not in _NUMERIC_KINDS:
         raise RecordingError(f"Field '{name}' must hold numbers, got dtype {dtype}.")

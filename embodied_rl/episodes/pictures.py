@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ GROUP_OF_PICTURES = 16
 larger files that take longer to write."""
 _LOSSY = {"crf": "18", "preset": "ultrafast", "bf": "0", "g": str(GROUP_OF_PICTURES)}
 _LOSSLESS = {"qp": "0", "preset": "ultrafast", "tune": "zerolatency", "g": str(GROUP_OF_PICTURES)}
+
+
+def frame_rate(control_hz: float | None) -> int:
+    """Pictures a second of a recording's videos, from how often its simulator is controlled."""
+    return max(1, round(control_hz or DEFAULT_FPS))
 
 
 class VideoError(ValueError):
@@ -38,10 +44,8 @@ class VideoWriter:
         self.path, self.count = path, 0
         self.shape = (height, width, 3) if lossless else (height + height % 2, width + width % 2, 3)
         """Of the pictures that are encoded."""
-        try:
+        with self._writing():
             self._container = av.open(str(path), "w", format="mp4")
-        except OSError as error:
-            raise cannot_write(path, error) from error
         stream: Any = self._container.add_stream(
             "libx264rgb" if lossless else "libx264", rate=fps, options=_LOSSLESS if lossless else _LOSSY
         )
@@ -58,16 +62,27 @@ class VideoWriter:
         self.encode(room)
 
     def encode(self, room: PictureRoom) -> None:
-        """Encode the picture that lies there; the room is free again afterwards."""
+        """Encode the picture that lies there; the room is free again afterwards. Raises UserError where the file cannot be written."""
         room.frame.pts = self.count
         self.count += 1
-        self._container.mux(self._stream.encode(room.frame))
+        with self._writing():
+            self._container.mux(self._stream.encode(room.frame))
 
     def close(self) -> None:
-        """Write what is left; the file is readable from here on."""
-        if self.count:
-            self._container.mux(self._stream.encode())
-        self._container.close()
+        """Write what is left; the file is readable from here on. Raises UserError where it cannot be written."""
+        with self._writing():
+            if self.count:
+                self._container.mux(self._stream.encode())
+            self._container.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        import av
+
+        try:
+            yield
+        except (av.FFmpegError, OSError) as error:
+            raise cannot_write(self.path, error) from error
 
     def discard(self) -> None:
         """End and delete the file."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.episodes.buffers import BlobBuffer, Buffer
+from embodied_rl.episodes.buffers import BlobBuffer, Buffer, VideoBuffer
+from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.layout import Column, layout_for
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
 from embodied_rl.episodes.recording import RecordingError
@@ -28,12 +29,23 @@ class EpisodeSink:
     beyond a few MB wait in temporary files.
     """
 
-    def __init__(self, writer: RecordingWriter, seed: int, task: str | None, instruction: str | None, metadata: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        writer: RecordingWriter,
+        seed: int,
+        task: str | None,
+        instruction: str | None,
+        metadata: Mapping[str, Any],
+        films: Films | None = None,
+    ) -> None:
         self.seed, self.num_steps = int(seed), 0
+        self.filmed: Set[str] = films.columns if films else frozenset()
+        """Names of columns whose pictures are encoded elsewhere: only the first is given here, and it is not written."""
         self.columns: tuple[Column, ...] | None = None
         """Known when the first step is."""
         self.buffers: dict[str, Buffer] = {}
         self._writer, self._task, self._instruction, self._metadata = writer, task, instruction, dict(metadata)
+        self._films = films
         self._first: dict[str, Any] | None = None
         self._part: PartWriter | None = None
         self._snapshots: BlobBuffer | None = None
@@ -111,7 +123,8 @@ class EpisodeSink:
         self._ended = bool(terminated or truncated)
         try:
             for name, buffer in self.buffers.items():
-                buffer.append(row.pop(name))
+                if name not in self.filmed:
+                    buffer.append(row.pop(name))
         except KeyError as error:
             raise RecordingError(f"The episode of seed {self.seed} lacks {error} at step {self.num_steps - 1}.") from None
         for name in row:
@@ -134,6 +147,11 @@ class EpisodeSink:
         assert self._part is not None
         assert self._snapshots is not None
         try:
+            if self._films is not None:
+                for name in self.filmed:
+                    buffer = self.buffers[name]
+                    assert isinstance(buffer, VideoBuffer)
+                    buffer.take_over(self._films.path(name, self.seed, self.num_steps + 1), self.num_steps + 1)
             summed = {name: np.concatenate(list(self.buffers[name].chunks())) for name in SUMMED}  # type: ignore[union-attr]
             summary = summary_of(self.seed, self._task, self._instruction, {**self._metadata, **(metadata or {})}, summed)
             return self._writer.commit(self._part, self.buffers, self._snapshots, self._marks, summary)
@@ -147,6 +165,8 @@ class EpisodeSink:
             self._writer.forget(self)
             if self._snapshots is not None:
                 discard(self.buffers, self._snapshots)
+            if self._films is not None:
+                self._films.remove(self.seed, self.num_steps + 1)
 
     # ---- for `step` and `SlotSinks` ----
 
@@ -161,7 +181,9 @@ class EpisodeSink:
         for column in columns:
             if column.per == "observation":
                 self._require(column.name in self._first, f"lacks '{column.name}' at its beginning, and")
-                self.buffers[column.name].append(self._first.pop(column.name))
+                first = self._first.pop(column.name)
+                if column.name not in self.filmed:
+                    self.buffers[column.name].append(first)
         self._require(not self._first, f"has {sorted(self._first)}, which the simulator lacks, and")
 
     def keep_snapshot(self, snapshot: bytes, time: int) -> None:

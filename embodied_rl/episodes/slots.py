@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.buffers import RowBuffer
+from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.sink import EpisodeSink
@@ -19,6 +20,7 @@ _KNOWN_GROUPS = 8
 """Groups of neighbouring slots whose places are kept; there are few, unless whatever is ready steps together."""
 
 Batch = Mapping[str, Any]
+_Place = tuple[np.ndarray | None, tuple[int, ...]]
 
 
 class SlotSinks:
@@ -28,8 +30,9 @@ class SlotSinks:
     the slots of a batch are neighbours that step together, as pipeline groups do. The others go to their slot's sink one by one.
     """
 
-    def __init__(self, writer: RecordingWriter, num_slots: int) -> None:
-        self._writer, self._num_slots = writer, num_slots
+    def __init__(self, writer: RecordingWriter, num_slots: int, films: Films | None = None) -> None:
+        """`films`: columns whose pictures are encoded elsewhere; they are due at an episode's beginning alone, for their size."""
+        self._writer, self._num_slots, self._films = writer, num_slots, films
         self._sinks: list[EpisodeSink | None] = [None] * num_slots
         self._fresh: set[int] = set()
         """Slots whose episode has had no step."""
@@ -40,7 +43,9 @@ class SlotSinks:
         self._one_by_one: list[str] = []
         """Columns that go to the sinks row by row."""
         self._blocks: dict[str, np.ndarray] = {}
-        self._views: dict[tuple[int, int], list[tuple[np.ndarray, ...]]] = {}
+        self._order: tuple[str, ...] = ()
+        """Names of the columns as they come in a batch."""
+        self._views: dict[tuple[int, int], list[tuple[_Place, ...]]] = {}
         """{(first slot, how many): of each row of the blocks, the part of these slots in every column}: found once, for finding a place
         takes as long as writing to it."""
         self._block_rows = 0
@@ -67,7 +72,7 @@ class SlotSinks:
         """
         if self._sinks[slot] is not None:
             raise RecordingError(f"The episode of slot {slot} is in progress: finish or discard it first.")
-        sink = self._writer.open_episode(seed, task=task, instruction=instruction, metadata=metadata)
+        sink = self._writer.open_episode(seed, task=task, instruction=instruction, metadata=metadata, films=self._films)
         first, state_row, image_row = (None if part is None else _row(part, row) for part in (observation, state, images))
         sink.start(first or {}, state_row, image_row)
         self._sinks[slot], self._taken[slot] = sink, self._fill[slot]
@@ -115,8 +120,8 @@ class SlotSinks:
                 batch[room + key] = rows
         if not self._fresh.isdisjoint(numbers):
             self._begin(numbers, {name: rows for name, rows in batch.items() if name in optional})
-        if batch.keys() != self._names:
-            raise RecordingError(f"The fields of a batch differ from those before: {sorted(batch.keys() ^ self._names)}.")
+        if tuple(batch) != self._order:
+            self._order_as(batch)
         if not self._running.issuperset(numbers):
             idle = min(set(numbers) - self._running)
             raise RecordingError(f"Slot {idle} has no episode in progress, or its episode has ended.")
@@ -124,8 +129,8 @@ class SlotSinks:
             for slot, snapshot in zip(numbers, snapshots, strict=True):
                 if snapshot is not None:
                     self._require(slot).keep_snapshot(snapshot, self._steps(slot))
-        # Counting is the quickest way to see that there is none.
-        ends = np.count_nonzero(terminated) or np.count_nonzero(truncated)
+        # Looking at the bytes is the quickest way to see that there is none.
+        ends = b"\1" in terminated.tobytes() or b"\1" in truncated.tobytes()
         over = np.flatnonzero(np.logical_or(terminated, truncated)).tolist() if ends else []
         final = {} if final_observation is None or not over else {f"observation.{key}": rows for key, rows in final_observation.items()}
         self._write(numbers, batch, final, over)
@@ -174,9 +179,10 @@ class SlotSinks:
             sink.begin(_row(optional, row))
             assert sink.columns is not None
             if not self._columns:
-                self._columns, self._names = sink.columns, {column.name for column in sink.columns}
-                arrays = [column for column in sink.columns if column.encoding == "array"]
-                self._one_by_one = [column.name for column in sink.columns if column.encoding != "array"]
+                given = [column for column in sink.columns if column.name not in sink.filmed]
+                self._columns, self._names = sink.columns, {column.name for column in given}
+                arrays = [column for column in given if column.encoding == "array"]
+                self._one_by_one = [column.name for column in given if column.encoding != "array"]
                 row_bytes = self._num_slots * sum(column.row_bytes for column in arrays)
                 self._block_rows = max(1, min(_BLOCK_BYTES // row_bytes, 256))
                 shape = (self._block_rows, self._num_slots)
@@ -191,11 +197,11 @@ class SlotSinks:
         time = self._fill[first]
         together = slots[-1] - first + 1 == count and self._fill[first : first + count] == [time] * count
         if together:
-            for name, target in zip(self._blocks, self._places(time, first, count), strict=True):
-                rows = batch[name]
-                if _shape_of(rows) != target.shape:
-                    raise _wrong_shape(name, rows, target)
-                target[...] = rows
+            for (name, rows), (target, shape) in zip(batch.items(), self._places(time, first, count), strict=True):
+                if target is not None:
+                    if _shape_of(rows) != shape:
+                        raise _wrong_shape(name, rows, target)
+                    target[...] = rows
         else:
             times = [self._fill[slot] for slot in slots]
             for name, block in self._blocks.items():
@@ -218,14 +224,22 @@ class SlotSinks:
                 self._hand_over(slot)
                 self._fill[slot] = self._taken[slot] = 0
 
-    def _places(self, time: int, first: int, count: int) -> tuple[np.ndarray, ...]:
-        """Where to write row `time` of neighbouring slots, in every column."""
+    def _order_as(self, batch: Batch) -> None:
+        """The columns come in another order than before. Raises RecordingError where they are others."""
+        if batch.keys() != self._names:
+            raise RecordingError(f"The fields of a batch differ from those before: {sorted(batch.keys() ^ self._names)}.")
+        self._order = tuple(batch)
+        self._views.clear()
+
+    def _places(self, time: int, first: int, count: int) -> tuple[_Place, ...]:
+        """Where to write row `time` of neighbouring slots, in every column of a batch, with its shape; None where rows go to the sinks."""
         views = self._views.get((first, count))
         if views is None:
-            blocks = [block[:, first : first + count] for block in self._blocks.values()]
+            parts = [None if name not in self._blocks else self._blocks[name][:, first : first + count] for name in self._order]
             if len(self._views) >= _KNOWN_GROUPS:
-                return tuple(block[time] for block in blocks)
-            views = self._views[first, count] = list(zip(*blocks, strict=True))
+                return tuple((None, ()) if part is None else (part[time], part.shape[1:]) for part in parts)
+            rows = ([(None, ())] * self._block_rows if part is None else [(row, row.shape) for row in part] for part in parts)
+            views = self._views[first, count] = list(zip(*rows, strict=True))
         return views[time]
 
     def _hand_over(self, slot: int) -> None:
@@ -241,7 +255,10 @@ class SlotSinks:
 
 
 def _shape_of(rows: Any) -> tuple[int, ...]:
-    return rows.shape if isinstance(rows, np.ndarray) else np.shape(rows)
+    try:
+        return rows.shape  # type: ignore[no-any-return]
+    except AttributeError:
+        return np.shape(rows)
 
 
 def _wrong_shape(name: str, rows: Any, target: np.ndarray) -> RecordingError:

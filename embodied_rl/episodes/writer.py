@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embodied_rl.episodes.buffers import BlobBuffer, Buffer, Encoder
+from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.index import INDEX_FILE, Index, read_index
 from embodied_rl.episodes.info import RECORDING_FILE, read_info
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, VideoFormat, layout_for
 from embodied_rl.episodes.opening import part_folders, read_columns
 from embodied_rl.episodes.part import PartWriter, create_part, resume_part
-from embodied_rl.episodes.pictures import DEFAULT_FPS
+from embodied_rl.episodes.pictures import frame_rate
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.sink import SUMMED, EpisodeSink, discard, is_extra, summary_of
@@ -65,7 +66,7 @@ class RecordingWriter:
     ) -> None:
         self.folder, self.info, self.video = Path(folder), info, video
         self._duplicates = duplicates
-        self._fps = max(1, round(info.spec.control_hz or DEFAULT_FPS))
+        self._fps = frame_rate(info.spec.control_hz)
         self._parts: list[PartWriter] = []
         self._resumable: list[Path] = []
         self._encoder = Encoder()
@@ -89,11 +90,20 @@ class RecordingWriter:
         return (seed, task or self.info.spec.task, self._policy if policy is None else _identity(policy)) in self._known
 
     def open_episode(
-        self, seed: int, *, task: str | None = None, instruction: str | None = None, metadata: Mapping[str, Any] | None = None
+        self,
+        seed: int,
+        *,
+        task: str | None = None,
+        instruction: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        films: Films | None = None,
     ) -> EpisodeSink:
-        """Begin an episode; any number may be in progress. Raises RecordingError where it is a duplicate, and these are refused."""
+        """Begin an episode; any number may be in progress. `films`: the columns whose videos are encoded elsewhere.
+
+        Raises RecordingError where it is a duplicate, and these are refused.
+        """
         self._refuse_duplicate(seed, task, dict(metadata or {}))
-        sink = EpisodeSink(self, seed, task, instruction, dict(metadata or {}))
+        sink = EpisodeSink(self, seed, task, instruction, dict(metadata or {}), films)
         self._open.append(sink)
         return sink
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
@@ -26,9 +27,9 @@ from embodied_rl.rollout.collector import split_groups
 from embodied_rl.rollout.group_collector import EpisodeNoise
 from embodied_rl.rollout.players import ChunkInPlay, Played, Player
 from embodied_rl.rollout.seed_queue import Outcome, RecordingPlan, SeedQueue
-from embodied_rl.sim.instrumented import Split, plain_snapshot, split
+from embodied_rl.sim.instrumented import IMAGE, Split, plain_snapshot, split
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, SimSpec, StepBatch
+from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, Observation, SimSpec, StepBatch
 
 ATTEMPTS_FILE = "attempts.jsonl"
 """Beside the parts of a recording: a line for each episode that was played and is not recorded, with the reason."""
@@ -80,6 +81,7 @@ class Recorder:
         plan: which seeds.
         num_groups: of slots that are stepped in turns.
         on_episode: called with every episode that was finished.
+        films: where the simulators put their videos, of a `filmed` one; None: pictures are encoded in this process.
 
     Raises:
         UserError: snapshots are asked for and the simulator has none of its own.
@@ -94,6 +96,7 @@ class Recorder:
         *,
         num_groups: int = 1,
         on_episode: Callable[[EpisodeSummary], object] | None = None,
+        films: Films | None = None,
     ) -> None:
         if plan.snapshot_every is not None and manager.spec.snapshots not in ("exact", "approximate"):
             raise UserError(
@@ -108,7 +111,9 @@ class Recorder:
         self._playing: dict[int, _Playing] = {}
         self._moving: list[list[int]] = [[] for _ in self._groups]
         """Slots of each group that were begun or sent an action."""
-        self._sinks = SlotSinks(writer, manager.num_slots)
+        self._films = films
+        self._filmed = films.columns if films else frozenset()
+        self._sinks = SlotSinks(writer, manager.num_slots, films)
         self._acted: list[dict[str, Any]] = [{} for _ in self._groups]
         """{column: [rows of the group, ...]} what was done in each group's step that is being simulated."""
         self._finished: dict[int, tuple[EpisodeSink, dict[str, Any]]] = {}
@@ -192,7 +197,8 @@ class Recorder:
         self._moving[index] = []
         places = batch.slots - group.start
         for key, part in batch.observation.items():
-            seen[key][places] = part
+            if key in seen:
+                seen[key][places] = part
         summaries = {episode.slot: episode for episode in batch.episodes}
         now = split(batch.observation)
         stepped: list[int] = []
@@ -209,7 +215,13 @@ class Recorder:
             self._stepped(index, batch, stepped, split(_with_final(batch, ended)) if ended else now)
             for row in ended:
                 slot = int(batch.slots[row])
-                self._ended(slot, self._playing.pop(slot), summaries[slot])
+                playing = self._playing[slot]
+                if self._films is not None and not self._films.are_whole(playing.seed, playing.num_steps + 1):
+                    # Its simulator failed, and took the episode up from a snapshot: what it had filmed before is lost.
+                    self._gave_up(slot, playing)
+                    continue
+                del self._playing[slot]
+                self._ended(slot, playing, summaries[slot])
 
     def _start(self, slot: int, playing: _Playing, seen: Split, row: int) -> None:
         instruction = seen.observation["instruction"][row] if "instruction" in seen.observation else None
@@ -239,13 +251,17 @@ class Recorder:
             terminated=batch.terminated[chosen],
             truncated=batch.truncated[chosen],
             success=batch.success[chosen],
-            observation={key: part[chosen] for key, part in after.observation.items()},
+            observation=self._to_write("observation", after.observation, chosen),
             state={key: part[chosen] for key, part in after.state.items()},
-            images={key: part[chosen] for key, part in after.images.items()},
+            images=self._to_write("images", after.images, chosen),
             snapshots=snapshots,
         )
         for one in playing:
             one.num_steps += 1
+
+    def _to_write(self, room: str, parts: Observation, chosen: Any) -> dict[str, Any]:
+        """Of what is seen, what nobody else writes."""
+        return {key: part[chosen] for key, part in parts.items() if f"{room}.{key}" not in self._filmed}
 
     def _ended(self, slot: int, playing: _Playing, summary: EpisodeSummary) -> None:
         assert summary.seed == playing.seed, "another episode ended"
@@ -354,8 +370,8 @@ def unsuccessful_seeds(path: Path) -> set[int]:
 
 
 def _room(spec: SimSpec, num_slots: int) -> dict[str, np.ndarray]:
-    """What a group sees, before it sees anything."""
-    tensors = {key: np.zeros((num_slots, *part.shape), part.dtype) for key, part in spec.tensors.items()}
+    """What a group sees, before it sees anything; pictures for people are none of the player's business."""
+    tensors = {key: np.zeros((num_slots, *part.shape), part.dtype) for key, part in spec.tensors.items() if not key.startswith(IMAGE)}
     return tensors | {key: np.full(num_slots, None, dtype=object) for key in spec.variables}
 
 

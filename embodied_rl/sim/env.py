@@ -99,6 +99,15 @@ class CameraEnv(SimEnv, Protocol):
         ...
 
 
+@runtime_checkable
+class EndingEnv(SimEnv, Protocol):
+    """A simulator that wants to know when an episode is over by whatever rule: its own, a limit of steps, or its first success."""
+
+    def episodes_ended(self, env_ids: Sequence[int]) -> None:
+        """The episodes of these environments are over; their last observation is still in the buffers, and a `reset` follows."""
+        ...
+
+
 @dataclass(frozen=True)
 class SimFactory:
     """How a worker process builds its simulator: picklable, and nothing is imported before `make`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.env import SimEnv, SnapshotEnv
+from embodied_rl.sim.env import EndingEnv, SimEnv, SnapshotEnv
 from embodied_rl.sim.rooms import INFO_ROOM, Rooms, plain_info
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
@@ -108,6 +108,7 @@ class SlotRunner:
         self.streams: list[SeedStream] = [
             SeedStream(EpisodeSeeds.training(0), 0, self.start + env_id, self.num_slots) for env_id in range(self.num_envs)
         ]
+        self._tell_ended = sim.episodes_ended if isinstance(sim, EndingEnv) else None
         self._floats = [part for part in self._tensors.values() if part.dtype.kind == "f"]
         self._all = list(range(self.num_envs))
         self._parts: dict[bytes, _Part] = {}
@@ -288,6 +289,8 @@ class SlotRunner:
 
     def _keep_final(self, ended: list[int]) -> None:
         """What the ended episodes leave behind."""
+        if self._tell_ended is not None:
+            self._tell_ended(ended)
         rows = np.asarray(ended)
         for key, part in self._final_tensors.items():
             part[rows] = self._tensors[key][rows]

@@ -20,8 +20,8 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.instrumented import instrumented, plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import StepBuffers
-from tests.sim.toy import CountingSim
+from embodied_rl.types import StepBuffers, TensorSpec
+from tests.sim.toy import CountingSim, SavedCountingSim
 
 
 class TogetherSim(CountingSim):
@@ -103,3 +103,23 @@ def record_toy(
         )
         with RecordingWriter(folder, info, video="png", resume=resume) as writer:
             return Recorder(manager, player or ExpertPlayer(), writer, plan, num_groups=num_groups).run()
+
+
+class PaintingSim(SavedCountingSim):
+    """Sees pictures [18, 20, 3] of noise that is a function of the episode's seed and steps; draws grey ones of [16, 17, 3] for people."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
+        self.spec = dataclasses.replace(self.spec, observation={**self.spec.observation, "rgb": TensorSpec((18, 20, 3), "uint8")})
+
+    def render(self, env_id: int) -> np.ndarray:
+        return np.full((16, 17, 3), 10 * int(self.state[env_id, 1]), np.uint8)
+
+    def _observe(self, env_id: int, out: StepBuffers) -> None:
+        super()._observe(env_id, out)
+        out.observation["rgb"][env_id] = painted(*self.state[env_id, :2].astype(int).tolist())
+
+
+def painted(seed: int, step: int) -> np.ndarray:
+    """What `PaintingSim` shows."""
+    return np.random.default_rng((seed, step)).integers(0, 256, (18, 20, 3), np.uint8)

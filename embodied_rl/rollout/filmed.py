@@ -1,0 +1,122 @@
+"""A simulator whose pictures are encoded where they are drawn, for the recording that its episodes go into.
+
+Every process that simulates encodes its own pictures right after drawing them, while they are in its caches: no other process waits for
+an encoder, and twice as many simulators come with twice as many encoders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from embodied_rl.config import SimConfig
+from embodied_rl.episodes.films import Filming, Films
+from embodied_rl.episodes.layout import Column, picture_column
+from embodied_rl.episodes.pictures import PictureRoom, frame_rate
+from embodied_rl.sim.env import SimEnv, SimFactory, SnapshotEnv
+from embodied_rl.sim.instrumented import IMAGE
+from embodied_rl.types import SimSpec, StepBuffers
+
+
+def filmed(config: SimConfig, folder: Path) -> SimConfig:
+    """The same simulator, whose processes write the pictures of its episodes into `folder` as videos.
+
+    Args:
+        config: of a simulator, `instrumented` or not.
+        folder: of `films_folder`; it must be there when the first episode begins.
+    """
+    kwargs = {
+        "target": config.target,
+        "inner_task": config.task,
+        "inner_kwargs": config.kwargs,
+        "extra": config.extra,
+        "folder": str(folder.absolute()),
+    }
+    return dataclasses.replace(config, target="embodied_rl.rollout.filmed:FilmedSim", task=None, kwargs=kwargs)
+
+
+def films_of(spec: SimSpec, folder: Path) -> Films | None:
+    """Which columns of a recording a `filmed` simulator encodes; None where it has no pictures."""
+    columns = filmed_columns(spec)
+    return Films(folder, frozenset(column.name for column in columns.values())) if columns else None
+
+
+def filmed_columns(spec: SimSpec) -> dict[str, Column]:
+    """{part of the observation: its column} of those that are kept as videos."""
+    columns: dict[str, Column] = {}
+    for key, part in spec.tensors.items():
+        name = f"images.{key.removeprefix(IMAGE)}" if key.startswith(IMAGE) else f"observation.{key}"
+        if (column := picture_column(name, np.dtype(part.dtype), part.shape)) is not None:
+            columns[key] = column
+    return columns
+
+
+class FilmedSim:
+    """Passes everything on to the simulator named by `target` and films its episodes; implements `SnapshotEnv` and `EndingEnv`.
+
+    An episode that is taken up from a snapshot has lost its beginning: it is not filmed.
+
+    Raises:
+        UserError: a video cannot be written.
+    """
+
+    def __init__(
+        self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None, folder: str
+    ) -> None:
+        self._sim: SimEnv = SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs)
+        self.spec = self._sim.spec
+        self._folder, self._fps = Path(folder), frame_rate(self.spec.control_hz)
+        self._columns = filmed_columns(self.spec)
+        self._rooms: dict[tuple[int, ...], PictureRoom] = {}
+        self._filming: list[Filming | None] = [None] * num_envs
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        self._sim.reset(env_ids, seeds, out, options)
+        if self._columns:
+            for i, seed in zip(env_ids, seeds, strict=True):
+                self._give_up(i)
+                self._filming[i] = Filming(self._folder, self._columns, self._fps, int(seed), self._rooms)
+            self._film(env_ids, out)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        self._sim.step(env_ids, actions, out)
+        if self._columns:
+            self._film(env_ids, out)
+
+    def episodes_ended(self, env_ids: Sequence[int]) -> None:
+        """See `EndingEnv`."""
+        for i in env_ids:
+            filming, self._filming[i] = self._filming[i], None
+            if filming is not None:
+                filming.finish()
+
+    def render(self, env_id: int) -> np.ndarray:
+        return self._sim.render(env_id)
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SnapshotEnv`."""
+        return cast(SnapshotEnv, self._sim).snapshot(env_id)
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SnapshotEnv`."""
+        self._give_up(env_id)
+        cast(SnapshotEnv, self._sim).restore(env_id, data)
+
+    def close(self) -> None:
+        for i in range(len(self._filming)):
+            self._give_up(i)
+        self._sim.close()
+
+    def _film(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        for i in env_ids:
+            if (filming := self._filming[i]) is not None:
+                filming.add({part: out.observation[part][i] for part in self._columns})
+
+    def _give_up(self, env_id: int) -> None:
+        filming, self._filming[env_id] = self._filming[env_id], None
+        if filming is not None:
+            filming.discard()

@@ -1,0 +1,162 @@
+"""Videos that the simulators' own processes encode: the recording holds what it would hold otherwise, whatever fails on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied_rl.config import SimConfig
+from embodied_rl.episodes.films import films_folder, keep_films
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recorded import RecordingInfo
+from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.slots import SlotSinks
+from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.errors import UserError
+from embodied_rl.record import Showing, record
+from embodied_rl.rollout.filmed import FilmedSim, filmed, filmed_columns, films_of
+from embodied_rl.rollout.seed_queue import RecordingPlan
+from embodied_rl.types import StepBuffers
+from tests.rollout.recording_toys import painted
+
+TOYS = "tests.rollout.recording_toys"
+BY_STEP, BY_SEED = f"{TOYS}:ByStep", f"{TOYS}:by_seed"
+LENGTH = 5
+
+
+def painting(**kwargs: object) -> SimConfig:
+    return SimConfig(name="painting", target=f"{TOYS}:PaintingSim", kwargs={"length": LENGTH, **kwargs}, num_slots=4, num_workers=2)
+
+
+def record_painting(folder: Path, plan: RecordingPlan, config: SimConfig, *, expert: str = BY_STEP, resume: bool = False) -> int:
+    """Returns how many episodes were played."""
+    showing = Showing(snapshot_every=plan.snapshot_every, image_size=16)
+    return record(config, folder, plan, policy="expert", expert=expert, showing=showing, resume=resume).result.num_played
+
+
+def check(folder: Path, seeds: list[int]) -> None:
+    """Every picture is the one of its seed and step: what was seen to the bit, what is for people nearly."""
+    recording = open_recording(folder)
+    assert sorted(episode.seed for episode in recording) == seeds
+    for episode in recording:
+        shown = np.stack([painted(episode.seed, step) for step in range(LENGTH + 1)])
+        np.testing.assert_array_equal(episode.observation["rgb"][:], shown)
+        grey = np.asarray(episode.images["render"][:]).astype(int)
+        assert grey.shape == (LENGTH + 1, 16, 16, 3)
+        assert np.abs(grey - 10 * np.arange(LENGTH + 1)[:, None, None, None]).max() <= 3
+    assert not list(folder.glob(".films-*")), "what is under way goes when the recorder goes"
+    videos = [path.parent.name for path in folder.rglob("*.mp4")]
+    assert sorted(videos) == ["images.render"] * len(seeds) + ["observation.rgb"] * len(seeds)
+
+
+def test_each_process_encodes_what_it_draws(tmp_path: Path) -> None:
+    record_painting(tmp_path / "r", RecordingPlan(9, first_seed=7), painting())
+    check(tmp_path / "r", list(range(7, 16)))
+
+
+def test_a_limit_of_steps_that_is_not_the_simulators_own_ends_a_film_too(tmp_path: Path) -> None:
+    record_painting(tmp_path / "r", RecordingPlan(3), dataclasses.replace(painting(length=99), max_episode_steps=LENGTH))
+    check(tmp_path / "r", [0, 1, 2])
+
+
+def test_unsuccessful_episodes_leave_no_film(tmp_path: Path) -> None:
+    played = record_painting(tmp_path / "r", RecordingPlan(3, only_success=True), painting(), expert=BY_SEED)
+    check(tmp_path / "r", [1, 3, 5])
+    assert played >= 6
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit", "hang"])
+def test_a_worker_that_fails_in_mid_episode_films_it_again(tmp_path: Path, kind: str) -> None:
+    config = painting(misbehave=kind, at=3, once=str(tmp_path / "once"))
+    record_painting(tmp_path / "r", RecordingPlan(6), dataclasses.replace(config, step_timeout_s=3.0))
+    assert (tmp_path / "once").exists()
+    check(tmp_path / "r", list(range(6)))
+
+
+def test_an_episode_that_goes_on_from_a_snapshot_is_played_again(tmp_path: Path) -> None:
+    """Its new process has not seen its beginning."""
+    played = record_painting(
+        tmp_path / "r", RecordingPlan(4, snapshot_every=2), painting(misbehave="exit", at=4, once=str(tmp_path / "once"))
+    )
+    check(tmp_path / "r", [0, 1, 2, 3])
+    assert played == 4
+    attempts = {episode.seed: episode.metadata["attempt"] for episode in open_recording(tmp_path / "r")}
+    assert 1 in attempts.values()
+    assert {tuple(sorted(episode.snapshots)) for episode in open_recording(tmp_path / "r")} == {(0, 2, 4)}
+
+
+def test_a_killed_recorders_films_go_when_the_next_one_comes(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    code = (
+        "from pathlib import Path; import sys; from tests.rollout.test_filmed import *; "
+        "record_painting(Path(sys.argv[1]), RecordingPlan(4000), painting(step_s=0.01))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("part-0000/observation.rgb/*.mp4"))) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (left,) = folder.glob(".films-*")
+    mine = films_folder(folder)
+    with keep_films(mine):
+        assert not left.exists()
+        other = films_folder(folder)
+        with keep_films(other):
+            assert mine.exists(), "somebody lives in it"
+        assert not other.exists()
+    done = {episode.seed for episode in open_recording(folder)}
+    assert len(done) >= 3
+    record_painting(folder, RecordingPlan(max(done) + 3), painting(step_s=0.01), resume=True)
+    check(folder, list(range(max(done) + 3)))
+
+
+def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Path) -> None:
+    sim = FilmedSim(2, f"{TOYS}:PaintingSim", None, {"length": 2}, None, str(tmp_path / "films"))
+    films = films_of(sim.spec, tmp_path / "films")
+    assert films is not None
+    assert films.columns == {"observation.rgb"}
+    out, rows = StepBuffers.allocate(sim.spec, 2), np.arange(2)
+    with RecordingWriter(tmp_path / "r", RecordingInfo(sim.spec, {}, {})) as writer, keep_films(films.folder):
+        sinks = SlotSinks(writer, 2, films)
+        sim.reset([0, 1], [5, 6], out)
+        for slot in (0, 1):
+            sinks.start(slot, 5 + slot, out.observation, slot)
+        for _ in range(2):
+            sim.step([0, 1], np.ones((2, 1)), out)
+            flags = {name: getattr(out, name) for name in ("reward", "terminated", "truncated", "success")}
+            over = sinks.step(rows, action=np.ones((2, 1), np.float32), observation={"state": out.observation["state"]}, **flags)
+        assert over == [0, 1]
+        assert not films.are_whole(5, 3), "whoever simulates says when an episode is over"
+        sim.episodes_ended([0, 1])
+        assert films.are_whole(5, 3)
+        films.remove(6, 3)
+        assert sinks.finish(0) == 0
+        with pytest.raises(RecordingError, match=r"'observation\.rgb': the video of 3 pictures is not there"):
+            sinks.finish(1)
+        sim.close()
+    (episode,) = open_recording(tmp_path / "r")
+    np.testing.assert_array_equal(episode.observation["rgb"][2], painted(5, 2))
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    sim = FilmedSim(1, f"{TOYS}:PaintingSim", None, {}, None, str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"Cannot write '.*gone/\.observation\.rgb-3\.mp4': No such file"):
+        sim.reset([0], [3], StepBuffers.allocate(sim.spec, 1))
+
+
+def test_what_is_filmed() -> None:
+    config = filmed(painting(), Path("somewhere"))
+    assert config.kwargs["folder"] == os.path.abspath("somewhere")
+    sim = FilmedSim(1, "tests.sim.toy:CountingSim", None, {"image": True}, None, "nowhere")
+    assert filmed_columns(sim.spec) == {}, "pictures of 8 × 8 are arrays"
+    assert films_of(sim.spec, Path("nowhere")) is None
+    sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))  # and nothing is written
