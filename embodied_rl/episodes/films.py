@@ -36,7 +36,7 @@ class Films:
 
     def path(self, column: str, seed: int, num_pictures: int) -> Path:
         """The finished video of an episode."""
-        return self.folder / f"{quote(column, safe='')}-{seed}-{num_pictures}.mp4"
+        return _film_path(self.folder, column, seed, num_pictures)
 
     def are_whole(self, seed: int, num_pictures: int) -> bool:
         """Whether there is a video of every column with so many pictures; not so where a simulator was restored in mid-episode."""
@@ -57,7 +57,7 @@ class Filming:
 
     def __init__(self, folder: Path, columns: Mapping[str, Column], fps: int, seed: int, rooms: dict[tuple[int, ...], PictureRoom]) -> None:
         """`columns`: {part of the observation: its column}; `rooms` are shared by all episodes of a thread."""
-        self._films, self._seed, self._rooms, self._count = Films(folder, frozenset()), seed, rooms, 0
+        self._folder, self._seed, self._rooms, self._count = folder, seed, rooms, 0
         self._writers: dict[str, tuple[str, VideoWriter]] = {}
         for part, column in columns.items():
             height, width, _ = column.shape
@@ -77,7 +77,7 @@ class Filming:
         """The episode is over: its videos are there for whoever records it."""
         for column, writer in self._writers.values():
             writer.close()
-            target = self._films.path(column, self._seed, self._count)
+            target = _film_path(self._folder, column, self._seed, self._count)
             try:
                 os.replace(writer.path, target)
             except OSError as error:
@@ -89,6 +89,10 @@ class Filming:
         for _, writer in self._writers.values():
             writer.discard()
         self._writers.clear()
+
+
+def _film_path(folder: Path, column: str, seed: int, num_pictures: int) -> Path:
+    return folder / f"{quote(column, safe='')}-{seed}-{num_pictures}.mp4"
 
 
 def films_folder(recording: Path) -> Path:

@@ -48,7 +48,7 @@ class SlotSinks:
         self._views: dict[tuple[int, int], list[tuple[_Place, ...]]] = {}
         """{(first slot, how many): of each row of the blocks, the part of these slots in every column}: found once, for finding a place
         takes as long as writing to it."""
-        self._block_rows = 0
+        self._block_rows, self._unknown = 0, 0
         # Rows of each slot in the blocks, and the first that its present episode has not taken yet.
         self._fill, self._taken = [0] * num_slots, [0] * num_slots
 
@@ -195,7 +195,12 @@ class SlotSinks:
         """Put a row of every slot into the blocks; `over` are the rows whose episode ends."""
         first, count = slots[0], len(slots)
         time = self._fill[first]
-        together = slots[-1] - first + 1 == count and self._fill[first : first + count] == [time] * count
+        together = slots[-1] - first + 1 == count
+        if together and self._fill[first : first + count] != [time] * count:
+            # Neighbours that were stepped apart for a while go on together.
+            time = 0
+            for slot in slots:
+                self._empty(slot)
         if together:
             for (name, rows), (target, shape) in zip(batch.items(), self._places(time, first, count), strict=True):
                 if target is not None:
@@ -221,8 +226,7 @@ class SlotSinks:
             self._fill[slot] += 1
         for slot in slots if time + 1 == self._block_rows or not together else ():
             if self._fill[slot] == self._block_rows:
-                self._hand_over(slot)
-                self._fill[slot] = self._taken[slot] = 0
+                self._empty(slot)
 
     def _order_as(self, batch: Batch) -> None:
         """The columns come in another order than before. Raises RecordingError where they are others."""
@@ -237,10 +241,20 @@ class SlotSinks:
         if views is None:
             parts = [None if name not in self._blocks else self._blocks[name][:, first : first + count] for name in self._order]
             if len(self._views) >= _KNOWN_GROUPS:
+                self._unknown += 1
+                if self._unknown > self._block_rows:
+                    # Those that are known are of another time.
+                    self._views.clear()
+                    self._unknown = 0
                 return tuple((None, ()) if part is None else (part[time], part.shape[1:]) for part in parts)
             rows = ([(None, ())] * self._block_rows if part is None else [(row, row.shape) for row in part] for part in parts)
             views = self._views[first, count] = list(zip(*rows, strict=True))
         return views[time]
+
+    def _empty(self, slot: int) -> None:
+        """Make a slot's part of the blocks free for new rows."""
+        self._hand_over(slot)
+        self._fill[slot] = self._taken[slot] = 0
 
     def _hand_over(self, slot: int) -> None:
         """Give a slot's rows to its sink."""
