@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,11 @@ from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
 
 
 def run_command(body: Callable[[], object]) -> None:
-    """Call `body` and turn its errors into one message on stderr and an exit status (SystemExit); returns when all went well."""
+    """Call `body` and turn its errors into one message on stderr and an exit status (SystemExit); returns when all went well.
+
+    Our own warnings are a line without Python's file and source text.
+    """
+    before, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         body()
     except UserError as error:
@@ -38,6 +43,18 @@ def run_command(body: Callable[[], object]) -> None:
         if faults is None or not isinstance(error, faults.SimFault):
             raise
         fail(str(error), 1)
+    finally:
+        warnings.formatwarning = before
+
+
+_format_elsewhere = warnings.formatwarning
+
+
+def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """``warning: …`` for what this package tells its user; as ever for the warnings of libraries."""
+    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
+        return f"warning: {message}\n"
+    return _format_elsewhere(message, category, filename, lineno, line)
 
 
 def serve_until_stopped(close: Callable[[], object], message: str) -> None:

@@ -58,7 +58,7 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
             composed = compose(name, overrides=open_kwargs(overrides))
         plain = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises ValueError for a group set to null
-        raise UserError(_explain(error, name)) from error
+        raise UserError(_explain(error, name, overrides)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
@@ -111,7 +111,7 @@ def check_overrides(name: str, arguments: Sequence[str]) -> None:
         TrainConfig.from_dict(plain)
 
 
-def _explain(error: Exception, name: str) -> str:
+def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
     text = str(error)
     choice = re.search(r"Could not find '([\w-]+)/([^']*)'", text) or re.search(r"In '[^']*': Could not find '([\w-]+)/([^']*)'", text)
     if choice:
@@ -120,13 +120,14 @@ def _explain(error: Exception, name: str) -> str:
         return f"{kind} '{value}' is not known.{did_you_mean(value, group_names(group))}"
     key = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
     if key:
-        return _unknown_key(key.group(1), name)
+        return _unknown_key(key.group(1), name, overrides)
     return f"The configuration cannot be composed: {' '.join(text.split())}"
 
 
-def _unknown_key(key: str, name: str) -> str:
-    """Which part of a dotted key exists, and what lies there."""
-    here: Any = compose_config(name, [])
+def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
+    """Which part of a dotted key exists, and what lies there, by the files that the overrides choose."""
+    chosen = [word for word in overrides if "." not in word.partition("=")[0] and group_names(word.partition("=")[0])]
+    here: Any = compose_config(name, chosen)
     walked: list[str] = []
     for part in key.split("."):
         if not isinstance(here, Mapping) or part not in here:

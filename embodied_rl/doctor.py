@@ -27,8 +27,7 @@ PROBE_TIMEOUT_S = 60.0
 """Generous: first imports on a cold disk are slow. The probes run side by side, and all take about 10 s on two cores."""
 
 MIN_FREE_DISK_GIB = 1.0
-_NOT_HERE = 3
-"""Exit status of a probe that raised NotHere."""
+_NOT_HERE = 3  # exit status of a probe that raised NotHere
 
 Status = Literal["ok", "missing", "failed"]
 
@@ -67,6 +66,7 @@ PACKAGES = (
     Package("metaworld", "metaworld"),
     Package("gymnasium-robotics", "robotics"),
     Package("gym-pusht", "pusht"),
+    Package("transformers", "language"),
     Package("wandb", "wandb"),
     Package("ray", "ray"),
 )
@@ -84,6 +84,8 @@ class Probe:
     environment: tuple[tuple[str, str], ...] = ()
     package: str | None = None
     """Distribution that must be there for the probe to make sense."""
+    package_fix: str | None = None
+    """What brings the distribution, where that is not `fix`."""
     required: bool = False
 
 
@@ -199,19 +201,38 @@ def _encode_video() -> str:
 
 
 def _import_simulator(module: str, extra: str) -> str:
+    importlib.import_module(module)
+    return _configurations(extra)
+
+
+def _import_gem() -> str:
+    from embodied_rl.sim.text.gem_tasks import tasks
+
+    return f"{len(tasks())} tasks that need nothing else; {_configurations('text')}"
+
+
+def _import_libero() -> str:
+    from embodied_rl.errors import MissingAssetsError
+    from embodied_rl.sim.robots import libero
+
+    libero.tasks()
+    try:
+        libero.assets_folder()
+    except MissingAssetsError:
+        raise NotHere("its meshes and textures are not on this machine") from None
+    return _configurations("libero")
+
+
+def _configurations(extra: str) -> str:
     from embodied_rl.config import group_names, load_sim_config
 
-    importlib.import_module(module)
     names = [name for name in group_names("sim") if load_sim_config(name).extra == extra]
     return f"sim={', '.join(names)}" if names else "no configuration of ours uses it"
 
 
 def _simulator(name: str, module: str, package: str, extra: str) -> Probe:
-    fix = f'pip install "embodied-rl[{extra}]"'
-    return Probe("simulators", name, lambda: _import_simulator(module, extra), fix, package=package)
+    return Probe("simulators", name, lambda: _import_simulator(module, extra), f'pip install "embodied-rl[{extra}]"', package=package)
 
-
-SYSTEM = "sudo apt-get install"
 
 PROBES = (
     Probe("training", "core packages", _import_core, "pip install embodied-rl", required=True),
@@ -222,12 +243,20 @@ PROBES = (
     _simulator("gym-pusht", "gym_pusht", "gym-pusht", "pusht"),
     _simulator("gym-aloha", "gym_aloha", "gym-aloha", "aloha"),
     _simulator("robosuite", "robosuite", "robosuite", "robosuite"),
-    _simulator("GEM", "gem", "gem-llm", "text"),
+    Probe(
+        "simulators",
+        "LIBERO",
+        _import_libero,
+        "hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets",
+        package="hf-libero",
+        package_fix='pip install "embodied-rl[libero]"',
+    ),
+    Probe("simulators", "GEM", _import_gem, 'pip install "embodied-rl[text]"', package="gem-llm"),
     Probe(
         "drawing",
         "MuJoCo EGL",
         _draw_mujoco,
-        f"{SYSTEM} libegl1 libgl1",
+        "sudo apt-get install libegl1 libgl1",
         environment=(("MUJOCO_GL", "egl"), ("PYOPENGL_PLATFORM", "egl")),
         package="mujoco",
     ),
@@ -235,7 +264,7 @@ PROBES = (
         "drawing",
         "MuJoCo OSMesa",
         _draw_mujoco,
-        f"{SYSTEM} libosmesa6",
+        "sudo apt-get install libosmesa6",
         environment=(("MUJOCO_GL", "osmesa"), ("PYOPENGL_PLATFORM", "osmesa")),
         package="mujoco",
     ),
@@ -278,7 +307,8 @@ def can_train(checks: Sequence[Check]) -> bool:
 def run_probe(probe: Probe, timeout_s: float = PROBE_TIMEOUT_S) -> Check:
     """Try one thing in a fresh process; a crash, a hang and an exception are all answers."""
     if probe.package is not None and _version(probe.package) is None:
-        return Check(probe.group, probe.name, "missing", f"{probe.package} is not installed", probe.fix, probe.required)
+        detail = f"{probe.package} is not installed"
+        return Check(probe.group, probe.name, "missing", detail, probe.package_fix or probe.fix, probe.required)
     command = [sys.executable, "-m", "embodied_rl.doctor", "--probe", probe.name]
     environment = {**os.environ, **dict(probe.environment)}
     try:
@@ -442,7 +472,9 @@ def print_report(checks: Sequence[Check]) -> None:
         for check in wanting:
             console.print(Text(f"  {check.name:<{width}}  {check.fix}"), soft_wrap=True)
     if can_train(checks):
-        console.print(Text("Training can run here: python -m embodied_rl.train", "green"))
+        lacking = any(check.name == "ManiSkill" and check.status != "ok" for check in checks)
+        which = " experiment=cartpole (the main job needs ManiSkill)" if lacking else ""
+        console.print(Text(f"Training can run here: python -m embodied_rl.train{which}", "green"), soft_wrap=True)
     else:
         broken = ", ".join(check.name for check in checks if check.required and check.status != "ok")
         console.print(Text(f"Training cannot run here: {broken}.", "bold red"))

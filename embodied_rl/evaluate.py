@@ -17,9 +17,9 @@ from embodied_rl.cli import Argument, Command, command_line, run_command
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
-    from embodied_rl.generation.base import ActedBatch, Generator
+    from embodied_rl.evaluation_output import EvaluationResult
+    from embodied_rl.generation.base import Generator
     from embodied_rl.policies.base import Policy
-    from embodied_rl.reporting import Figures
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, Observation, SimSpec
 
@@ -28,17 +28,28 @@ MAX_CHECKPOINTS = 64
 
 COMMAND = Command(
     name="evaluate",
-    summary="Play held-out seeds, which training never saw, with the policies of checkpoints and report success and return.",
+    summary="Play held-out seeds, which training never saw, with the policies of checkpoints, model folders or servers, and report success "
+    "and return.",
     arguments=(
-        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; several: separated by commas, or a pattern"),
+        Argument(
+            "checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; several: separated by commas, or a pattern", None
+        ),
         Argument("against", str, "play the same seeds with this checkpoint too, or with 'random', and compare seed by seed", None),
         Argument("domain", str, "of a run with several domains: which one to play", None),
-        Argument("num_episodes", int, "episodes to play with each, one per seed", 100),
+        Argument("num_episodes", int, "episodes to play with each, one per seed; default: 100, or what the protocol says", None),
         Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
         Argument(
-            "policy", str, "the checkpoint's policy, or random actions for comparison", "checkpoint", choices=("checkpoint", "random")
+            "policy",
+            str,
+            "with a checkpoint: checkpoint or random. Without: a kind (openvla, openvla_oft, pi0, language, …) whose folder policy.path or "
+            "policy.model names; openai: a server; or random",
+            None,
         ),
-        Argument("sim", str, "another simulator with the same spaces; default: the checkpoint's own", None),
+        Argument("sim", str, "the simulator; of a checkpoint another one with the same spaces, by default its own", None),
+        Argument("protocol", str, "how it is measured: libero, libero_published, maniskill_rl4vla, …", None),
+        Argument("temperature", float, "of action tokens that are drawn; 0: the likeliest; default: the run's or the protocol's", None),
+        Argument("experiment", str, "without a checkpoint: take simulator, policy and prompts from an experiment's configuration", None),
+        Argument("generation", str, "without a checkpoint: where a language model samples, tokens_torch or vllm", None),
         Argument(
             "output",
             str,
@@ -47,27 +58,22 @@ COMMAND = Command(
             None,
         ),
     ),
-    prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4"},
+    prefixes={
+        "sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4",
+        "policy.": "without a checkpoint: a value of the policy's configuration, e.g. policy.path=checkpoints/openvla-7b",
+        "agent.": "without a checkpoint: a value of a language agent's, e.g. agent.answer=tag",
+        "openai.": "of policy=openai: base_url, model, api (chat or completions), api_key_env, timeout_s",
+        "hybrid.": "without a checkpoint: hybrid.device=cuda, say",
+    },
     examples=(
         "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1",
         "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1/checkpoints/best num_episodes=500 seed=1000",
         "checkpoint=runs/fetch_reach/20260101-120000-seed1 against=runs/fetch_reach/20260101-120000-seed2",
         "'checkpoint=runs/fetch_reach/20260101-120000-seed1/checkpoints/step_*' against=random",
+        "sim=libero_spatial protocol=libero_published policy=openvla policy.path=checkpoints/openvla-7b-libero policy.image_recipe=libero",
+        "sim=frozenlake policy=openai openai.base_url=http://127.0.0.1:8000/v1 openai.model=my-model 'agent.actions=[up,down,left,right]'",
     ),
 )
-
-
-@dataclass(frozen=True)
-class EvaluationResult:
-    """Episodes of one evaluation and what they say."""
-
-    sim: SimConfig
-    spec: SimSpec
-    policy: str
-    """checkpoint or random."""
-    episodes: Sequence[EpisodeSummary]
-    figures: Figures
-    wall_clock_s: float
 
 
 def evaluate_checkpoint(
@@ -96,7 +102,12 @@ def evaluate_checkpoint(
 
 
 def evaluate_players(
-    players: Sequence[tuple[Checkpoint, str]], num_episodes: int, *, seed: int = 0, sim: SimConfig | None = None
+    players: Sequence[tuple[Checkpoint, str]],
+    num_episodes: int,
+    *,
+    seed: int = 0,
+    sim: SimConfig | None = None,
+    temperature: float | None = None,
 ) -> list[EvaluationResult]:
     """Play the same held-out seeds with each of `players`, (checkpoint, "checkpoint" or "random"), in the same simulators.
 
@@ -105,6 +116,7 @@ def evaluate_players(
         num_episodes: of each, >= 1.
         seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
         sim: the simulator's configuration.
+        temperature: of action tokens that are drawn, 0 for the likeliest; None: what each checkpoint's run evaluated with.
 
     Returns:
         One result each, in their order.
@@ -114,6 +126,7 @@ def evaluate_players(
         UserError, SimFault: from the simulator.
     """
     from embodied_rl.errors import UserError
+    from embodied_rl.evaluation_output import EvaluationResult
     from embodied_rl.progress import progress_bar
     from embodied_rl.reporting import summarise
     from embodied_rl.rollout.evaluation import evaluate
@@ -131,7 +144,7 @@ def evaluate_players(
         # All are made first: a checkpoint that does not fit is told before anything is played.
         generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
         with progress_bar(spec.task, num_episodes * len(players)) as advance:
-            for (_, policy), generator in zip(players, generators, strict=True):
+            for (checkpoint, policy), generator in zip(players, generators, strict=True):
                 finished: list[bool] = []
 
                 def on_episode(episode: EpisodeSummary, finished: list[bool] = finished) -> None:
@@ -140,11 +153,21 @@ def evaluate_players(
 
                 # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
                 later = bool(results)
-                episodes = evaluate(manager, generator, num_episodes, first_seed=seed, reconfigure=later, on_episode=on_episode)
+                own = checkpoint.config.evaluation.temperature if temperature is None else temperature or None
+                heat = own if policy == "checkpoint" else None
+                episodes = evaluate(
+                    manager,
+                    generator,
+                    num_episodes,
+                    first_seed=seed,
+                    reconfigure=later,
+                    temperature=heat,
+                    on_episode=on_episode,
+                )
                 if not episodes:
                     raise UserError(f"None of the {num_episodes} episodes could be finished: the simulator failed in every one.")
                 figures = summarise(episodes, spec.reports_success)
-                results.append(EvaluationResult(wanted, spec, policy, episodes, figures, time.perf_counter() - started))
+                results.append(EvaluationResult(wanted, spec, policy, episodes, figures, time.perf_counter() - started, heat))
                 started = time.perf_counter()
     return results
 
@@ -170,7 +193,7 @@ def make_generator(
     if checkpoint.config.policy.name == "language":
         return _language_generator(checkpoint, spec, policy, same_task, seed)
     if policy == "random":
-        from embodied_rl.generation.random_backend import RandomGenerator
+        from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
 
         return NoisyGenerator(RandomGenerator(spec), spec, seed)
     from embodied_rl.generation.torch_backend import TorchGenerator
@@ -226,37 +249,6 @@ def value_estimate(policy: Policy) -> Callable[[Observation], np.ndarray]:
         return (value if value.dim() == 1 else value[:, 0]).numpy()
 
     return estimate
-
-
-class NoisyGenerator:
-    """Draws the noise that a deterministic caller does not give, so that random actions are random. Implements `Generator`."""
-
-    def __init__(self, generator: Generator, spec: SimSpec, seed: int) -> None:
-        self._generator, self._action, self._random = generator, spec.action, np.random.default_rng(seed)
-
-    @property
-    def version(self) -> int:
-        return self._generator.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._generator.version = version
-
-    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        if noise is None:
-            shape = (len(slots), self._action.dim)
-            noise = (
-                self._random.random(shape, np.float32)
-                if self._action.kind == "discrete"
-                else self._random.standard_normal(shape, np.float32)
-            )
-        self._generator.send(slots, observation, noise)
-
-    def recv(self) -> ActedBatch:
-        return self._generator.recv()
-
-    def publish(self, version: int) -> None:
-        self._generator.publish(version)
 
 
 def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any]) -> SimConfig:
@@ -331,15 +323,69 @@ def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     from embodied_rl.errors import UserError
 
-    if values["num_episodes"] < 1:
+    if values["num_episodes"] is not None and values["num_episodes"] < 1:
         raise UserError(f"num_episodes must be >= 1, got {values['num_episodes']}.")
     if not 0 <= values["seed"] < 2**29:
         raise UserError(f"seed must be between 0 and 2**29, got {values['seed']}.")
-    players = _players(values["checkpoint"], values["policy"], values["against"], values["domain"])
+    if values["temperature"] is not None and not 0 <= values["temperature"] < float("inf"):
+        raise UserError(f"temperature must be >= 0 (0: the likeliest tokens), got {values['temperature']}.")
+    if values["checkpoint"] is None:
+        from embodied_rl.evaluate_untrained import evaluate_untrained
+
+        evaluate_untrained(argv, values, overrides)
+        return
+    _check_of_checkpoint(values, overrides)
+    players = _players(values["checkpoint"], values["policy"] or "checkpoint", values["against"], values["domain"])
     first = players[0][0]
-    sim = choose_sim(first, values["sim"], overrides)
-    results = evaluate_players(players, values["num_episodes"], seed=values["seed"], sim=sim)
+    measured = read_protocol(values["protocol"])
+    sim = choose_sim(first, values["sim"], {**measured.sim, **overrides})
+    number = values["num_episodes"] or measured.num_episodes or 100
+    temperature = measured.temperature if values["temperature"] is None else values["temperature"]
+    results = evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
     _tell(players, results, values, command_line("evaluate", argv))
+
+
+def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raises UserError for what a checkpoint brings itself."""
+    from embodied_rl.errors import UserError, did_you_mean
+
+    if values["policy"] not in (None, "checkpoint", "random"):
+        choices = ("checkpoint", "random")
+        raise UserError(f"policy={values['policy']} is not a choice.{did_you_mean(values['policy'], choices)} (With checkpoint=….)")
+    own = [name for name in ("experiment", "generation") if values[name] is not None]
+    own += [key for key in overrides if not key.startswith("sim.")]
+    if own:
+        raise UserError(f"{own[0]}=… goes without checkpoint=…, which brings its own. Simulators can be changed: sim.KEY=VALUE.")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a protocol says of an evaluation; None where it says nothing."""
+
+    sim: Mapping[str, Any]
+    """{"sim.max_episode_steps": 80, …}"""
+    num_episodes: int | None = None
+    temperature: float | None = None
+
+
+def read_protocol(name: str | None) -> Measured:
+    """A file of ``configs/protocol``. Raises UserError with the nearest name."""
+    import yaml
+
+    from embodied_rl.config import config_file, group_names
+    from embodied_rl.errors import UserError, did_you_mean
+
+    if name is None:
+        return Measured({})
+    path = config_file("protocol", name)
+    if path is None:
+        raise UserError(f"Protocol '{name}' is not known.{did_you_mean(name, group_names('protocol'))}")
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    sim = dict(data.get("sim") or {})
+    kwargs = sim.pop("kwargs", {})
+    evaluation = data.get("evaluation") or {}
+    changed = {f"sim.{key}": value for key, value in sim.items()} | {f"sim.kwargs.{key}": value for key, value in kwargs.items()}
+    return Measured(changed, evaluation.get("num_episodes"), evaluation.get("temperature"))
 
 
 def _players(checkpoint: str, policy: str, against: str | None, domain: str | None = None) -> list[tuple[Checkpoint, str]]:
@@ -367,7 +413,16 @@ def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[Evaluatio
     """Tables on the console; JSON and CSV."""
     from rich.console import Console
 
-    from embodied_rl.evaluation_output import comparison_table, document_of, documents_of, episodes_csv, overview, result_table, task_table
+    from embodied_rl.evaluation_output import (
+        comparison_table,
+        document_of,
+        documents_of,
+        episodes_csv,
+        labels,
+        overview,
+        result_table,
+        task_table,
+    )
     from embodied_rl.files import next_free, write_atomic
 
     # A file or a pipe has no width that tables should be squeezed into.
@@ -383,7 +438,7 @@ def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[Evaluatio
         if against:
             console.print(comparison_table(players, results))
         default, document = next_free(run_dir / COMPARISON_FILE), documents_of(players, results, command, against=against)
-    if (tasks := task_table(players, results)) is not None:
+    if (tasks := task_table(labels(players), results)) is not None:
         console.print(tasks)
     output = Path(values["output"]).with_suffix(".json") if values["output"] else default
     write_atomic(output, json.dumps(document, indent=1) + "\n")

@@ -6,7 +6,8 @@ import csv
 import dataclasses
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,26 @@ from embodied_rl.versions import machine, versions
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from embodied_rl.evaluate import EvaluationResult
+    from embodied_rl.config import SimConfig, TrainConfig
+    from embodied_rl.types import EpisodeSummary, SimSpec
 
 Player = tuple[Checkpoint, str]
 """(checkpoint, "checkpoint" or "random")."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Episodes of one evaluation and what they say."""
+
+    sim: SimConfig
+    spec: SimSpec
+    policy: str
+    """checkpoint or random; of what no run of ours trained, its kind and where it is."""
+    episodes: Sequence[EpisodeSummary]
+    figures: Figures
+    wall_clock_s: float
+    temperature: float | None = None
+    """Of action tokens that were drawn; None: the mode."""
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -31,7 +48,10 @@ Player = tuple[Checkpoint, str]
 def result_table(result: EvaluationResult) -> Table:
     """The figures of one evaluation."""
     figures = result.figures
-    title = f"{result.spec.task}, {result.policy} policy, {figures.num_episodes} held-out seeds {figures.seeds[0]} … {figures.seeds[1]}"
+    drawn = "" if result.temperature is None else f", drawn at temperature {result.temperature:g}"
+    title = (
+        f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {figures.seeds[0]} … {figures.seeds[1]}"
+    )
     table = _table(title, ("", "value", "95% interval"))
     for label, rate, interval in (
         ("success (once)", figures.success, figures.success_interval),
@@ -99,7 +119,7 @@ def _return_cells(comparison: Comparison) -> tuple[str, str, str]:
     return f"{comparison.return_difference:+.4g}", f"{low:+.4g} to {high:+.4g}", p_text(comparison.return_p_value)
 
 
-def task_table(players: Sequence[Player], results: Sequence[EvaluationResult]) -> Table | None:
+def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> Table | None:
     """A row of figures for each task of a multi-task simulator, and each policy; None for a single task."""
     tasks = [by_task(result.episodes) for result in results]
     names = sorted(set().union(*tasks))
@@ -109,7 +129,7 @@ def task_table(players: Sequence[Player], results: Sequence[EvaluationResult]) -
     reports_success = results[0].spec.reports_success
     table = _table("By task", ("task", *(("policy",) if several else ()), "episodes", *_figure_columns(reports_success)))
     for name in names:
-        for index, (label, own) in enumerate(zip(labels(players), tasks, strict=True)):
+        for index, (label, own) in enumerate(zip(labelled, tasks, strict=True)):
             if name in own:
                 figures = summarise(own[name], reports_success)
                 cells = (name if index == 0 else "", *((label,) if several else ()), str(figures.num_episodes))
@@ -169,6 +189,22 @@ def document_of(checkpoint: Checkpoint, result: EvaluationResult, command: str) 
     return {**_one(checkpoint, result), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
 
 
+def document_of_untrained(config: TrainConfig, result: EvaluationResult, command: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What evaluation.json holds of a policy that no run of ours trained; `told`: where its weights came from."""
+    return {
+        "task": result.spec.task,
+        "policy": result.policy,
+        "temperature": result.temperature,
+        **told,
+        "config_sha256": config_hash(config),
+        **result.figures.to_dict(),
+        **task_figures(result.episodes, result.spec.reports_success),
+        "wall_clock_s": round(result.wall_clock_s, 2),
+        **_provenance(result, command),
+        "episodes": episode_rows(result.episodes),
+    }
+
+
 def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult], command: str, *, against: bool) -> dict[str, Any]:
     """What comparison.json holds: the figures and episodes of every policy and, with `against`, the comparisons with the last one."""
     names = labels(players)
@@ -192,14 +228,19 @@ def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult],
 
 def episodes_csv(players: Sequence[Player], results: Sequence[EvaluationResult]) -> str:
     """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated."""
+    steps = ["" if policy == "random" else str(checkpoint.step) for checkpoint, policy in players]
+    return csv_of(labels(players), steps, results)
+
+
+def csv_of(names: Sequence[str], steps: Sequence[str], results: Sequence[EvaluationResult]) -> str:
+    """See `episodes_csv`: of policies with these names, trained for so many steps."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(("policy", "step", "task", "seed", "success_once", "success_at_end", "return", "length", "terminated"))
-    for name, (checkpoint, policy), result in zip(labels(players), players, results, strict=True):
+    for name, step, result in zip(names, steps, results, strict=True):
         for e in result.episodes:
             # No notion of success is an empty cell, which no mean takes for a failure.
             success = (int(e.success_once), int(e.success_at_end)) if result.spec.reports_success else ("", "")
-            step = "" if policy == "random" else checkpoint.step
             task = task_of(e) or result.spec.task
             writer.writerow((name, step, task, e.seed, *success, repr(e.episode_return), e.length, int(e.terminated)))
     return buffer.getvalue()
@@ -231,6 +272,7 @@ def _one(checkpoint: Checkpoint, result: EvaluationResult) -> dict[str, Any]:
     return {
         "task": result.spec.task,
         "policy": result.policy,
+        "temperature": result.temperature,
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,
         "policy_sha256": hashlib.sha256((checkpoint.path / POLICY_FILE).read_bytes()).hexdigest(),

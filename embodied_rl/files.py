@@ -37,6 +37,25 @@ def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
     return path
 
 
+def require_writable(folder: Path) -> Path:
+    """Try whether files can be written there, before long work whose result they are. Leaves nothing behind.
+
+    Raises:
+        UserError: they cannot.
+    """
+    probe = folder / f".write_test-{os.getpid()}"
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+        for place in new:
+            place.rmdir()
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return folder
+
+
 def append_whole(file: FileIO, data: bytes, path: Path) -> None:
     """Append `data` to a log that is open without a buffer, so that what could not be written is not tried again at its closing.
 

@@ -122,7 +122,7 @@ def _find(group: str, name: str) -> Path:
     found = config_file(group, name)
     if found is None:
         known = [*group_names(group), *(["here"] if group == "cluster" else [])]
-        raise _user_error(f"{group}={name} is not known.{did_you_mean(name, known)}")
+        raise _user_error(f"{group}={name} is neither known nor a file (docs/planning.md describes one).{did_you_mean(name, known)}")
     return found
 
 

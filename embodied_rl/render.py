@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,13 @@ def render_videos(
     policy: str = "checkpoint",
     sim: SimConfig | None = None,
 ) -> list[Path]:
-    """Film held-out episodes of one policy and write them as one video per format: `film_players` with the usual settings."""
+    """Film held-out episodes of one policy and write them as one video per format: `film_players` with the usual settings.
+
+    A language policy answers by the torch backend: the engine of vLLM that has just trained is still there, and two may not fit.
+    """
+    if checkpoint.config.generation.backend == "vllm":
+        generation = dataclasses.replace(checkpoint.config.generation, backend="tokens_torch")
+        checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, generation=generation))
     film = Film(num_episodes=num_episodes, size=size, fps=fps, seed=seed, formats=tuple(formats))
     return film_players([(checkpoint, policy)], output, film, sim=sim)
 
@@ -390,6 +397,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
     from embodied_rl.checkpoint.domains import domain_part
     from embodied_rl.errors import UserError, did_you_mean
     from embodied_rl.evaluate import choose_sim
+    from embodied_rl.files import require_writable
 
     if values["checkpoint"] is None:
         raise UserError("Nothing to film: give checkpoint=… (a run's folder, say) or recording=…. See --help.")
@@ -403,7 +411,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
         random = values["against"] == "random"
         other = None if random else domain_part(load_checkpoint(values["against"], with_learner=False), values["domain"])
         players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
-    output = Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos"
+    output = require_writable(Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos")
     paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
     if logs:
         log_videos(checkpoint, paths, logs)
@@ -414,6 +422,7 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
     from embodied_rl.dialogue_films import film_captured, is_captured
     from embodied_rl.episodes.reader import open_recording
     from embodied_rl.errors import UserError
+    from embodied_rl.files import require_writable
 
     for name in ("checkpoint", "against", "log"):
         if values[name] is not None:
@@ -425,7 +434,7 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
     recording = open_recording(values["recording"])
     try:
         sim = recording_sim(recording, values["sim"], overrides)
-        output = Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos"
+        output = require_writable(Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos")
         return film_recording(recording, output, film, sim=sim)
     finally:
         recording.close()

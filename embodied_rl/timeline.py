@@ -139,6 +139,16 @@ class Timeline:
         """A distribution at this moment, ``{age: how many}``, as stacked curves."""
         self.counter(name, **{str(key): float(count) for key, count in sorted(values.items())})
 
+    def curves_of(self, metrics: Mapping[str, float]) -> None:
+        """Queue lengths and ages out of a run's metrics (`rollout.batch_figures`), as curves."""
+        lengths = {name: metrics[key] for name in ("ready", "held", "in_flight") if (key := f"groups/{name}") in metrics}
+        if lengths:
+            self.counter("groups", **lengths)
+        for place in ("groups", "rollout"):
+            found = {key.removeprefix(f"{place}/age_"): value for key, value in metrics.items() if key.startswith(f"{place}/age_")}
+            if ages := {int(age): int(count) for age, count in found.items() if age.isdigit()}:
+                self.histogram(f"{place} by age", ages)
+
     def shares(self) -> Shares:
         """Of everything until now; spans that are open count up to now."""
         with self._lock:

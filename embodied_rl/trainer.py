@@ -30,7 +30,7 @@ from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.reporting import RunSummary, summarise, task_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
-from embodied_rl.roles.assembly import check_roles, with_roles
+from embodied_rl.roles.assembly import check_roles, hybrid_here, with_roles
 from embodied_rl.roles.cast import assemble, end_ranks, start_simulators
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.agent_generator import AgentGenerator
@@ -109,7 +109,7 @@ class Trainer:
         parts = assemble(config, self.manager, self.spec, self.run_dir, folder, base)
         self.policy, self.generator, self.method = parts.policy, parts.generator, parts.method
         self.recorders = start_recorders(config, self.method, self.manager.num_slots, self.spec, self.run_dir, self.command)
-        self.engine = make_engine(config.hybrid, self.policy, self.generator, self.method, self.manager)
+        self.engine = make_engine(hybrid_here(config), self.policy, self.generator, self.method, self.manager)
         self._saver = PolicySaver(self.policy, self.run_dir)
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
 
@@ -216,6 +216,8 @@ class Trainer:
             **self.engine.metrics(),
             **({} if self.timeline is None else self.timeline.shares().metrics()),
         }
+        if self.timeline is not None:
+            self.timeline.curves_of(self.metrics)
         self._report_faults()
         self.loggers.log(self.steps, self.metrics)
 
@@ -229,8 +231,9 @@ class Trainer:
         for record in records[self._faults_told :]:
             with (self.run_dir / "faults.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self.steps, **record.to_dict()}) + "\n")
-            cause = (record.detail.strip().splitlines() or [""])[-1]
-            self.loggers.message(f"Simulator worker {record.worker} {record.kind.value} and was replaced ({cause}); see faults.jsonl.")
+            self.loggers.message(
+                f"Simulator worker {record.worker} {record.kind.value} and was replaced ({record.cause}); see faults.jsonl."
+            )
         self._faults_told = len(records)
 
     def _evaluate_and_save_when_due(self) -> None:
@@ -268,7 +271,8 @@ class Trainer:
         with self.engine.generation():
             if isinstance(self.manager, RemotePlayer | DomainManagers):
                 return self.manager.evaluate(num_episodes, first_seed)
-            return evaluate(self.manager, self.generator, num_episodes, first_seed=first_seed)
+            temperature = self.config.evaluation.temperature
+            return evaluate(self.manager, self.generator, num_episodes, first_seed=first_seed, temperature=temperature)
 
     def save(self) -> Path:
         """Write a checkpoint of this moment; with `checkpoint.asynchronous`, begin to. Raises UserError where it cannot be written."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+import embodied_rl
 from embodied_rl.cli import Argument, Command, command_line, run_command
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError
 from embodied_rl.sim.faults import FaultKind, SimFault
@@ -113,6 +115,27 @@ def test_our_own_mistakes_keep_their_traceback() -> None:
         run_command(raising(ZeroDivisionError()))
 
 
+def test_our_warnings_are_a_line_and_those_of_libraries_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    def warn() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+            ours = Path(embodied_rl.__file__).parent / "sim" / "manager.py"
+            warnings.warn_explicit("more workers than cores", UserWarning, str(ours), 7)
+            warnings.warn_explicit("of a library", UserWarning, "library.py", 7)
+            warnings.warn_explicit("is going away", DeprecationWarning, str(ours), 7)
+
+    def show(message, category, filename, lineno, file=None, line=None) -> None:  # pytest's own collects them instead
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    before = warnings.formatwarning
+    run_command(warn)
+    written = capsys.readouterr().err
+    assert written.startswith("warning: more workers than cores\nlibrary.py:7: UserWarning: of a library\n")
+    assert "manager.py:7: DeprecationWarning: is going away\n" in written
+    assert warnings.formatwarning is before
+
+
 def test_a_reader_who_has_seen_enough_is_no_error() -> None:
     program = "from embodied_rl.cli import run_command\nrun_command(lambda: [print('x' * 1000) for _ in range(10_000)])"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -121,7 +144,7 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
         process.stdout.read(10)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def test_the_command_can_be_typed_again() -> None:

@@ -22,7 +22,7 @@ from tests.sim.fake_sysfs import FakeNode, build, single_threads, two_nodes
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
     folder = tmp_path_factory.mktemp("elsewhere")
     command = [sys.executable, "-m", "embodied_rl.doctor", "--json"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     data = json.loads(result.stdout)
     assert data["can_train"] is True
@@ -89,6 +89,31 @@ def test_simulators_named_exist(report: dict[str, dict[str, object]]) -> None:
     assert set(detail.removeprefix("sim=").split(", ")) <= set(group_names("sim"))
 
 
+def test_simulators_are_judged_as_their_adapters_judge_them(report: dict[str, dict[str, object]]) -> None:
+    """Not by their import alone: GEM is made to work without a package that it wants, LIBERO needs files beside its package."""
+    from embodied_rl.errors import MissingAssetsError, MissingExtraError
+    from embodied_rl.sim.robots import libero
+    from embodied_rl.sim.text import gem_tasks
+
+    gem, assets = report["GEM"], report["LIBERO"]
+    try:
+        found = f"{len(gem_tasks.tasks())} tasks"
+    except MissingExtraError:
+        assert gem["fix"] == 'pip install "embodied-rl[text]"'
+    else:
+        assert (gem["status"], gem["fix"]) == ("ok", "")
+        assert str(gem["detail"]).startswith(found)
+    try:
+        libero.tasks()
+        libero.assets_folder()
+        expected = ("ok", "")
+    except MissingExtraError:
+        expected = ("missing", 'pip install "embodied-rl[libero]"')
+    except MissingAssetsError as error:
+        expected = ("missing", str(error).partition("Get them: ")[2].partition(" (or")[0])  # the same command
+    assert (assets["status"], assets["fix"]) == expected
+
+
 # --- things that go wrong --------------------------------------------------------------------------------------------
 
 
@@ -119,7 +144,7 @@ def test_whatever_a_probe_does_is_a_line(body: str, status: str, said: str, tmp_
         return real([command[0], str(driver), *command[3:]], **options)  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(doctor.subprocess, "run", through_driver)
-    check = run_probe(Probe("test", "bad", lambda: "", "mend it"), timeout_s=5.0)
+    check = run_probe(Probe("test", "bad", lambda: "", "mend it"), timeout_s=5.0 if "sleep" in body else 120.0)
     assert (check.status, check.fix) == (status, "mend it")
     assert said in check.detail
 
@@ -127,6 +152,10 @@ def test_whatever_a_probe_does_is_a_line(body: str, status: str, said: str, tmp_
 def test_absent_package_is_missing_and_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
     check = run_probe(Probe("simulators", "x", lambda: "", "pip install x", package="no-such-package-at-all"))
+    assert (check.status, check.fix) == ("missing", "pip install x")
+    check = run_probe(
+        Probe("simulators", "x", lambda: "", "fetch its files", package="no-such-package-at-all", package_fix="pip install x")
+    )
     assert (check.status, check.fix) == ("missing", "pip install x")
 
 
@@ -214,3 +243,7 @@ def test_report_ends_with_the_verdict() -> None:
     assert "Training can run here" in said(good)
     assert "Training cannot run here: numpy." in said(good, bad)
     assert "pip install x" in said(good, bad)
+    # The command that it names must run.
+    assert "embodied_rl.train\n" in said(good, Check("simulators", "ManiSkill", "ok", "sim=x"))
+    without = said(good, Check("simulators", "ManiSkill", "missing", "mani-skill is not installed", "pip install y"))
+    assert "embodied_rl.train experiment=cartpole (the main job needs ManiSkill)\n" in without

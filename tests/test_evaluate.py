@@ -20,8 +20,8 @@ import torch
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.evaluate import NoisyGenerator, choose_sim, evaluate_checkpoint, expand_checkpoints, main
-from embodied_rl.generation.random_backend import RandomGenerator
+from embodied_rl.evaluate import choose_sim, evaluate_checkpoint, expand_checkpoints, main
+from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.types import ActionSpec
 from tests.sample_run import SPEC

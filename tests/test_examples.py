@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -213,10 +214,16 @@ def test_the_example_of_the_env_manager_guide(tmp_path: Path) -> None:
 def test_the_notebook(tmp_path: Path) -> None:
     import nbclient
     import nbformat
+    from traitlets.config import Config
 
     notebook = nbformat.read(EXAMPLES / "notebooks" / "first_run.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit the notebook without outputs"
-    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    # Not over TCP: its ports are chosen first, and taken by the kernel some seconds later, when they may be somebody else's.
+    with tempfile.TemporaryDirectory(dir="/tmp") as sockets:  # whose names must be short
+        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        nbclient.NotebookClient(
+            notebook, timeout=240, startup_timeout=240, config=config, resources={"metadata": {"path": str(tmp_path)}}
+        ).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs), "the curve"
     printed = "".join(output.get("text", "") for output in outputs)

@@ -46,9 +46,11 @@ START_S = 240.0
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     """What was logged, without clocks."""
-    if not (run_dir / "metrics.jsonl").is_file():
+    try:
+        rows = read_metrics(run_dir / "metrics.jsonl")
+    except FileNotFoundError:  # not yet, or just put aside by a run that begins again
         return []
-    return [{key: value for key, value in row.items() if not key.startswith(("time", "speed"))} for row in read_metrics(run_dir)]
+    return [{key: value for key, value in row.items() if not key.startswith(("time", "speed"))} for row in rows]
 
 
 def scalars_of(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -61,10 +63,30 @@ def scalars_of(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in shown.Scalars(name)] for name in names}
 
 
+HELD_BACK = """
+import sys, time
+from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
+from embodied_rl.train import main
+log, most = JsonlLogger.log, int(sys.argv.pop(1))
+
+def held_back(self, *arguments):
+    while len(read_metrics(self.path)) >= most:
+        time.sleep(1.0)
+    log(self, *arguments)
+
+JsonlLogger.log = held_back
+main()
+"""
+"""Trains, and waits for its end before it has logged more rows than it is told."""
+
+
 def kill_at_random(run_dir: Path, overrides: tuple[str, ...], rng: random.Random, later_than: int, num_rows: int) -> int:
-    """Start (or continue) a run in a process of its own and kill it; the number of rows that it had logged, `num_rows` if it had ended."""
+    """Start (or continue) a run in a process of its own and kill it; the number of rows that it had logged, `num_rows` - 1 at most.
+
+    However late we come to it, it has not ended by itself.
+    """
     wanted = rng.randint(later_than + 1, num_rows - 1)
-    command = [sys.executable, "-m", "embodied_rl.train", *overrides, f"run_dir={run_dir}", "resume=auto"]
+    command = [sys.executable, "-c", HELD_BACK, str(num_rows - 1), *overrides, f"run_dir={run_dir}", "resume=auto"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + START_S
     while len(rows_of(run_dir)) < wanted and process.poll() is None and time.monotonic() < deadline:
@@ -72,7 +94,7 @@ def kill_at_random(run_dir: Path, overrides: tuple[str, ...], rng: random.Random
     time.sleep(rng.uniform(0.0, 0.05))
     process.send_signal(signal.SIGKILL)
     _, errors = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), errors.decode()
+    assert process.returncode == -signal.SIGKILL, errors.decode()
     return len(rows_of(run_dir))
 
 

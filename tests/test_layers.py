@@ -55,6 +55,9 @@ FLOORS: dict[str, set[str]] = {
     "filming": GROUND | {"config", "episodes", "generation", "sim", "video"},
     "dialogue_films": GROUND | {"agents", "filming", "policies", "proxy", "rollout", "sim"},
     "evaluation_output": GROUND | {"config", "checkpoint", "comparison", "reporting"},
+    "evaluate_untrained": GROUND
+    | {"cli", "compose", "config", "checkpoint", "evaluation_output", "generation", "hybrid", "methods", "policies", "progress"}
+    | {"reporting", "rollout", "sim"},
     "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies", "resuming"},
     "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
     "offline_report": GROUND | {"episodes", "video"},

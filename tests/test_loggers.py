@@ -325,6 +325,17 @@ def test_without_a_terminal_the_console_writes_a_sober_line_every_ten_seconds() 
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_line_that_was_kept_back_tells_the_time_of_its_step() -> None:
+    clock, stream = Clock(), io.StringIO()
+    logger = ConsoleLogger(300, stream=stream, clock=clock)
+    for step in (100, 200):
+        clock.now_s += 3.0
+        logger.log(step, METRICS)
+    clock.now_s += 60.0  # evaluated and filmed meanwhile
+    logger.close()
+    assert stream.getvalue().splitlines()[1].endswith("elapsed 0:06 · left 0:03")
+
+
 def test_time_left_of_a_resumed_run_counts_its_own_steps_only() -> None:
     clock = Clock()
     logger = ConsoleLogger(10_000, resume_step=8_000, stream=io.StringIO(), clock=clock)

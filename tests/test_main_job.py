@@ -13,10 +13,11 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1900)
 def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "embodied_rl.train", "run_dir=run", "max_minutes=8"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
+    # It ends when it has learned, in a few minutes on a quiet machine.
+    command = [sys.executable, "-m", "embodied_rl.train", "run_dir=run", "max_minutes=20"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "run/results.json").read_text(encoding="utf-8"))
     assert results["task"] == "PushCube-v1"

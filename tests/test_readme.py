@@ -25,7 +25,7 @@ SHORT = {
 """What a training command is shortened by: learning itself is shown by test_main_job.py and by docs/results.md."""
 
 
-def run(folder: Path, *words: str, timeout: float = 280) -> str:
+def run(folder: Path, *words: str, timeout: float = 600) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -35,7 +35,7 @@ def run(folder: Path, *words: str, timeout: float = 280) -> str:
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_command_runs(tmp_path: Path) -> None:
     (code,) = blocks(README, "python")
     path = re.match(r"# (\S+\.py)\n", code)

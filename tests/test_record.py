@@ -137,11 +137,11 @@ def test_killed_and_resumed_is_the_same_recording(tmp_path: Path, run_dir: Path)
     arguments = [f"checkpoint={run_dir}", "sample=true", "num_episodes=240", "sim.num_slots=5", "states=snapshots:16"]
     main([*arguments, f"output={tmp_path / 'whole'}"])
     killed = tmp_path / "killed"
-    for wanted in (30, 120):
+    for wanted in (20, 80):
         resume = ["resume=true"] if killed.exists() else []
         command = [sys.executable, "-m", "embodied_rl.record", *arguments, *resume, f"output={killed}"]
         with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 240
             while process.poll() is None and time.monotonic() < deadline and num_lines(killed) < wanted:
                 time.sleep(0.01)
             assert process.poll() is None, "it ended before it could be killed"

@@ -18,6 +18,7 @@ from PIL import Image
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import SimConfig
 from embodied_rl.evaluate import evaluate_checkpoint, make_generator
+from embodied_rl.files import require_writable
 from embodied_rl.filming import episodes as filming_episodes
 from embodied_rl.filming.episodes import MAX_STEPS_SHOWN, FilmedEpisode
 from embodied_rl.filming.overlays import Overlays, annotate, parse_overlays
@@ -417,6 +418,16 @@ def test_a_mistake_is_one_line(
     (tmp_path / "file").write_text("in the way")
     words = [word.replace("FILE", str(tmp_path / "file" / "films")) for word in arguments]
     assert message in one_line_error(main, [f"checkpoint={cartpole}", *words] if words else [], capsys)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_played(
+    cartpole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("embodied_rl.render.film_players", lambda *_, **__: pytest.fail("it was played"))
+    (tmp_path / "file").write_text("in the way")
+    assert "Cannot write" in one_line_error(main, [f"checkpoint={cartpole}", f"output={tmp_path / 'file' / 'films'}"], capsys)
+    assert require_writable(tmp_path / "new" / "films") == tmp_path / "new" / "films"
+    assert not (tmp_path / "new").exists()
 
 
 class BrokenScreen(gymnasium.Wrapper):

@@ -86,7 +86,7 @@ class RayConfig:
     gpus: RayGpusConfig = field(default_factory=RayGpusConfig)
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Ray's placement of the roles on the nodes, where hybrid.placement names no devices (collocated: STRICT_PACK always)."""
-    start_timeout_s: float = 60.0
+    start_timeout_s: float = 180.0
     """Resources that others hold for so long, or actors that do not start, are an error."""
 
     def __post_init__(self) -> None:
@@ -126,6 +126,11 @@ class HybridConfig:
     ray: RayConfig = field(default_factory=RayConfig)
     reward_worker: RewardWorkerConfig | None = None
     """Who scores whole episodes (methods on groups); null: the simulator's rewards alone."""
+    publish: Literal["full", "changed", "adapter"] = "full"
+    """What of the weights is sent to whoever plays in another process, after the first time. full: all of them. changed: what differs from
+    what was sent before. adapter: of a language policy with LoRA, the adapter alone, which is merged there."""
+    players: int = 1
+    """Processes that play side by side with placement=disaggregated, each a part of the slots and of the groups of a batch."""
     max_restarts: int = 3
     """How often roles outside this process are begun anew in a run, when they end unexpectedly."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -150,6 +155,7 @@ class HybridConfig:
         return self.num_threads if self.sharding is None else self.num_threads or 1
 
     def __post_init__(self) -> None:
+        require(self.players >= 1, "hybrid.players", ">= 1", self.players)
         require(self.max_restarts >= 0, "hybrid.max_restarts", ">= 0", self.max_restarts)
         require(self.num_threads is None or self.num_threads >= 1, "hybrid.num_threads", ">= 1 or null", self.num_threads)
         require(len(set(self.offload)) == len(self.offload), "hybrid.offload", "without repetition", self.offload)

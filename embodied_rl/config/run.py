@@ -47,6 +47,8 @@ class EvaluationConfig:
     """Also evaluate after this many environment steps; null: at the end only."""
     interim_episodes: int = 32
     """Episodes of an evaluation during the run."""
+    temperature: float | None = None
+    """Of action tokens that are drawn (tiny_vla, openvla, openvla_oft); null: the policy's mode, its likeliest tokens."""
     seed: int = 0
     """Held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; training seeds lie below 2**30."""
 
@@ -55,6 +57,7 @@ class EvaluationConfig:
         require(self.every_steps is None or self.every_steps >= 1, "evaluation.every_steps", ">= 1 or null", self.every_steps)
         require(self.interim_episodes >= 1, "evaluation.interim_episodes", ">= 1", self.interim_episodes)
         require(0 <= self.seed < 2**29, "evaluation.seed", "between 0 and 2**29", self.seed)
+        require(self.temperature is None or self.temperature > 0, "evaluation.temperature", "> 0 or null", self.temperature)
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,12 @@ class TrainConfig:
             self.evaluation.every_steps,
         )
         require(self.max_minutes is None or self.max_minutes > 0, "max_minutes", "> 0 or null", self.max_minutes)
+        require(
+            self.evaluation.temperature is None or (hasattr(self.policy, "temperature") and not self.domains),
+            "evaluation.temperature",
+            f"null for policy.name={self.policy.name}: it is of action tokens (tiny_vla, openvla, openvla_oft)",
+            self.evaluation.temperature,
+        )
         require(
             self.algorithm.groups is not None
             or not self.algorithm.on_policy

@@ -138,6 +138,10 @@ class OpenVLAOFTPolicyConfig(OpenVLAPolicyConfig):
     name: Literal["openvla_oft"] = "openvla_oft"  # type: ignore[assignment]
     chunk: int = 8
     """K: 8 on LIBERO, 25 on ALOHA, 5 on Bridge."""
+    head: Literal["discrete", "l1"] = "discrete"
+    """discrete: action tokens, what RL trains. l1: regression, as published checkpoints have it, for evaluation and cloning."""
+    value: Literal["chunk", "action"] = "chunk"
+    """chunk: one value for the chunk. action: one for each of its steps (algorithm.advantage=gae_action)."""
     film: bool = False
     """Language scales and shifts the vision transformers' features."""
     proprio_dim: int | None = None

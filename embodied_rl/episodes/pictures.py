@@ -81,8 +81,10 @@ class VideoWriter:
 
         try:
             yield
-        except (av.FFmpegError, OSError) as error:
+        except OSError as error:
             raise cannot_write(self.path, error) from error
+        except av.FFmpegError as error:
+            raise cannot_write(self.path, OSError(error.errno, error.strerror)) from error
 
     def discard(self) -> None:
         """End and delete the file."""

@@ -270,7 +270,7 @@ class SlotSinks:
 
 def _shape_of(rows: Any) -> tuple[int, ...]:
     try:
-        return rows.shape  # type: ignore[no-any-return]
+        return rows.shape
     except AttributeError:
         return np.shape(rows)
 

@@ -114,7 +114,7 @@ async def ask(
         except httpx.TimeoutException as error:
             failed = FailedAttemptError("timeout", f"The server does not answer ({type(error).__name__}).")
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            failed = FailedAttemptError("connection", f"{type(error).__name__}: {_short(str(error)) or 'the connection broke'}")
+            failed = FailedAttemptError("connection", f"{client.base_url}: {_short(str(error)) or type(error).__name__}")
         except FailedAttemptError as error:
             failed = error
         patience = failed.retry_after_s

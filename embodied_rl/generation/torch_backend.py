@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import Policy, given_action, prepare_observation
+from embodied_rl.policies.base import Policy, given_action, layout_of, prepare_observation
 from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
-from embodied_rl.types import Observation
+from embodied_rl.types import ActionLayout, Observation
 
 
 class TorchGenerator:
@@ -51,6 +55,25 @@ class TorchGenerator:
         tensors = {key: part.to(device) for key, part in prepare_observation(self._policy, observation).items()}
         return self._policy.value(tensors).cpu().numpy()
 
+    @contextmanager
+    def at_temperature(self, temperature: float) -> Iterator[ActionLayout]:
+        """Act at another temperature for as long, with noise as the layout that is given says. Training's is the policy's own.
+
+        Raises:
+            UserError: the policy does not draw tokens.
+        """
+        module: Any = getattr(self._actor, "module", None)
+        if getattr(module, "temperature", None) is None:
+            raise UserError(
+                "A temperature of evaluation needs a policy of action tokens (tiny_vla, openvla, openvla_oft), not "
+                f"{type(self._policy).__name__}: set it null (0 at embodied_rl.evaluate)."
+            )
+        own, module.temperature = module.temperature, temperature
+        try:
+            yield layout_of(self._policy)
+        finally:
+            module.temperature = own
+
     def publish(self, version: int) -> None:
         """Copy the policy's present weights and statistics."""
         self._actor.refresh(self._policy)  # type: ignore[arg-type]
@@ -65,20 +88,20 @@ class ModuleActor:
 
     def __init__(self, policy: Policy) -> None:
         is_large = sum(parameter.numel() for parameter in policy.parameters()) > self.SHARED_FROM
-        self._module = policy if is_large else copy.deepcopy(policy)
+        self.module = policy if is_large else copy.deepcopy(policy)
 
     def refresh(self, policy: Policy) -> None:
-        if self._module is not policy:
-            self._module.load_state_dict(policy.state_dict())
+        if self.module is not policy:
+            self.module.load_state_dict(policy.state_dict())
 
     @property
     def _device(self) -> torch.device:
-        return next(self._module.parameters()).device
+        return next(self.module.parameters()).device
 
     @torch.inference_mode()
     def act(self, observation: Observation, noise: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        tensors = {key: part.to(self._device) for key, part in prepare_observation(self._module, observation).items()}
-        output = self._module.act(tensors, None if noise is None else torch.from_numpy(noise).to(self._device))
+        tensors = {key: part.to(self._device) for key, part in prepare_observation(self.module, observation).items()}
+        output = self.module.act(tensors, None if noise is None else torch.from_numpy(noise).to(self._device))
         return output.action.cpu().numpy(), output.log_prob.cpu().numpy()
 
 

@@ -169,6 +169,12 @@ class TorchTokens(Stepwise):
             self._ready += [row.completion("aborted") for row in self._waiting if row.request.request_id in wanted]
             self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
 
+    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
+        """See `TokenBackend`."""
+        wanted = set(request_ids)
+        with self._turn():
+            return {row.request.request_id: list(row.token_ids) for row in self._rows if row.request.request_id in wanted}
+
     @torch.inference_mode()
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `TokenBackend.load_weights`: between two decode steps."""

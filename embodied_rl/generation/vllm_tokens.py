@@ -32,6 +32,7 @@ from embodied_rl.generation.tokens import (
     context_room,
     derive_seed,
 )
+from embodied_rl.generation.vllm_start import scannable_modules
 from embodied_rl.generation.vllm_vision import VLLMVision, keep_transformers_classes
 from embodied_rl.policies.model_folder import check_model_folder, first_line
 
@@ -121,7 +122,8 @@ def _import_vllm() -> None:
 def _start(make: Any, options: VLLMOptions) -> Any:
     """Raises UserError, in one line, when vLLM refuses the model or the machine."""
     try:
-        return make()
+        with scannable_modules():
+            return make()
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
         raise UserError(f"vLLM cannot serve '{options.model}': {lines[0] if lines else type(error).__name__}") from error
@@ -277,6 +279,11 @@ class VLLMTokens(Stepwise):
             names = [name for name in map(str, request_ids) if name in self._answers]
             self._engine.abort_request(names)
             self._ready += [self._answers.pop(name).completion("aborted") for name in names]
+
+    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
+        """See `TokenBackend`."""
+        with self._turn():
+            return {number: list(self._answers[str(number)].token_ids) for number in request_ids if str(number) in self._answers}
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `TokenBackend.load_weights`: between two steps, tensor by tensor."""

@@ -116,7 +116,9 @@ class Placement:
         return f"{self.kind}{stages}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``hybrid.placement`` takes, explicitly."""
+        """What ``hybrid.placement`` takes: devices by role, or how many leave for training where some do."""
+        if self.kind == "multiplexed":
+            return {"kind": self.kind, "num_train_gpus": self.num_takeover, "num_pipeline_stages": self.num_pipeline_stages}
         roles: dict[str, Any] = {role: describe(devices) for role, devices in self.roles.items()}
         return {**roles, "num_pipeline_stages": self.num_pipeline_stages}
 

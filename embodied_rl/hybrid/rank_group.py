@@ -33,9 +33,11 @@ from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.rank import Rank, join, rendezvous_file
+from embodied_rl.hybrid.tensor_parallel import check_plan
 from embodied_rl.policies.language import LanguagePolicy
 
 _END_S = 10.0
+_CLOSED_S = 60.0
 
 
 class TrainWorkerError(RuntimeError):
@@ -62,6 +64,8 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_apart = False
         _check(self.sharding.num_ranks, device)
+        if self.sharding.num_tensor_shards > 1:
+            check_plan(policy, self.sharding.num_tensor_shards)
         self._finalizer = weakref.finalize(self, _end, self._links, self._processes)
         try:
             self.rank = self._start(config, torch.device("cuda", 0) if device.type == "cuda" else device)
@@ -204,7 +208,8 @@ class RankGroup:
         try:
             yield
         except (RuntimeError, LinkClosed, TimeoutError) as error:
-            ended = _first_ended(self._processes)
+            # What closed the connection may be a process that still takes leave of its libraries, on a busy machine for a while.
+            ended = _first_ended(self._processes, _CLOSED_S if isinstance(error, LinkClosed) else _END_S)
             if ended is None:
                 raise
             status = self._processes[ended].returncode
@@ -237,9 +242,9 @@ def _check(num_ranks: int, device: torch.device) -> None:
         raise UserError("torch.distributed is in use in this process already: hybrid.sharding makes its own process group.")
 
 
-def _first_ended(processes: list[subprocess.Popen[bytes]]) -> int | None:
+def _first_ended(processes: list[subprocess.Popen[bytes]], patience_s: float) -> int | None:
     """Index of a process that ended; a connection closes a little before its process is gone."""
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + patience_s
     while processes and time.monotonic() < deadline:
         for index, process in enumerate(processes):
             if process.poll() is not None:

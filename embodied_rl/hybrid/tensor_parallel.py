@@ -34,11 +34,24 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
             parallelize_module(part, mesh, _style(part, style, where, mesh.size()))
             cut.append(where)
     if not cut:
-        raise UserError(
-            f"hybrid.sharding.num_tensor_shards={mesh.size()}: {type(module).__name__} has no tensor-parallel plan. "
-            "Set it to 1 and use num_shards (any module can be cut by parameters)."
-        )
+        raise _no_plan(module, mesh.size())
     return cut
+
+
+def check_plan(module: nn.Module, num_shards: int) -> None:
+    """Raises UserError where no model inside `module` has a plan, or its heads cannot be divided: before any rank starts."""
+    planned = [model for _, model in _models(module) if _plan(model)]
+    if not planned:
+        raise _no_plan(module, num_shards)
+    for model in planned:
+        _check_heads(model.config, num_shards)
+
+
+def _no_plan(module: nn.Module, num_shards: int) -> UserError:
+    return UserError(
+        f"hybrid.sharding.num_tensor_shards={num_shards}: {type(module).__name__} has no tensor-parallel plan. "
+        "Set it to 1 and use num_shards (any module can be cut by parameters)."
+    )
 
 
 def _check_heads(config: Any, num_shards: int) -> None:

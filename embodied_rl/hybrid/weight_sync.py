@@ -7,6 +7,7 @@ place. Destinations differ in where they live: this process (`SharedStorage`, `I
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,6 +198,32 @@ def apply_delta(target: Mapping[str, Tensor], present_version: int, stream: Name
             target[plain].copy_(tensor)
             written += tensor.numel()
     return written
+
+
+class DeltaSink:
+    """The other end of a `DeltaSource`: holds whole tensors on the host."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._version = -1
+
+    @torch.no_grad()
+    def take(self, version: int, stream: NamedTensors) -> dict[str, Tensor]:
+        """{name: tensor} of `version`, to be copied: the next stream changes them in place.
+
+        Raises:
+            ValueError: the stream is a difference to another version than the one taken last, or is none of a `DeltaSource`.
+        """
+        parts = iter(stream)
+        name, base = next(parts, ("nothing", torch.tensor(-1)))
+        if name != BASE:
+            raise ValueError(f"a stream of differences says first what they are differences to, not '{name}'.")
+        if int(base) == -1:
+            self._held = {name: tensor.clone() for name, tensor in parts}
+        else:
+            apply_delta(self._held, self._version, itertools.chain([(name, base)], parts))
+        self._version = version
+        return self._held
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -42,7 +42,8 @@ class ConsoleLogger(Logger):
         self._total, self._title, self._clock, self._line_interval_s = total_steps, title, clock, line_interval_s
         self._start_step, self._started_s = resume_step or 0, clock()
         self._latest: dict[str, float] = {}
-        self._step = self._start_step
+        self._step, self._logged_s = self._start_step, self._started_s
+        """The last ones logged: the last line may be printed when the run has long been evaluated and filmed."""
         self._next_line_s = -float("inf")
         self._pending = False
         self._live: Any = None
@@ -57,7 +58,7 @@ class ConsoleLogger(Logger):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step = step
+        self._step, self._logged_s = step, self._clock()
         # What is not measured in every iteration (held-out success) stays in view.
         self._latest.update(metrics)
         if self._console.is_terminal:
@@ -82,7 +83,7 @@ class ConsoleLogger(Logger):
         done = self._step - self._start_step
         if done <= 0:
             return None
-        return max(0.0, (self._clock() - self._started_s) * (self._total - self._step) / done)
+        return max(0.0, (self._logged_s - self._started_s) * (self._total - self._step) / done)
 
     def _show(self) -> None:
         from rich.console import Group
@@ -104,7 +105,7 @@ class ConsoleLogger(Logger):
             ProgressBar(total=self._total, completed=min(self._step, self._total), width=36),
             f"{self._step:,}/{self._total:,} steps",
             f"[cyan]{min(1.0, self._step / self._total):.0%}[/cyan]",
-            f"{clock_text(self._clock() - self._started_s)} elapsed",
+            f"{clock_text(self._logged_s - self._started_s)} elapsed",
             f"[green]{clock_text(self.seconds_left())} left[/green]",
         )
         return bar
@@ -118,7 +119,7 @@ class ConsoleLogger(Logger):
             parts.append("time " + " ".join(f"{name} {share:.0%}" for name, share in shares.items()))
         losses = [n for n in self._latest if n.startswith("train/") and n.endswith("loss")]
         parts += [f"{name.removeprefix('train/')} {format_metric(name, self._latest[name])}" for name in losses]
-        parts += [f"elapsed {clock_text(self._clock() - self._started_s)}", f"left {clock_text(self.seconds_left())}"]
+        parts += [f"elapsed {clock_text(self._logged_s - self._started_s)}", f"left {clock_text(self.seconds_left())}"]
         self._console.print(" · ".join(parts), markup=False)
         self._console.file.flush()
 

@@ -134,6 +134,10 @@ def _check_chunks(config: TrainConfig) -> None:
                     f"set algorithm.{name}=null (a critic of large returns: algorithm.reward.scale)."
                 )
         return
+    folder = getattr(policy, "path", None)
+    if folder is not None and config.resume is None and not Path(folder).is_dir():
+        # Told before simulators are started, which may take a minute.
+        raise UserError(f"policy.path='{folder}' is no folder. Give the folder of a checkpoint: config.json, safetensors and a tokenizer.")
     who = f"policy.name='{policy.name}'"
     if algorithm.off_policy is not None:
         raise UserError(
@@ -143,6 +147,8 @@ def _check_chunks(config: TrainConfig) -> None:
         raise UserError(f"algorithm.initialized replays actions step by step; {who} gives others: set algorithm.initialized.share=0.")
     if config.record.share > 0:
         raise UserError(f"record.share={config.record.share:g} writes actions step by step; {who} gives others: set record.share=0.")
+    if getattr(policy, "head", None) == "l1" and algorithm.cloning is None:
+        raise UserError("policy.head=l1 gives actions without probabilities, for cloning and evaluation alone: set policy.head=discrete.")
     of_actions = getattr(policy, "value", "chunk") == "action"
     if of_actions != (algorithm.advantage == "gae_action") and algorithm.cloning is None:
         raise UserError(

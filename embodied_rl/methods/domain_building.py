@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.agents.agent import Agent
-from embodied_rl.config import PlayerConfig, TrainConfig
+from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.generation import make_generator
-from embodied_rl.generation.scripted_tokens import RandomTokens
-from embodied_rl.generation.shared_tokens import SharedTokens
-from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.methods.agents import check_agent
 from embodied_rl.methods.base import Method
+from embodied_rl.methods.domain_playing import seat_agents
 from embodied_rl.methods.domain_roles import LanguageRole, OwnRole, Role, RolePolicies
+from embodied_rl.methods.domains_apart import seats_elsewhere
 from embodied_rl.methods.groups import GroupMethod
-from embodied_rl.methods.language_player import make_agent, make_backend, make_language_policy
-from embodied_rl.methods.multi_domain import (
-    OWN_PLAYER,
-    DomainGenerators,
-    DomainManagers,
-    DomainsMethod,
-    Seat,
-    played_by,
-    policies_of,
-)
+from embodied_rl.methods.language_player import make_backend, make_language_policy
+from embodied_rl.methods.multi_domain import OWN_PLAYER, DomainGenerators, DomainManagers, DomainsMethod, Seat, policies_of
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
-from embodied_rl.rollout.agent_collector import AgentCollector
-from embodied_rl.rollout.agent_generator import AgentGenerator
-from embodied_rl.rollout.domains import DomainMixture, queue_weights
 from embodied_rl.sim.instrumented import plain_spec
 
 LANGUAGE = "language"
@@ -60,111 +48,93 @@ def build_domains(
     config: TrainConfig, managers: DomainManagers, run_dir: Path, checkpoint: Path | None
 ) -> tuple[RolePolicies, Any, Method]:
     """Policies, players and learners around the simulators. Raises UserError as their makers do."""
+    policies = _policies(config, managers.seats, run_dir, checkpoint)
     roles: dict[str, Role] = {}
-    if any(domain.policy is None for domain in config.domains.values()):
-        roles[LANGUAGE] = _language_role(config, managers, run_dir, checkpoint)
-    for name, domain in config.domains.items():
-        if domain.policy is not None:
-            own = config.for_domain(name)
-            # A small network is trained where it acts; the ranks are the language policy's.
-            own = dataclasses.replace(own, hybrid=dataclasses.replace(own.hybrid, sharding=None))
-            roles[name] = _own_role(own, name, next(seat for seat in managers.seats if seat.domain == name))
-    shares = {name: (player.share, played_by(config, name)) for name, player in config.generation.mix.items()}
-    weights = queue_weights({name: domain.weight for name, domain in config.domains.items()}, shares)
-    method = DomainsMethod(config, managers, roles, DomainMixture(weights), run_dir)
-    return policies_of(roles), DomainGenerators(list(roles.values())), method
+    if LANGUAGE in policies:
+        policy = policies[LANGUAGE]
+        role = roles[LANGUAGE] = _language_role(config, policy)
+        shared = seat_agents(config, managers, policy, lambda own: make_backend(own.generation, policy, run_dir, seed=config.seed))
+        role.backends += shared.values()
+        _add_warm_starts(config, role, managers.seats)
+    for seat in managers.seats:
+        if seat.domain in policies:
+            own, network = _alone(config, seat.domain), policies[seat.domain]
+            seat.generator = make_generator(own.generation, network)
+            method = GroupMethod(own, seat.manager, network, seat.generator)
+            seat.collector = method.collector
+            roles[seat.domain] = OwnRole(seat.domain, own, network, seat.generator, method)
+    return policies_of(roles), DomainGenerators(list(roles.values())), DomainsMethod(config, managers.seats, roles, run_dir)
 
 
-# ---- the language policy --------------------------------------------------------------------------------------------
+def build_domains_apart(
+    config: TrainConfig, player: Any, run_dir: Path, checkpoint: Path | None, language: LanguagePolicy | None = None
+) -> tuple[RolePolicies, DomainsMethod]:
+    """Policies and learners of domains that are played in another process; whoever connects the two sets the method's `collector`.
+
+    Args:
+        player: a `RemotePlayer`, or what is known of one: its ``seats``.
+        language: the language policy; None: of this configuration or `checkpoint`, with warm starts that play there.
+
+    Raises:
+        UserError: as the makers of policies and learners do.
+    """
+    seats = seats_elsewhere(config, player)
+    policies = _policies(config, seats, run_dir, checkpoint, language)
+    roles: dict[str, Role] = {}
+    if LANGUAGE in policies:
+        role = roles[LANGUAGE] = _language_role(config, policies[LANGUAGE])
+        if language is None:
+            role.player = player
+            _add_warm_starts(config, role, seats)
+    for seat in seats:
+        if seat.domain in policies:
+            own, network = _alone(config, seat.domain), policies[seat.domain]
+            nobody: Any = None
+            roles[seat.domain] = OwnRole(seat.domain, own, network, None, GroupMethod(own, seat.manager, network, nobody))
+    return policies_of(roles), DomainsMethod(config, seats, roles, run_dir)
 
 
-def _language_role(config: TrainConfig, managers: DomainManagers, run_dir: Path, checkpoint: Path | None) -> LanguageRole:
-    seats = [seat for seat in managers.seats if config.domains[seat.domain].policy is None]
-    configs = {seat.domain: config.for_domain(seat.domain) for seat in seats}
-    main = [seat for seat in seats if seat.player == OWN_PLAYER]
-    speaking = [(configs[seat.domain].agent, seat.manager) for seat in main]
-    policy = make_language_policy(configs[main[0].domain], main[0].manager, run_dir, checkpoint, further=speaking[1:])
+def _language_role(config: TrainConfig, policy: LanguagePolicy) -> LanguageRole:
+    """The run's language policy with its learner; somebody else plays."""
+    configs = {name: config.for_domain(name) for name, domain in config.domains.items() if domain.policy is None}
     groups = config.algorithm.groups
     assert groups is not None, "the configuration was checked"
-    sampling: set[str] = {configs[seat.domain].generation.backend for seat in main}
+    sampling: set[str] = {own.generation.backend for own in configs.values()}
     sampling |= {player.backend for player in config.generation.mix.values() if player.train and player.is_policy}
-    role = LanguageRole(config, configs, policy, trust_sampled=sampling == {"tokens_torch"} and groups.max_staleness == 0)
-    shared: dict[str, SharedTokens] = {}
+    return LanguageRole(config, configs, policy, trust_sampled=sampling == {"tokens_torch"} and groups.max_staleness == 0)
+
+
+def _alone(config: TrainConfig, domain: str) -> TrainConfig:
+    """Of a domain with a policy of its own: a small network is trained where it acts; the ranks are the language policy's."""
+    own = config.for_domain(domain)
+    return dataclasses.replace(own, hybrid=dataclasses.replace(own.hybrid, sharding=None))
+
+
+def _policies(
+    config: TrainConfig, seats: Sequence[Seat], run_dir: Path, checkpoint: Path | None, language: LanguagePolicy | None = None
+) -> dict[str, Any]:
+    """{role: policy}, all of them before anything else draws random numbers: their first weights do not depend on who plays where.
+
+    `language`: the language policy, where it is there already.
+    """
+    main = [seat for seat in seats if seat.player == OWN_PLAYER]
+    own = {seat.domain: seat.manager for seat in main if config.domains[seat.domain].policy is not None}
+    speaking = [(config.for_domain(seat.domain), seat.manager) for seat in main if seat.domain not in own]
+    policies: dict[str, Any] = {}
+    if speaking:
+        first, simulators = speaking[0]
+        further = [(config.agent, manager) for config, manager in speaking[1:]]
+        policies[LANGUAGE] = language or make_language_policy(first, simulators, run_dir, checkpoint, further=further)
+    return policies | {name: build_policy(config.for_domain(name).policy, plain_spec(manager.spec)) for name, manager in own.items()}
+
+
+def _add_warm_starts(config: TrainConfig, role: LanguageRole, seats: Sequence[Seat]) -> None:
     for seat in seats:
-        own = configs[seat.domain]
-        player = None if seat.player == OWN_PLAYER else config.generation.mix[seat.player]
-        agent = make_agent(own.agent, policy, seat.manager.spec)
-        backend = _backend_of(own, seat, player, agent, policy, shared, role, managers, run_dir)
-        seat.collector = AgentCollector(
-            seat.manager,
-            agent,
-            backend,
-            None,  # type: ignore[arg-type]  # the method gives it its share of the queue
-            seed=config.seed,
-            min_ready=1 if groups.max_staleness else None,
-            greedy_member="greedy_baseline" in role.needs_of(seat.domain),
-            trained=seat.trained,
-            temperature=None if player is None else player.temperature,
-        )
-        if player is None:
-            seat.generator = AgentGenerator(agent, backend, seed=config.seed)
-            start = WarmStart(own, seat.manager, role.learner, seat.generator)
+        if seat.player == OWN_PLAYER and seat.domain in role.domains:
+            generator = seat.manager if seat.generator is None else seat.generator
+            start = WarmStart(config.for_domain(seat.domain), seat.manager, role.learner, generator)
             if start.options is not None:
                 role.warm_starts[seat.domain] = start
-    return role
-
-
-def _backend_of(
-    config: TrainConfig,
-    seat: Seat,
-    player: PlayerConfig | None,
-    agent: Agent,
-    policy: LanguagePolicy,
-    shared: dict[str, SharedTokens],
-    role: LanguageRole,
-    managers: DomainManagers,
-    run_dir: Path,
-) -> TokenBackend:
-    """A view of the one backend of its kind that has the policy's weights, or somebody else's own."""
-    kind = config.generation.backend if player is None else player.backend
-    if player is not None and not player.is_policy:
-        backend = _others_backend(player, agent, policy, seed=config.seed)
-        agent.writes_messages = player.backend == "openai" and player.api == "chat"
-        managers.backends.append(backend)
-        return backend
-    if kind not in shared:
-        generation = dataclasses.replace(config.generation, backend=kind)  # type: ignore[arg-type]  # both are kinds of tokens
-        backend = make_backend(generation, policy, run_dir, seed=config.seed)
-        shared[kind] = SharedTokens(backend)
-        role.backends.append(backend)
-        managers.backends.append(backend)
-    return shared[kind].view()
-
-
-def _others_backend(player: PlayerConfig, agent: Agent, policy: LanguagePolicy, *, seed: int) -> TokenBackend:
-    if player.backend == "random":
-        if not agent.config.actions:
-            raise UserError("generation.mix: backend=random needs a list of actions, and agent.actions is empty: any text may be answered.")
-        return RandomTokens(choices=[agent.answer_ids(action) for action in agent.config.actions], seed=seed)
-    from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
-
-    assert player.base_url is not None, "the configuration was checked"
-    assert player.model is not None, "the configuration was checked"
-    options = OpenAIOptions(
-        player.base_url, player.model, api=player.api, api_key_env=player.api_key_env, timeout_s=player.timeout_s, seed=seed
-    )
-    return OpenAITokens(options, policy.tokenizer)
-
-
-# ---- policies of their own ------------------------------------------------------------------------------------------
-
-
-def _own_role(config: TrainConfig, name: str, seat: Seat) -> OwnRole:
-    policy: Any = build_policy(config.policy, plain_spec(seat.manager.spec))
-    generator = make_generator(config.generation, policy)
-    method = GroupMethod(config, seat.manager, policy, generator)
-    seat.collector, seat.generator = method.collector, generator
-    return OwnRole(name, config, policy, generator, method)
 
 
 # ---- what makes no sense --------------------------------------------------------------------------------------------
@@ -182,7 +152,6 @@ def check_domains(config: TrainConfig) -> None:
     refused = {
         "hybrid.offload": bool(config.hybrid.offload),
         "hybrid.reward_worker": config.hybrid.reward_worker is not None,
-        "hybrid.placement": config.hybrid.plays_apart,
         "recording": bool(config.recording),
         "algorithm.initialized.share": config.algorithm.initialized.share > 0,
     }

@@ -41,6 +41,11 @@ class Role(Protocol):
         """One update; its metrics. Raises NonFiniteLossError."""
         ...
 
+    @property
+    def wants_start(self) -> bool:
+        """Whether `begin` has a warm start to make."""
+        ...
+
     def begin(self, version: int) -> None:
         """Before the run's first episodes: a warm start, where there is one; the weights it leaves are published as `version`."""
         ...
@@ -82,7 +87,9 @@ class LanguageRole:
         """
         self.config, self.policy, self.domains = config, policy, tuple(configs)
         self.backends: list[TokenBackend] = []
-        """Those that sample with the policy's weights."""
+        """Those that sample with the policy's weights, in this process."""
+        self.player: Any = None
+        """Who plays in another process, with the weights of all roles (`RemotePlayer`); None: the backends are here."""
         self.warm_starts: dict[str, WarmStart] = {}
         self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
         composition = EpisodeMethod(config.algorithm).composition
@@ -96,6 +103,8 @@ class LanguageRole:
 
     def publish(self, version: int) -> None:
         """See `Role.publish`."""
+        if self.player is not None:
+            self.player.publish(version)
         for backend in self.backends:
             backend.load_weights(version, self.policy.named_weights())
 
@@ -124,6 +133,11 @@ class LanguageRole:
             self._kl.adapt(stats["kl"], num_turns)
             stats["kl_coef"] = self._kl.kl_coefficient.value
         return {**stats, **prepared.metrics}
+
+    @property
+    def wants_start(self) -> bool:
+        """See `Role.wants_start`."""
+        return any(start.wanted for start in self.warm_starts.values())
 
     def begin(self, version: int) -> None:
         """See `Role.begin`: the players' episodes of all domains are cloned together, lest one be forgotten for another."""
@@ -182,14 +196,15 @@ class LanguageRole:
 class OwnRole:
     """A policy of one domain alone. Implements `Role`."""
 
-    def __init__(self, domain: str, config: TrainConfig, policy: Any, generator: Generator, method: GroupMethod) -> None:
-        """`config`: the domain's own; `method`: its learner; somebody else plays."""
+    def __init__(self, domain: str, config: TrainConfig, policy: Any, generator: Generator | None, method: GroupMethod) -> None:
+        """`config`: the domain's own; `method`: its learner; `generator`: None where somebody plays in another process."""
         self.domains: tuple[str, ...] = (domain,)
         self.config, self.policy, self.generator, self.method = config, policy, generator, method
 
     def publish(self, version: int) -> None:
         """See `Role.publish`."""
-        self.generator.publish(version)
+        if self.generator is not None:
+            self.generator.publish(version)
 
     def observation(self, groups: Sequence[EpisodeGroup]) -> TensorObservation:
         """See `Role.observation`."""
@@ -199,6 +214,11 @@ class OwnRole:
         """See `Role.learn`."""
         prepared = self.method.prepare(Experience(0, [], {}, self.method.batch(list(groups))))
         return self.method.update(prepared, iteration=iteration, steps=min(steps, self.config.total_steps))
+
+    @property
+    def wants_start(self) -> bool:
+        """See `Role.wants_start`."""
+        return False
 
     def begin(self, version: int) -> None:
         """See `Role.begin`: nothing to do."""
@@ -224,6 +244,23 @@ class OwnRole:
         self.method.algorithm.load_state_dict(state["episodes"])
 
 
+class RoleWarmStarts:
+    """What comes before a run's first episodes, of all roles."""
+
+    def __init__(self, roles: Sequence[Role]) -> None:
+        self._roles = list(roles)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any role has a warm start to make."""
+        return any(role.wants_start for role in self._roles)
+
+    def run(self, version: int) -> None:
+        """See `Role.begin`."""
+        for role in self._roles:
+            role.begin(version)
+
+
 class RolePolicies(nn.Module):
     """All policies of a run as one module, for checkpoints and statistics."""
 
@@ -238,11 +275,32 @@ class RolePolicies(nn.Module):
             if own:
                 policy.update_statistics(own)  # type: ignore[operator]  # every policy has it
 
+    @property
+    def language(self) -> LanguagePolicy | None:
+        """The one language policy, where there is one."""
+        return next((policy for policy in self.roles.values() if isinstance(policy, LanguagePolicy)), None)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """{``role/name``: tensor} of what acts: of a language policy the model alone, any adapter merged into it."""
+        named: dict[str, Tensor] = {}
+        for role, policy in self.roles.items():
+            own = policy.named_weights() if isinstance(policy, LanguagePolicy) else policy.state_dict().items()
+            named |= {f"{role}/{name}": tensor for name, tensor in own}
+        return named
+
     def save_description(self, folder: Any) -> None:
         """What the language policy is built from, for a checkpoint's folder ``model``."""
-        for policy in self.roles.values():
-            if isinstance(policy, LanguagePolicy):
-                policy.save_description(folder)
+        if self.language is not None:
+            self.language.save_description(folder)
+
+
+def of_roles(tensors: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    """{role: {name: tensor}} out of `RolePolicies.named_weights`."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors:
+        role, _, own = name.partition("/")
+        found.setdefault(role, {})[own] = tensor
+    return found
 
 
 def domain_of(group: EpisodeGroup) -> str:

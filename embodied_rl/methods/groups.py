@@ -28,7 +28,7 @@ from embodied_rl.registry import load_target
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.rollout.initialized import StartLibrary
 from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
 from embodied_rl.rollout.start_sources import record_expert, shown_expert
@@ -194,12 +194,12 @@ class GroupMethod:
         return make_group_queue(self.config, self._task)
 
 
-def make_group_queue(config: TrainConfig, task: str) -> GroupQueue:
-    """The queue that a configuration describes, for groups of one task."""
+def make_group_queue(config: TrainConfig, task: str, share: Share = WHOLE) -> GroupQueue:
+    """The queue that a configuration describes, for groups of one task; `share`: which of them."""
     groups = config.algorithm.groups
     assert groups is not None, "a method on groups"
     filters = build_filters(groups.filters)
-    return GroupQueue(queue_config(groups), seed=config.seed, domains=DomainMixture.single(task), filters=filters)
+    return GroupQueue(queue_config(groups), seed=config.seed, domains=DomainMixture.single(task), filters=filters, share=share)
 
 
 def make_group_collector(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -67,6 +67,35 @@ def read_model(config: LanguageConfig, folder: Path) -> ModelReader:
 def blank_policy(config: LanguageConfig, folder: Path) -> LanguagePolicy:
     """The policy of a folder of `write_model_files`, with random weights: a state is loaded next. Raises UserError as its builder does."""
     return build_language_policy(dataclasses.replace(config, model=str(folder)), weights=False)
+
+
+class MergingTokens:
+    """A token backend that takes an adapter (the first time with its base model) and merges it. Implements `TokenBackend`."""
+
+    def __init__(self, backend: TokenBackend, policy: LanguagePolicy) -> None:
+        """`policy`: with LoRA; holds what was loaded so far."""
+        self._backend, self._policy = backend, policy
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """See `TokenBackend.load_weights`; `tensors` are entries of `LanguagePolicy.state_dict`. Raises ValueError for unknown ones."""
+        unknown = self._policy.load_state_dict(dict(tensors), strict=False).unexpected_keys
+        if unknown:
+            raise ValueError(f"the policy has no {unknown[0]}")
+        self._backend.load_weights(version, self._policy.named_weights())
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the backend's."""
+        return getattr(self._backend, name)
+
+
+def merged_there(config: TrainConfig, backend: TokenBackend, folder: Path) -> TokenBackend:
+    """The backend as `hybrid.publish` needs it: with ``adapter``, whoever plays merges what arrives. Raises UserError as `blank_policy`."""
+    if config.hybrid.publish != "adapter":
+        return backend
+    assert isinstance(config.policy, LanguageConfig), "the configuration was checked"
+    merging: Any = MergingTokens(backend, blank_policy(config.policy, folder))
+    tokens: TokenBackend = merging
+    return tokens
 
 
 def blank_backend(config: TrainConfig, folder: Path, device: Any) -> TokenBackend:

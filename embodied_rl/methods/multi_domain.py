@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,17 +16,17 @@ from torch import Tensor
 
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode
-from embodied_rl.algorithms.filters import build_filters
+from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.methods.agents import DIALOGUES
 from embodied_rl.methods.base import Experience
-from embodied_rl.methods.domain_roles import Role, RolePolicies, domain_of
+from embodied_rl.methods.domain_roles import Role, RolePolicies, RoleWarmStarts, domain_of
 from embodied_rl.methods.groups import queue_config
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domain_collector import DomainCollector
-from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture
+from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, place_of, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.faults import FaultRecord
@@ -50,16 +51,18 @@ class Seat:
     """`OWN_PLAYER`, or a name of generation.mix."""
     sim: SimConfig
     """Of the domain."""
-    manager: EnvManager
+    manager: Any
+    """An `EnvManager`; or, of simulators in another process, what is known of them here (`domains_apart.SimulatorsElsewhere`)."""
     trained: bool
     generator: Generator | None = None
     """Who plays held-out episodes; None: nobody here."""
     collector: Any = None
+    """None: somebody elsewhere collects."""
 
     @property
     def name(self) -> str:
         """Of its groups in the queue."""
-        return self.domain if self.player == OWN_PLAYER else f"{self.domain}{PLAYER_SIGN}{self.player}"
+        return name_of(self.domain, self.player)
 
 
 class DomainManagers:
@@ -82,16 +85,12 @@ class DomainManagers:
         seeds = EpisodeSeeds.training(config.seed)
         seats: list[Seat] = []
         with ExitStack() as stack:
-            for domain, own in config.domains.items():
-                manager = EnvManager.from_config(own.sim, seeds, autoreset=False)
+            for domain, player in seats_of(config):
+                sim, other = config.domains[domain].sim, config.generation.mix.get(player)
+                # Simulators of its own for each player: a server that takes its time holds up nobody else.
+                manager = EnvManager.from_config(sim, seeds, num_slots=None if other is None else other.num_slots, autoreset=False)
                 stack.callback(manager.close)
-                seats.append(Seat(domain, OWN_PLAYER, own.sim, manager, trained=True))
-                for name, player in config.generation.mix.items():
-                    if domain in played_by(config, name):
-                        # Simulators of its own: a server that takes its time holds up nobody else.
-                        manager = EnvManager.from_config(own.sim, seeds, num_slots=player.num_slots, autoreset=False)
-                        stack.callback(manager.close)
-                        seats.append(Seat(domain, name, own.sim, manager, trained=player.is_policy and player.train))
+                seats.append(Seat(domain, player, sim, manager, trained=is_trained(config, player)))
             found = DomainManagers(config, seats)
             stack.pop_all()
         return found
@@ -114,11 +113,11 @@ class DomainManagers:
         """Nothing: slots are numbered in each domain anew."""
         return {}
 
-    def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
-        """Play held-out seeds in every domain, `num_episodes` in each; episodes say their domain as ``final_info["task"]``."""
+    def evaluate(self, num_episodes: int, first_seed: int, domain: str | None = None) -> list[EpisodeSummary]:
+        """Play held-out seeds in every domain (or in one), `num_episodes` in each; they say their domain as ``final_info["task"]``."""
         played: list[EpisodeSummary] = []
         for seat in self.seats:
-            if seat.player == OWN_PLAYER and seat.generator is not None:
+            if seat.player == OWN_PLAYER and seat.generator is not None and domain in (None, seat.domain):
                 own = evaluate(seat.manager, seat.generator, num_episodes, first_seed=first_seed)
                 played += [dataclasses.replace(e, final_info={**e.final_info, "task": seat.domain}) for e in own]
         return played
@@ -154,20 +153,18 @@ class DomainsMethod:
 
     learner: Any = None
 
-    def __init__(
-        self, config: TrainConfig, managers: DomainManagers, roles: dict[str, Role], mixture: DomainMixture, run_dir: Path
-    ) -> None:
+    def __init__(self, config: TrainConfig, seats: Sequence[Seat], roles: dict[str, Role], run_dir: Path) -> None:
+        """`seats`: with their collectors; without, the one who connects them with whoever collects sets `collector`."""
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.roles = config, roles
         self.sharded = next((ranks for role in roles.values() if (ranks := getattr(role, "ranks", None)) is not None), None)
-        self._seats = {seat.name: seat for seat in managers.seats}
-        self._queue_config, self._mixture, self._run_dir = queue_config(groups), mixture, run_dir
-        self._filters = [self._only_trained(apply) for apply in build_filters(groups.filters)]
-        self.queue = self._new_queue()
-        collectors = {seat.name: seat.collector for seat in managers.seats}
-        self.collector = DomainCollector(collectors, self.queue, lockstep=groups.max_staleness == 0)
-        self.collector.restart(self.queue)
+        self._seats = {seat.name: seat for seat in seats}
+        self._run_dir = run_dir
+        self.queue = make_domain_queue(config)
+        self.collector: Any = None
+        if all(seat.collector is not None for seat in seats):
+            self.collector = make_domain_collector(config, seats, self.queue)
         self._figures: dict[str, float] = {}
         self._last: dict[str, list[AgentEpisode]] = defaultdict(list)
 
@@ -177,12 +174,18 @@ class DomainsMethod:
         return [seat for seat in self._seats.values() if seat.player == OWN_PLAYER]
 
     @property
+    def warm_start(self) -> RoleWarmStarts:
+        """Of all roles."""
+        return RoleWarmStarts(list(self.roles.values()))
+
+    @property
     def finished(self) -> bool:
         return False
 
     @property
     def times(self) -> CollectorTimes:
-        return self.collector.times
+        times: CollectorTimes = self.collector.times
+        return times
 
     def collect(self, iteration: int) -> Experience:
         groups = self.collector.next_groups(iteration)
@@ -215,21 +218,20 @@ class DomainsMethod:
 
     def restart(self, iteration: int) -> None:
         """Episodes in flight are asked for again, with the same seeds; a warm start comes before the first ones."""
-        for role in self.roles.values():
-            role.begin(iteration)
+        self.warm_start.run(iteration)
         state = self.queue.state_dict()
-        self.queue = self._new_queue()
+        self.queue = make_domain_queue(self.config)
         self.queue.load_state_dict(state)
         self.collector.restart(self.queue)
 
     def finish(self) -> None:
         """Write down the last training episodes of the domains of text, to be read."""
         for name, episodes in self._last.items():
-            tokenizer = self._seats[name].collector.agent.tokenizer
+            tokenizer = next(role.policy.tokenizer for role in self.roles.values() if name in role.domains)
             write_dialogues(
                 self._run_dir / f"{Path(DIALOGUES).stem}-{name}.html",
                 episodes,
-                lambda token_ids, tokenizer=tokenizer: tokenizer.decode(token_ids, skip_special_tokens=False),  # type: ignore[misc]
+                functools.partial(tokenizer.decode, skip_special_tokens=False),
                 f"{name}: the last training episodes",
             )
 
@@ -237,11 +239,9 @@ class DomainsMethod:
         wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
         counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
         for name, own in self.queue.domain_counts().items():
-            domain, _, player = name.partition(PLAYER_SIGN)
-            place = f"players/{player}/{domain}" if player else f"domains/{domain}"
-            counts |= {f"{place}/groups_{outcome}": float(getattr(own, outcome)) for outcome in wanted[:-1]}
+            counts |= {f"{place_of(name)}/groups_{outcome}": float(getattr(own, outcome)) for outcome in wanted[:-1]}
         told = {key: value for role in self.roles.values() for key, value in role.metrics().items()}
-        return {**counts, **self._figures, **told}
+        return {**counts, **self._figures, **self.collector.metrics(), **told}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {f"{name}/{key}": part for name, role in self.roles.items() for key, part in role.state_tensors().items()}
@@ -263,18 +263,11 @@ class DomainsMethod:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, role in self.roles.items():
             role.load_state_dict(state["roles"][name])
-        self.queue = self._new_queue()
+        self.queue = make_domain_queue(self.config)
         self.queue.load_state_dict(state["queue"])
         self.collector.restart(self.queue)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
-
-    def _new_queue(self) -> GroupQueue:
-        return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._mixture, filters=self._filters)
-
-    def _only_trained(self, apply: Any) -> Any:
-        """Filters choose what is learned from; a baseline's groups all count."""
-        return lambda group: apply(group) if self._seats[group.domain].trained else None
 
     def _of(self, role: Role, groups: Sequence[EpisodeGroup]) -> list[EpisodeGroup]:
         return [group for group in groups if domain_of(group) in role.domains]
@@ -288,13 +281,9 @@ class DomainsMethod:
                 figures |= {f"domains/{seat.domain}/{key}": value for key, value in _figures(own).items()}
             if self.config.generation.mix:
                 figures |= {f"players/{seat.player}/{seat.domain}/{key}": value for key, value in _figures(own).items()}
-            agent = getattr(seat.collector, "agent", None)
-            if agent is not None:
-                place = f"domains/{seat.domain}" if seat.player == OWN_PLAYER else f"players/{seat.player}/{seat.domain}"
-                figures |= {f"{place}/agent/{key}": value for key, value in seat.collector.figures().items()}
-                told = [episode for group in own for episode in group.episodes if isinstance(episode, AgentEpisode)]
-                if told and seat.player == OWN_PLAYER:
-                    self._last[name] = told[:_DIALOGUES_SHOWN]
+            told = [episode for group in own for episode in group.episodes if isinstance(episode, AgentEpisode)]
+            if told and seat.player == OWN_PLAYER:
+                self._last[name] = told[:_DIALOGUES_SHOWN]
         self._figures = figures
 
 
@@ -322,6 +311,51 @@ def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
     chosen = config.generation.mix[player].domains
     text = [name for name, domain in config.domains.items() if domain.policy is None]
     return tuple(name for name in config.domains if name in (chosen or text))
+
+
+def seats_of(config: TrainConfig) -> list[tuple[str, str]]:
+    """(domain, player) of all seats, in their order."""
+    found: list[tuple[str, str]] = []
+    for domain in config.domains:
+        found.append((domain, OWN_PLAYER))
+        found += [(domain, name) for name in config.generation.mix if domain in played_by(config, name)]
+    return found
+
+
+def is_trained(config: TrainConfig, player: str) -> bool:
+    """Whether somebody learns from what a player plays."""
+    if player == OWN_PLAYER:
+        return True
+    return config.generation.mix[player].is_policy and config.generation.mix[player].train
+
+
+def name_of(domain: str, player: str) -> str:
+    """Of a seat's groups in the queue."""
+    return domain if player == OWN_PLAYER else f"{domain}{PLAYER_SIGN}{player}"
+
+
+def make_domain_queue(config: TrainConfig) -> GroupQueue:
+    """One queue for all domains. Filters choose what is learned from; a baseline's groups all count."""
+    groups = config.algorithm.groups
+    assert groups is not None, "the configuration was checked"
+    shares = {name: (player.share, played_by(config, name)) for name, player in config.generation.mix.items()}
+    weights = queue_weights({name: domain.weight for name, domain in config.domains.items()}, shares)
+    trained = {name_of(domain, player): is_trained(config, player) for domain, player in seats_of(config)}
+
+    def only_trained(apply: GroupFilter) -> GroupFilter:
+        return lambda group: apply(group) if trained[group.domain] else None
+
+    filters = [only_trained(apply) for apply in build_filters(groups.filters)]
+    return GroupQueue(queue_config(groups), seed=config.seed, domains=DomainMixture(weights), filters=filters)
+
+
+def make_domain_collector(config: TrainConfig, seats: Sequence[Seat], queue: GroupQueue) -> DomainCollector:
+    """Fills the queue from the seats' collectors."""
+    groups = config.algorithm.groups
+    assert groups is not None, "the configuration was checked"
+    collector = DomainCollector({seat.name: seat.collector for seat in seats}, queue, lockstep=groups.max_staleness == 0)
+    collector.restart(queue)
+    return collector
 
 
 def policies_of(roles: dict[str, Role]) -> RolePolicies:

@@ -18,6 +18,7 @@ from embodied_rl.hybrid.sharded_updater import make_sharded_updater
 from embodied_rl.methods.base import Experience
 from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import Policy, layout_of, prepare_observation
+from embodied_rl.rollout.batch_figures import age_figures
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import ActionLayout, Rollout
@@ -56,9 +57,12 @@ class RolloutMethod:
 
     def collect(self, iteration: int) -> Experience:
         rollout = self.collector.next_rollout(iteration)
-        self._ages = {} if self.config.algorithm.max_staleness == 0 else _ages(rollout, iteration)
+        if bound := self.config.algorithm.max_staleness:
+            self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
-        seen = {key: torch.from_numpy(part).flatten(0, 1) for key, part in rollout.observation.items() if part.dtype != object}
+        # What came through Ray is read-only, of which torch warns.
+        parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
+        seen = {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
         return Experience(rollout.num_steps, finished, seen, rollout)
 
     def prepare(self, experience: Experience) -> Batch:
@@ -115,12 +119,6 @@ class RolloutMethod:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state)
-
-
-def _ages(rollout: Rollout, version: int) -> dict[str, float]:
-    """How far behind the present weights a rollout's actions are."""
-    ages = version - rollout.policy_version
-    return {"rollout/age_mean": float(ages.mean()), "rollout/age_max": float(ages.max())}
 
 
 def make_rollout_collector(config: TrainConfig, manager: EnvManager, generator: Generator, layout: ActionLayout) -> RolloutCollector:

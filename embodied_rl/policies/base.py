@@ -55,6 +55,7 @@ class Policy(Protocol):
     - ``prepare(observation) -> TensorObservation``: arrays and texts of the simulator to tensors, once (see `prepare_observation`);
     - ``cloning_loss(observation, action [B, K, A], mask [B, K]) -> [B]``: what imitation minimises;
     - ``role_of(name) -> Role``: which learning rate a parameter has;
+    - ``temperature``: of tokens, where it samples and scores such; who evaluates at another one sets it for as long;
     - ``base_folder``: the model's folder whose weights stay as they are (LoRA), so that checkpoints need not hold them.
     """
 

@@ -67,7 +67,7 @@ class TinyVLAPolicy(nn.Module):
             raise UserError(
                 f"Task '{spec.task}' takes {spec.action.kind} actions; policy.name=tiny_vla gives continuous ones: use policy=mlp."
             )
-        self.config, self.spec = config, spec
+        self.config, self.spec, self.temperature = config, spec, config.temperature
         self._has_words = config.instruction is None and config.instruction_key in spec.variables
         if config.instruction is None and not self._has_words and spec.instruction is None:
             raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='reach the …'.")
@@ -199,7 +199,7 @@ class TinyVLAPolicy(nn.Module):
     # ---- inside -------------------------------------------------------------------------------------------------------
 
     def _distribution(self, hidden: Tensor) -> TokenDistribution:
-        return TokenDistribution.from_logits(self.action_head(hidden), self.config.temperature)
+        return TokenDistribution.from_logits(self.action_head(hidden), self.temperature)
 
     def _scores(self, memory: _Memory, tokens: Tensor) -> TokenDistribution:
         before = None if self.token_embedding is None else self._shifted(tokens[:, :-1])

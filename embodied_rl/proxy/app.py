@@ -6,7 +6,8 @@ import re
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from embodied_rl.http_server import (
 )
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.proxy.captured import CapturedSession
-from embodied_rl.proxy.chat import ChatAnswer, ChatRequest, answer_message, openai_error, plain_message, read_chat
+from embodied_rl.proxy.chat import ChatAnswer, ChatRequest, ChatStream, answer_message, openai_error, plain_message, read_chat, sse
 from embodied_rl.proxy.pump import BackendPump, SharedBackend
 from embodied_rl.proxy.sessions import Prompt, Session, SessionBook, SessionLimits, SessionSampling
 
@@ -190,15 +191,39 @@ class AgentProxy:
                 return Reply(self._sample(session, chat, request.client_gone).whole())
             finally:
                 session.release()
-        return EventStream(self._streamed(session, chat, request.client_gone))
+        events = self._streamed(session, chat, request.client_gone)
+        # Until the first token nothing is sent: a refusal has its own status.
+        return EventStream(_begun(next(events), events))
 
-    def _streamed(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Iterator[bytes]:
-        # Nothing is sent before the answer is there: a refusal still has its own status.
+    def _streamed(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
+        """Events of an answer while it is sampled. With logprobs, whose tokens are told together, its content is one piece."""
+        stream = ChatStream(f"chatcmpl-{secrets.token_hex(12)}", self._options.model, chat.tools is not None)
+        begun = False
         try:
-            answer = self._sample(session, chat, gone)
+            prompt, request = self._asked(session, chat)
+            for found in self._stream_of(request, gone):
+                if isinstance(found, Completion):
+                    answer = self._kept(session, chat, prompt, self._whole(found), request.stop_ids, stream.completion_id)
+                    if not begun:
+                        yield stream.begin()
+                    yield from stream.end(answer, chat.include_usage)
+                elif not chat.logprobs:
+                    piece = stream.grown(self._text(found, request.stop_ids))
+                    if piece is not None and not begun:
+                        begun = True
+                        yield stream.begin()
+                    if piece is not None:
+                        yield piece
+        except HttpProblem as problem:
+            if not begun:
+                raise
+            yield sse(openai_error(problem))
         finally:
             session.release()
-        return answer.events(chat.include_usage)
+
+    def _stream_of(self, request: GenerationRequest, gone: Callable[[], bool]) -> Iterator[list[int] | Completion]:
+        with closing(self._pump.stream(request, gone)) as pieces, _refused():
+            yield from pieces
 
     def _session_of_key(self, key: str | None) -> Session:
         if self._book.open_to_any_key and key is not None and not _NAME.fullmatch(key):
@@ -246,12 +271,10 @@ class AgentProxy:
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def _sample(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> ChatAnswer:
-        with self._tokenizer_lock:  # fast tokenizers are not for several threads at once
-            prompt = self._prompt(session, chat)
-            stop_ids = (*self._options.stop_ids, *(self._stop_id(text) for text in chat.stop))
-        completion = self._complete(session, prompt, chat, stop_ids, gone)
-        with self._tokenizer_lock:
-            return self._keep(session, chat, prompt, completion, stop_ids)
+        prompt, request = self._asked(session, chat)
+        with _refused():
+            completion = self._pump.complete(request, gone)
+        return self._kept(session, chat, prompt, self._whole(completion), request.stop_ids, f"chatcmpl-{secrets.token_hex(12)}")
 
     def _prompt(self, session: Session, chat: ChatRequest) -> Prompt:
         try:
@@ -265,9 +288,11 @@ class AgentProxy:
             raise HttpProblem(400, "unsupported_parameter", f"'stop' must be a text of one token here; {text!r} has {len(found)}.")
         return int(found[0])
 
-    def _complete(
-        self, session: Session, prompt: Prompt, chat: ChatRequest, stop_ids: tuple[int, ...], gone: Callable[[], bool]
-    ) -> Completion:
+    def _asked(self, session: Session, chat: ChatRequest) -> tuple[Prompt, GenerationRequest]:
+        """What a chat asks of the backend."""
+        with self._tokenizer_lock:  # fast tokenizers are not for several threads at once
+            prompt = self._prompt(session, chat)
+            stop_ids = (*self._options.stop_ids, *(self._stop_id(text) for text in chat.stop))
         options, fixed = self._options, session.sampling
         asked = (chat.temperature, chat.top_p, chat.top_k, chat.seed)
         if options.policy_sampling:
@@ -286,12 +311,11 @@ class AgentProxy:
             stop_ids=stop_ids,
             seed=seed,
         )
-        try:
-            completion = self._pump.complete(request, gone)
-        except UserError as error:
-            raise HttpProblem(400, "invalid_request", str(error)) from error
-        except RuntimeError as error:
-            raise HttpProblem(503, "backend_gone", str(error)) from error
+        return prompt, request
+
+    @staticmethod
+    def _whole(completion: Completion) -> Completion:
+        """Raises HttpProblem for one that failed or was aborted."""
         if completion.failure is not None:
             status, kind = _FAILED.get(completion.failure.kind, (502, completion.failure.kind))
             raise HttpProblem(status, kind, completion.failure.message)
@@ -299,16 +323,23 @@ class AgentProxy:
             raise HttpProblem(503, "aborted", "The answer was aborted before its end.")
         return completion
 
-    def _keep(self, session: Session, chat: ChatRequest, prompt: Prompt, completion: Completion, stop_ids: tuple[int, ...]) -> ChatAnswer:
+    def _text(self, sampled: Sequence[int] | np.ndarray, stop_ids: tuple[int, ...]) -> str:
+        """Of sampled tokens, without the stop token at their end."""
+        ended = len(sampled) > 0 and int(sampled[-1]) in stop_ids
+        with self._tokenizer_lock:
+            return self._tokenizer.decode(sampled[:-1] if ended else sampled)
+
+    def _kept(
+        self, session: Session, chat: ChatRequest, prompt: Prompt, completion: Completion, stop_ids: tuple[int, ...], completion_id: str
+    ) -> ChatAnswer:
         sampled = completion.token_ids
-        said = sampled[:-1] if completion.finish_reason == "stop" and len(sampled) and int(sampled[-1]) in stop_ids else sampled
-        message = answer_message(self._tokenizer.decode(said), chat.tools)
-        completion_id = f"chatcmpl-{secrets.token_hex(12)}"
+        message = answer_message(self._text(sampled, stop_ids), chat.tools)
         session.add(completion_id, prompt, completion, chat.messages, plain_message(message, 0), chat.tools)
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
         logprobs = None
         if chat.logprobs:
-            logprobs = [self._logprob(int(token), float(value)) for token, value in zip(sampled, completion.log_prob, strict=True)]
+            with self._tokenizer_lock:
+                logprobs = [self._logprob(int(token), float(value)) for token, value in zip(sampled, completion.log_prob, strict=True)]
         return ChatAnswer(completion_id, self._options.model, message, reason, len(prompt.token_ids), len(sampled), logprobs)
 
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
@@ -330,3 +361,21 @@ class AgentProxy:
             self._finished.append(captured)
         else:
             captured.save(self._options.output)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What a backend says of a request, as an answer to its client."""
+    try:
+        yield
+    except UserError as error:
+        raise HttpProblem(400, "invalid_request", str(error)) from error
+    except RuntimeError as error:
+        raise HttpProblem(503, "backend_gone", str(error)) from error
+
+
+def _begun(first: bytes, rest: Generator[bytes]) -> Iterator[bytes]:
+    """A generator that was asked for its first event, as if it had not been; closing it closes that."""
+    with closing(rest):
+        yield first
+        yield from rest

@@ -221,41 +221,84 @@ class ChatAnswer:
 
     def whole(self) -> dict[str, Any]:
         """``chat.completion``"""
-        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": self._logprobs()}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
+        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": self.told_logprobs()}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage()}
 
-    def events(self, include_usage: bool) -> Iterator[bytes]:
-        """``chat.completion.chunk``: the role, the content or tool calls, the end, the usage where it was asked for. A backend gives its
-        tokens when the last is there, so that the content is one chunk."""
-        yield self._event({"role": "assistant", "content": ""}, None)
+    def _head(self, kind: str) -> dict[str, Any]:
+        return _head(kind, self.completion_id, self.model)
+
+    def usage(self) -> dict[str, int]:
+        total = self.num_prompt_tokens + self.num_sampled_tokens
+        return {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_sampled_tokens, "total_tokens": total}
+
+    def told_logprobs(self) -> dict[str, Any] | None:
+        """As a choice holds them."""
+        return None if self.logprobs is None else {"content": self.logprobs}
+
+
+def _head(kind: str, completion_id: str, model: str) -> dict[str, Any]:
+    return {"id": completion_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+@dataclass
+class ChatStream:
+    """An answer as ``chat.completion.chunk`` events while it grows: the role, pieces of the content, tool calls, the end, the usage."""
+
+    completion_id: str
+    model: str
+    with_tools: bool
+    """Whether a part of the text may become tool calls, and is held back."""
+    told: str = ""
+    """Content that was sent."""
+
+    def begin(self) -> bytes:
+        """The first event."""
+        return self._event({"role": "assistant", "content": ""}, None)
+
+    def grown(self, text: str) -> bytes | None:
+        """The answer's text so far; None: nothing new is certain yet."""
+        certain = _certain(text, self.with_tools)
+        if len(certain) <= len(self.told) or not certain.startswith(self.told):
+            return None
+        new, self.told = certain[len(self.told) :], certain
+        return self._event({"content": new}, None)
+
+    def end(self, answer: ChatAnswer, include_usage: bool) -> Iterator[bytes]:
+        """What is left of the content, tool calls, the end, and the usage where it was asked for."""
+        content = answer.message.get("content") or ""
         delta: dict[str, Any] = {}
-        if self.message.get("content"):
-            delta["content"] = self.message["content"]
-        if calls := self.message.get("tool_calls"):
+        same = next((place for place, (a, b) in enumerate(zip(content, self.told, strict=False)) if a != b), len(self.told))
+        if rest := content[same:]:
+            delta["content"] = rest
+        if calls := answer.message.get("tool_calls"):
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        if delta:
-            yield self._event(delta, None, self._logprobs())
-        yield self._event({}, self.finish_reason)
+        logprobs = answer.told_logprobs()
+        if delta or logprobs is not None:
+            yield self._event(delta, None, logprobs)
+        yield self._event({}, answer.finish_reason)
         if include_usage:
-            yield _sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
+            yield sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [], "usage": answer.usage()})
         yield b"data: [DONE]\n\n"
 
     def _event(self, delta: dict[str, Any], reason: str | None, logprobs: Any = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return _sse({**self._head("chat.completion.chunk"), "choices": [choice]})
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.completion_id, "object": kind, "created": int(time.time()), "model": self.model}
-
-    def _usage(self) -> dict[str, int]:
-        total = self.num_prompt_tokens + self.num_sampled_tokens
-        return {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_sampled_tokens, "total_tokens": total}
-
-    def _logprobs(self) -> dict[str, Any] | None:
-        return None if self.logprobs is None else {"content": self.logprobs}
+        return sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [choice]})
 
 
-def _sse(data: Any) -> bytes:
+def _certain(text: str, with_tools: bool) -> str:
+    """The beginning of a growing text that further tokens will not change: without half a character, and without what may be a tool
+    call, or spaces before one."""
+    certain = text.rstrip("\ufffd")
+    if not with_tools:
+        return certain
+    if (place := certain.find(_CALL)) >= 0:
+        return certain[:place].rstrip()
+    half = next((n for n in range(len(_CALL) - 1, 0, -1) if certain.endswith(_CALL[:n])), 0)
+    return certain[: len(certain) - half].rstrip()
+
+
+def sse(data: Any) -> bytes:
+    """One server-sent event."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ _LOOK_S = 0.1
 class _Asked:
     request: GenerationRequest
     future: Future[Completion]
+    told: queue.SimpleQueue[list[int] | None] | None = None
+    """Where its tokens so far are put as they grow, and None at its end; None: nobody looks."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,11 @@ class BackendPump:
         self._ids = itertools.count(1)
         self._inbox: queue.SimpleQueue[_Asked | _Call | None] = queue.SimpleQueue()
         self._in_flight: dict[int, Future[Completion]] = {}
+        self._watched: dict[int, queue.SimpleQueue[list[int] | None]] = {}
+        self._num_told: dict[int, int] = {}
         self._closed = False
+        self._entry = threading.Lock()
+        """Held while something comes in, and while the thread closes: what came in before is answered, and afterwards nothing does."""
         self._thread = threading.Thread(target=self._run, name="token pump", daemon=True)
         self._thread.start()
 
@@ -71,6 +78,38 @@ class BackendPump:
             except CancelledError:
                 raise RuntimeError("The proxy was closed while a request was waiting.") from None
 
+    def stream(self, request: GenerationRequest, gone: Callable[[], bool] = lambda: False) -> Generator[list[int] | Completion]:
+        """As `complete`, while the answer grows: its token ids so far, again and again where the backend tells them; then the completion.
+
+        Who stops asking before aborts the request. Raises as `complete` does.
+        """
+        number = next(self._ids)
+        told: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        future: Future[Completion] = Future()
+        future.add_done_callback(lambda _: told.put(None))
+        self._put(_Asked(replace(request, request_id=number), future, told))
+        abort: Callable[[TokenBackend], None] = lambda backend: backend.abort([number])  # noqa: E731
+        aborted = False
+        try:
+            while True:
+                try:
+                    tokens = told.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    if not aborted and gone():
+                        aborted = True
+                        self.call(abort)
+                    continue
+                if tokens is None:
+                    break
+                yield tokens
+            yield future.result()
+        except CancelledError:
+            raise RuntimeError("The proxy was closed while a request was waiting.") from None
+        finally:
+            if not future.done():
+                with contextlib.suppress(RuntimeError):
+                    self.call(abort)
+
     def call(self, function: Callable[[TokenBackend], Any]) -> Any:
         """Run something with the backend between two polls, in the pump's thread: new weights, say. Raises what it raises."""
         future: Future[Any] = Future()
@@ -84,9 +123,10 @@ class BackendPump:
         self._thread.join(10.0)
 
     def _put(self, item: _Asked | _Call) -> None:
-        if self._closed:
-            raise RuntimeError("The proxy is closed.")
-        self._inbox.put(item)
+        with self._entry:
+            if self._closed:
+                raise RuntimeError("The proxy is closed.")
+            self._inbox.put(item)
 
     def _run(self) -> None:
         try:
@@ -98,7 +138,8 @@ class BackendPump:
             self._in_flight.clear()
             raise
         finally:
-            self._closed = True
+            with self._entry:
+                self._closed = True
             self._drop_all()
 
     def _take_in(self) -> bool:
@@ -122,6 +163,8 @@ class BackendPump:
             asked.future.set_exception(error)
         else:
             self._in_flight[asked.request.request_id] = asked.future
+            if asked.told is not None:
+                self._watched[asked.request.request_id] = asked.told
 
     def _poll(self) -> None:
         if not self._in_flight:
@@ -129,10 +172,23 @@ class BackendPump:
         completions = self._backend.poll(1, _POLL_S)
         for completion in completions:
             future = self._in_flight.pop(completion.request_id, None)
+            self._watched.pop(completion.request_id, None)
+            self._num_told.pop(completion.request_id, None)
             if future is not None:
                 future.set_result(completion)
+        self._tell()
         if not completions:
             time.sleep(0.001)  # a paused backend answers at once
+
+    def _tell(self) -> None:
+        """Hand on what watched requests have by now."""
+        sampled_so_far = getattr(self._backend, "sampled_so_far", None)
+        if sampled_so_far is None or not self._watched:
+            return
+        for number, tokens in sampled_so_far(list(self._watched)).items():
+            if len(tokens) > self._num_told.get(number, 0):
+                self._num_told[number] = len(tokens)
+                self._watched[number].put(tokens)
 
     def _drop_all(self) -> None:
         for future in self._in_flight.values():

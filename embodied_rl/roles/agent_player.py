@@ -23,13 +23,14 @@ from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.methods.agents import make_agent_collector
 from embodied_rl.methods.groups import make_group_queue
-from embodied_rl.methods.language_apart import ModelFiles, blank_backend, read_model, write_model_files
+from embodied_rl.methods.language_apart import ModelFiles, blank_backend, merged_there, read_model, write_model_files
 from embodied_rl.methods.language_player import first_texts, make_agent
 from embodied_rl.methods.warm_start import play_script
 from embodied_rl.roles.hosts import plan_here
-from embodied_rl.roles.multiplexed_tokens import MultiplexedTokens, start_token_hosts
+from embodied_rl.roles.multiplexed_tokens import start_token_hosts
 from embodied_rl.roles.player import Player, make_scorer
 from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.types import SimSpec
@@ -40,12 +41,13 @@ MakeBackend = Callable[[TrainConfig, Path, ModelFiles], TokenBackend]
 
 def hosted_backend(config: TrainConfig, folder: Path, files: ModelFiles) -> TokenBackend:
     """In processes of their own, some of which are lent to training. Raises UserError as `blank_backend` does."""
-    return start_token_hosts(config, files, plan_here(config))
+    hosts: Any = start_token_hosts(config, files, plan_here(config))
+    return merged_there(config, hosts, folder)
 
 
 def own_backend(config: TrainConfig, folder: Path, files: ModelFiles) -> TokenBackend:
     """In the player's process. Raises UserError as `blank_backend` does."""
-    return blank_backend(config, folder, resolve_device(config.hybrid.device))
+    return merged_there(config, blank_backend(config, folder, resolve_device(config.hybrid.device)), folder)
 
 
 class OwnAgent:
@@ -71,8 +73,10 @@ class AgentPlayer(Player):
         *,
         make_backend: MakeBackend = own_backend,
         make_scoring: Callable[[TrainConfig], Scorer | None] = make_scorer,
+        share: Share = WHOLE,
     ) -> None:
-        """Start the environments. Raises UserError as `EnvManager` does."""
+        """Start the environments; `share`: of the groups. Raises UserError as `EnvManager` does."""
+        self._share = share
         self._make_backend, self._make_scoring = make_backend, make_scoring
         self._agent: OwnAgent | None = None
         self._start(config)
@@ -90,15 +94,14 @@ class AgentPlayer(Player):
             folder = Path(name)
             write_model_files(files, folder)
             backend = self._make_backend(self.config, folder, files)
-            if isinstance(backend, MultiplexedTokens):
-                self.lending = backend.lending
+            self.lending = getattr(backend, "lending", None)
             try:
                 self._agent = OwnAgent(self.config, spec, folder, backend)
             except BaseException:
                 backend.close()
                 raise
         self.acting = self._agent
-        self.queue = make_group_queue(self.config, spec.task)
+        self.queue = make_group_queue(self.config, spec.task, self._share)
         collector = make_agent_collector(self.config, self.manager, self._agent.generator, self.queue)
         self.collector = collector
         self.scorer = collector.scorer = self._make_scoring(self.config)
@@ -116,11 +119,3 @@ class AgentPlayer(Player):
                 self._agent.generator.close()
         finally:
             super().close()
-
-
-def make_player(config: TrainConfig) -> Player:
-    """Whoever plays this configuration in one process. Raises UserError as `EnvManager` does."""
-    if config.policy.name == "language":
-        multiplexed = config.hybrid.placement.kind == "multiplexed"
-        return AgentPlayer(config, make_backend=hosted_backend if multiplexed else own_backend)
-    return Player(config)

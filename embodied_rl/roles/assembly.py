@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from typing import Any
 
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import HybridConfig, LanguageConfig, TrainConfig
 from embodied_rl.config.placement import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.learner import resolve_device
@@ -15,7 +16,9 @@ from embodied_rl.methods import Method
 from embodied_rl.roles.hosts import plan_here, with_host_threads
 from embodied_rl.roles.player import make_scorer
 from embodied_rl.roles.player_process import PlayerProcess
+from embodied_rl.roles.player_team import PlayerTeam
 from embodied_rl.roles.remote import PlayerHandle, RemoteCollector, RemotePlayer
+from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.text.program import is_program
 
@@ -25,6 +28,11 @@ def with_roles(config: TrainConfig) -> TrainConfig:
     if config.hybrid.placement.kind != "multiplexed" or config.hybrid.cluster != "local":
         return config
     return with_host_threads(config, plan_here(config))
+
+
+def hybrid_here(config: TrainConfig) -> HybridConfig:
+    """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere."""
+    return dataclasses.replace(config.hybrid, sharding=None) if config.hybrid.cluster == "ray" else config.hybrid
 
 
 def start_player(config: TrainConfig) -> RemotePlayer | None:
@@ -93,6 +101,49 @@ def check_roles(config: TrainConfig) -> None:
         _check_local(config)
     if hybrid.plays_apart:
         _check_apart(config)
+    if hybrid.players > 1:
+        _check_players(config)
+    if hybrid.publish != "full":
+        _check_publish(config)
+
+
+def _check_publish(config: TrainConfig) -> None:
+    """What is sent instead of all weights."""
+    where = f"hybrid.publish={config.hybrid.publish}"
+    if not config.hybrid.plays_apart:
+        raise UserError(
+            f"{where} is about weights that are sent to another process, and here nothing is sent: set hybrid.publish=full, or "
+            "hybrid=disaggregated."
+        )
+    if config.hybrid.publish == "adapter":
+        policy = config.policy
+        if config.domains or not isinstance(policy, LanguageConfig) or (policy.lora_rank == 0 and policy.adapter is None):
+            raise UserError(
+                f"{where} sends the LoRA adapter of a language policy of one task (policy=language policy.lora_rank=8). The nearest "
+                "possible: hybrid.publish=changed."
+            )
+
+
+def _check_players(config: TrainConfig) -> None:
+    """Several players divide groups among them."""
+    players, algorithm = config.hybrid.players, config.algorithm
+    where, one = f"hybrid.players={players}", "The nearest possible: hybrid.players=1"
+    if config.hybrid.cluster != "local" or config.hybrid.placement.kind != "disaggregated":
+        raise UserError(f"{where} are processes of hybrid=disaggregated on one machine. {one}, or hybrid=disaggregated.")
+    if algorithm.groups is None:
+        raise UserError(
+            f"{where} divide groups of episodes, and algorithm={algorithm.name} has fixed rollouts. {one}, or a method on groups "
+            "(algorithm=grpo, ppo_episodes, …)."
+        )
+    if config.domains:
+        raise UserError(f"{where} divide the groups of one task, and a run with several domains has many. {one}.")
+    if algorithm.groups.groups_per_step % players or players > config.sim.num_slots:
+        fitting = [n for n in range(players, 0, -1) if algorithm.groups.groups_per_step % n == 0 and n <= config.sim.num_slots]
+        raise UserError(
+            f"{where} divide algorithm.groups.groups_per_step={algorithm.groups.groups_per_step} groups and "
+            f"sim.num_slots={config.sim.num_slots} slots: each needs as many groups as the others, and a slot. "
+            f"The nearest possible: hybrid.players={fitting[0]}."
+        )
 
 
 def _check_local(config: TrainConfig) -> None:
@@ -120,16 +171,19 @@ def _check_local(config: TrainConfig) -> None:
     if machine.gpus:
         resolve(placement, machine)  # needs two of them
         ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
-        if ranks >= len(machine.gpus):
+        players, who = config.hybrid.players, "the player" if config.hybrid.players == 1 else "each player"
+        if ranks + players > len(machine.gpus):
             raise UserError(
-                f"hybrid.placement=disaggregated needs a GPU for the player beside those of {ranks} training ranks, and this machine has "
-                f"{len(machine.gpus)}. The nearest possible: {len(machine.gpus) - 1} ranks, or hybrid.placement=collocated."
+                f"hybrid.placement=disaggregated needs a GPU for {who} beside those of {ranks} training ranks, and this machine has "
+                f"{len(machine.gpus)}. The nearest possible: {max(len(machine.gpus) - players, 1)} ranks, or hybrid.placement=collocated."
             )
 
 
 def _check_multiplexed(config: TrainConfig, *, on_gpus: bool) -> None:
     """Running episodes must be worth moving, and possible to move."""
     algorithm, here = config.algorithm, "The nearest possible: hybrid.placement=disaggregated."
+    if config.domains:
+        raise UserError(f"hybrid.placement=multiplexed moves episodes of one task, and a run with several domains has many. {here}")
     if algorithm.groups is None and algorithm.on_policy:
         raise UserError(
             "hybrid.placement=multiplexed moves episodes that are unfinished when a batch is full, and fixed rollouts "
@@ -167,10 +221,14 @@ def _check_apart(config: TrainConfig) -> None:
             "hybrid.placement=multiplexed moves episodes between processes of one machine, and hybrid.cluster=ray has one generating "
             "actor. The nearest possible: hybrid.cluster=local, or hybrid.placement=disaggregated."
         )
+    sharding, gpus = config.hybrid.sharding, config.hybrid.ray.gpus.train
+    if config.hybrid.cluster == "ray" and sharding is not None and 0 < gpus < sharding.num_ranks:
+        raise UserError(
+            f"hybrid.sharding: {sharding.num_ranks} ranks need a GPU each, and hybrid.ray.gpus.train={gpus:g}. The nearest possible: "
+            f"hybrid.ray.gpus.train={sharding.num_ranks}, or fewer ranks."
+        )
     where = "hybrid.cluster=ray" if config.hybrid.cluster == "ray" else f"hybrid.placement={config.hybrid.placement.kind}"
     here = "The nearest possible: hybrid=collocated."
-    if config.domains:
-        raise UserError(f"{where} is offered for one task at a time; several domains play and train in one process. {here}")
     if not algorithm.on_policy:
         raise UserError(
             f"{where} is for learning by playing, and algorithm={algorithm.name} learns from recorded or replayed steps. {here}"
@@ -180,7 +238,6 @@ def _check_apart(config: TrainConfig) -> None:
         "record.share": config.record.share > 0,
         "hybrid.offload": bool({"simulators", "kv_cache"} & set(config.hybrid.offload)),
         "algorithm.warm_start": config.hybrid.cluster == "ray" and algorithm.warm_start is not None and config.policy.name != "language",
-        "hybrid.sharding": config.hybrid.cluster == "ray" and config.hybrid.sharding is not None,
     }
     for key, given in wrong.items():
         if given:
@@ -188,11 +245,20 @@ def _check_apart(config: TrainConfig) -> None:
 
 
 def _start_process(config: TrainConfig) -> PlayerHandle:
+    if config.hybrid.players > 1:
+        return PlayerTeam(config, _start_one)
+    return _start_one(config, WHOLE)
+
+
+def _start_one(config: TrainConfig, share: Share) -> PlayerHandle:
     # Hosts of a multiplexed run see one GPU each, and share the machine with the player's own process.
     gpus = 0 if config.hybrid.placement.kind == "multiplexed" else len(this_machine(config).gpus)
-    return PlayerProcess(config, gpu=playing_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus) if gpus else None)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return PlayerProcess(config, share, gpu=playing_gpu(visible, gpus, share.index) if gpus else None)
 
 
-def playing_gpu(visible: str | None, count: int) -> str:
-    """The last of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them: training begins with the first."""
-    return str(count - 1) if visible is None else visible.split(",")[count - 1].strip()
+def playing_gpu(visible: str | None, count: int, player: int = 0) -> str:
+    """The last of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, the last but one of the second player, and so on:
+    training begins with the first."""
+    number = count - 1 - player
+    return str(number) if visible is None else visible.split(",")[number].strip()

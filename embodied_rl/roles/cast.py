@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.methods import Method, make_method, training_sim
-from embodied_rl.methods.domain_building import build_domains, start_domains
+from embodied_rl.methods.domain_building import build_domains, build_domains_apart, start_domains
 from embodied_rl.methods.language_player import make_agent_generator, make_language_policy
 from embodied_rl.methods.multi_domain import DomainManagers
 from embodied_rl.policies.build import build_policy
-from embodied_rl.roles.assembly import connect, start_player
+from embodied_rl.roles.assembly import connect, hybrid_here, start_player
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.program_manager import make_manager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -37,8 +38,8 @@ def start_simulators(config: TrainConfig) -> Any:
         UserError: a simulator rejects its configuration, packages, assets or devices are missing.
     """
     return (
-        start_domains(config)
-        or start_player(config)
+        start_player(config)
+        or start_domains(config)
         or make_manager(
             training_sim(config),
             EpisodeSeeds.training(config.seed),
@@ -65,6 +66,15 @@ def assemble(config: TrainConfig, manager: Any, spec: SimSpec, run_dir: Path, fo
     if isinstance(manager, DomainManagers):
         return Cast(*build_domains(config, manager, run_dir, folder))
     is_remote, generator = isinstance(manager, RemotePlayer), manager
+    own = dataclasses.replace(config, hybrid=hybrid_here(config))
+    if config.domains:
+        policies, apart = build_domains_apart(own, manager, run_dir, folder)
+        try:
+            manager.take_policy(policies)
+            return Cast(policies, generator, connect(config, apart, manager))
+        except BaseException:
+            end_ranks(apart)
+            raise
     if config.policy.name == "language":
         policy: Any = make_language_policy(config, manager, run_dir, folder, base)
         if not is_remote:
@@ -75,7 +85,7 @@ def assemble(config: TrainConfig, manager: Any, spec: SimSpec, run_dir: Path, fo
             generator = make_generator(config.generation, policy)
     if is_remote:
         manager.take_policy(policy)
-    method = make_method(config, manager, policy, generator, run_dir)
+    method = make_method(own, manager, policy, generator, run_dir)
     try:
         return Cast(policy, generator, connect(config, method, manager))
     except BaseException:

@@ -27,9 +27,10 @@ from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.wire import register
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
+from embodied_rl.rollout.domain_collector import DomainCollector
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.rollout.scoring import Scorer, ThreadScorer, load_score
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
@@ -101,7 +102,7 @@ class Player:
     """
 
     acting: Acting
-    collector: RolloutCollector | GroupCollector | AgentCollector
+    collector: RolloutCollector | GroupCollector | AgentCollector | DomainCollector
     queue: GroupQueue | None
     """None: fixed rollouts."""
     scorer: Scorer | None
@@ -114,8 +115,9 @@ class Player:
         *,
         make_acting: Callable[[TrainConfig, SimSpec], PlayingGenerator] = OwnGenerator,
         make_scoring: Callable[[TrainConfig], Scorer | None] | None = None,
+        share: Share = WHOLE,
     ) -> None:
-        """Start the simulators and what acts for them. Raises UserError as `EnvManager` does."""
+        """Start the simulators and what acts for them; `share`: of the groups. Raises UserError as `EnvManager` does."""
         self._start(config)
         try:
             spec = plain_spec(self.manager.spec)
@@ -124,7 +126,7 @@ class Player:
             if config.algorithm.groups is None:
                 self.collector = make_rollout_collector(config, self.manager, acting.generator, acting.layout)
             else:
-                self.queue = make_group_queue(config, spec.task)
+                self.queue = make_group_queue(config, spec.task, share)
                 collector = make_group_collector(config, self._simulators(), acting.generator, self.queue, acting.layout)
                 self.collector = collector
                 if isinstance(collector.manager, MultiplexedSimulators):
@@ -145,18 +147,22 @@ class Player:
     def _start(self, config: TrainConfig) -> None:
         """The simulators."""
         self.config = config
-        self.manager = EnvManager.from_config(
-            hosted_sim(config, training_sim(config)),
-            EpisodeSeeds.training(config.seed),
-            autoreset=config.algorithm.groups is None,
-            chunk_size=config.policy.chunk_size,
-        )
+        self.manager = self._simulate(config)
         self.scorer = None
         self.lending = None
         self._faults_told = 0
         self._may_pump = False
         """Not before somebody said what to play, nor when an evaluation has taken the simulators."""
         self.queue = None
+
+    def _simulate(self, config: TrainConfig) -> Any:
+        """Start them."""
+        return EnvManager.from_config(
+            hosted_sim(config, training_sim(config)),
+            EpisodeSeeds.training(config.seed),
+            autoreset=config.algorithm.groups is None,
+            chunk_size=config.policy.chunk_size,
+        )
 
     # ---- what may be asked ------------------------------------------------------------------------------------------
 
@@ -198,7 +204,8 @@ class Player:
     def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
         """See `rollout.evaluation.evaluate`; what was being played is lost, so that `restart` must follow."""
         self._give_up_episodes()
-        return evaluate(self.manager, self.acting.generator, num_episodes, first_seed=first_seed)
+        temperature = self.config.evaluation.temperature
+        return evaluate(self.manager, self.acting.generator, num_episodes, first_seed=first_seed, temperature=temperature)
 
     def peek(self, slots: list[int]) -> dict[str, np.ndarray]:
         """See `EnvManager.peek`."""
@@ -227,7 +234,7 @@ class Player:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _lend(self, collector: GroupCollector | AgentCollector) -> None:
+    def _lend(self, collector: GroupCollector | AgentCollector | DomainCollector) -> None:
         """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""
         if self.lending is None or collector.min_ready is None:
             return

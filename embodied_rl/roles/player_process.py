@@ -19,11 +19,12 @@ from torch import Tensor
 from embodied_rl.config import TrainConfig
 from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
-from embodied_rl.roles.agent_player import make_player
 from embodied_rl.roles.failures import RoleLost, told
+from embodied_rl.roles.make_player import make_player
 from embodied_rl.roles.player import Player, serve
 from embodied_rl.roles.role_process import RoleProcess
 from embodied_rl.roles.wire import pack, unpack
+from embodied_rl.rollout.groups import WHOLE, Share
 
 _END_S = 20.0
 
@@ -31,32 +32,48 @@ _END_S = 20.0
 class PlayerProcess:
     """The handle in the process that trains. Implements `PlayerHandle`."""
 
-    def __init__(self, config: TrainConfig, *, gpu: str | None = None) -> None:
-        """Start the process; `call("describe")` waits until it plays. `gpu`: the only one that it sees; None: as this process does."""
+    def __init__(self, config: TrainConfig, share: Share = WHOLE, *, gpu: str | None = None) -> None:
+        """Start the process; `call("describe")` waits until it plays.
+
+        Args:
+            config: of what it plays.
+            share: of the groups, where others play the rest.
+            gpu: the only one that it sees; None: as this process does.
+        """
         self._role = RoleProcess("embodied_rl.roles.player_process", "The process that plays", gpu=gpu)
         self.process = self._role.process
         self._weights: SharedWeightsPublisher | None = None
-        self._role.tell("begin", config=config.to_dict())
+        self._names: set[str] = set()
+        self._only_changed = config.hybrid.publish == "changed"
+        self._role.tell("begin", config=config.to_dict(), share=[share.index, share.count])
 
     def call(self, what: str, **arguments: Any) -> Any:
         """What the player's method `what` returns. Raises RoleLost, and what the method raised."""
         self._role.tell(what, **arguments)
         return self._answer()
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """Write the weights into shared memory; the player takes them before it does anything else that is asked."""
-        if self._weights is None:
-            self._weights = SharedWeightsPublisher(tensors)
+        if self._names != tensors.keys():  # after the whole policy, its adapter alone
+            # The new one is there before the old one goes: their paths differ, and the player knows one by its path.
+            publisher = SharedWeightsPublisher(tensors)
+            self._end_publisher()
+            self._weights, self._names = publisher, set(tensors)
+        assert self._weights is not None
         try:
-            self._weights.publish(version, tensors.items())
+            published = self._weights.publish(version, tensors.items(), only_changed=self._only_changed)
         except TimeoutError as error:
             raise RoleLost(f"the player does not take weights: {error}") from error
         self._role.tell("load", version=version, path=self._weights.path)
         self._answer()
+        return published.num_bytes
 
     def close(self) -> None:
         """End the process. May be called twice."""
         self._role.close()
+        self._end_publisher()
+
+    def _end_publisher(self) -> None:
         if self._weights is not None:
             self._weights.close()
 
@@ -113,7 +130,8 @@ def main(descriptor: int) -> None:
     inbox = _LinkInbox(link, descriptor)
     try:
         try:
-            player = make_player(TrainConfig.from_dict(unpack(message["with"], tensors)["config"]))
+            begin = unpack(message["with"], tensors)
+            player = make_player(TrainConfig.from_dict(begin["config"]), Share(*begin["share"]))
         except Exception as error:
             link.recv()  # what it is asked first
             link.send({"error": told(error)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.hybrid.placement import Cluster, Role, resolve
 
 _HEAD = "node:__internal_head__"
+_KNOCK_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,9 @@ class RayCluster:
             self.ray.init(address="local", include_dashboard=False, **common)
             return
         try:
+            _knock(address)
             self.ray.init(address=address, **common)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             line = (str(error).strip().splitlines() or ["no answer"])[0]
             raise UserError(
                 f"hybrid.ray.address={address}: no Ray cluster could be reached there ({line}). Start one with `ray start --head`, or "
@@ -218,6 +221,13 @@ class RayCluster:
                 f"hybrid.cluster=ray: {', '.join(map(str, self._needs))} were not free within {timeout_s:g} s "
                 f"(hybrid.ray.start_timeout_s): others hold them; free are {free.get('CPU', 0.0):g} CPUs, {free.get('GPU', 0.0):g} GPUs."
             )
+
+
+def _knock(address: str) -> None:
+    """Whether anybody listens there: Ray itself tries for minutes. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 def prepare(config: RayConfig) -> Any:

@@ -15,116 +15,32 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import ActedBatch
-from embodied_rl.generation.tokens import TokenBackend
-from embodied_rl.hybrid.learner import resolve_device
-from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
-from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
+from embodied_rl.hybrid.weight_sync import DeltaSource, NamedTensors
+from embodied_rl.hybrid.weight_transports import RayPublisher
+from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.roles.agent_player import AgentPlayer
-from embodied_rl.roles.player import OwnGenerator, Player, serve
+from embodied_rl.roles.domain_player import DomainPlayer
+from embodied_rl.roles.player import Player, serve
 from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
+from embodied_rl.roles.ray_generation import GenerationWorker, RayGenerator, RayRoles
 from embodied_rl.roles.ray_tokens import RayTokens
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.scoring import ScoreLedger, checked_score, load_score
-from embodied_rl.types import ActionLayout, Episode, Observation, SimSpec
-
-
-class GenerationWorker:
-    """A policy that acts for simulators elsewhere, or a token backend that answers for language agents."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._acting: OwnGenerator | None = None
-        self._backend: TokenBackend | None = None
-
-    def begin(self, spec: Mapping[str, Any]) -> Told:
-        """Build the policy for a simulator; the layout of its actions."""
-
-        def build() -> ActionLayout:
-            _one_thread()
-            self._acting = OwnGenerator(self._config, SimSpec.from_dict(dict(spec)))
-            return self._acting.layout
-
-        return outcome_of(build)
-
-    def begin_tokens(self, files: ModelFiles) -> Told:
-        """Build the token backend for a model."""
-
-        def build() -> None:
-            _one_thread()
-            with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
-                write_model_files(files, Path(name))
-                self._backend = blank_backend(self._config, Path(name), resolve_device(self._config.hybrid.device))
-
-        return outcome_of(build)
-
-    def tokens(self, what: str, *arguments: Any) -> Told:
-        """What the token backend's method `what` returns."""
-        return outcome_of(lambda: getattr(self._backend, what)(*arguments))
-
-    def act(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Told:
-        """See `Generator.send` and `Generator.recv`."""
-
-        def answer() -> ActedBatch:
-            assert self._acting is not None, "begin comes first"
-            self._acting.generator.send(slots, observation, noise)
-            return self._acting.generator.recv()
-
-        return outcome_of(answer)
-
-    def load(self, version: int, references: list[Any]) -> Told:
-        """Act with the weights that a `RayPublisher` told of."""
-        if self._backend is not None:
-            backend = self._backend
-            return outcome_of(lambda: backend.load_weights(version, ray_tensors(references)))
-        assert self._acting is not None, "begin comes first"
-        acting = self._acting
-        return outcome_of(lambda: acting.load(version, ray_tensors(references)))
-
-
-class RayGenerator:
-    """A `GenerationWorker` as the collector sees it. Implements `Generator` and `PlayingGenerator`."""
-
-    def __init__(self, worker: Any, spec: SimSpec) -> None:
-        self._worker = worker
-        self.generator = self
-        self.layout: ActionLayout = value_of(worker.begin.remote(spec.to_dict()), "GenerationWorker")
-        self.version = 0
-        self._asked: deque[Any] = deque()
-
-    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        """See `Generator.send`; what is sent is copied into the object store."""
-        self._asked.append(self._worker.act.remote(slots, observation, noise))
-
-    def recv(self) -> ActedBatch:
-        """See `Generator.recv`."""
-        acted: ActedBatch = value_of(self._asked.popleft(), "GenerationWorker")
-        return acted
-
-    def load(self, version: int, tensors: list[Any]) -> None:
-        """See `PlayingGenerator.load`; `tensors` are references of a `RayPublisher`."""
-        value_of(self._worker.load.remote(version, tensors), "GenerationWorker")
-        self.version = version
-
-    def publish(self, version: int) -> None:
-        raise RuntimeError("Weights come from the trainer: see load.")
+from embodied_rl.types import Episode
 
 
 class RewardWorker:
@@ -197,8 +113,18 @@ class EnvWorker:
             def make_scoring(_: TrainConfig) -> RayScorer | None:
                 return None if options is None else RayScorer(rewards, options)
 
+            def make_backend(own: TrainConfig, folder: Path, files: ModelFiles) -> RayTokens:
+                return RayTokens(generation, files, own.generation.backend)
+
+            if config.domains:
+                return DomainPlayer(
+                    config,
+                    make_backend=make_backend,
+                    make_acting=lambda _, spec, domain: RayGenerator(generation, spec, domain),
+                    make_roles=lambda backends, acting: RayRoles(generation, backends, acting),
+                )
             if config.policy.name == "language":
-                return AgentPlayer(config, make_backend=lambda _, __, files: RayTokens(generation, files), make_scoring=make_scoring)
+                return AgentPlayer(config, make_backend=make_backend, make_scoring=make_scoring)
             return Player(config, make_acting=lambda _, spec: RayGenerator(generation, spec), make_scoring=make_scoring)
 
         kind, player = outcome_of(build)
@@ -233,6 +159,7 @@ class RayPlayer:
         """Create the actors. Raises UserError where the cluster can never hold them."""
         cluster.check()
         self._cluster, self._publisher = cluster, RayPublisher()
+        self._differences = DeltaSource() if config.hybrid.publish == "changed" else None
         self._timeout_s: float | None = cluster.config.ray.start_timeout_s + config.sim.start_timeout_s
         rewards = config.hybrid.reward_worker
         self.generation: Any = ray.remote(GenerationWorker).options(**cluster.options("generation")).remote(config)
@@ -252,11 +179,15 @@ class RayPlayer:
             self._timeout_s = None
         return value_of(reference, "EnvWorker")
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """See `PlayerHandle.publish`: through the object store."""
-        self._publisher.publish(version, tensors.items())
+        stream: NamedTensors = tensors.items()
+        if self._differences is not None:
+            stream = self._differences.stream(version, stream)
+        published = self._publisher.publish(version, stream)
         _, references = self._publisher.message
         self.call("load", version=version, tensors=references)
+        return published.num_bytes
 
     def close(self) -> None:
         """End the actors: the simulators in order, as long as their actor lives."""
@@ -292,10 +223,3 @@ def start_on_ray(config: TrainConfig) -> RemotePlayer:
 
 def _raise(error: BaseException) -> None:
     raise error
-
-
-def _one_thread() -> None:
-    """Of an actor that generates, for as long as it lives."""
-    from embodied_rl.hybrid.threads import compute_threads
-
-    compute_threads(1).__enter__()

@@ -18,10 +18,10 @@ class RayTokens:
     Raises RoleLost when the worker has ended, and what the backend raised there.
     """
 
-    def __init__(self, worker: Any, files: ModelFiles) -> None:
-        """Have the worker build its backend. Raises UserError as `blank_backend` does."""
-        self._worker = worker
-        value_of(worker.begin_tokens.remote(dict(files)), _ROLE)
+    def __init__(self, worker: Any, files: ModelFiles, kind: str) -> None:
+        """Have the worker build its backend of a kind (`generation.backend`). Raises UserError as `blank_backend` does."""
+        self._worker, self._kind = worker, kind
+        value_of(worker.begin_tokens.remote(dict(files), kind), _ROLE)
         self.version = 0
         """Of the weights that sample now."""
         self._closed = False
@@ -57,4 +57,4 @@ class RayTokens:
         """The driver ends the worker."""
 
     def _ask(self, what: str, *arguments: Any) -> Any:
-        return value_of(self._worker.tokens.remote(what, *arguments), _ROLE)
+        return value_of(self._worker.tokens.remote(self._kind, what, *arguments), _ROLE)

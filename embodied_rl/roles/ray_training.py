@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,10 @@ import ray
 import torch
 from torch import Tensor
 
-from embodied_rl.config import AnyPolicyConfig, HybridConfig, LanguageConfig, TrainConfig
+from embodied_rl.config import HybridConfig, LanguageConfig, TrainConfig
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
-from embodied_rl.methods import Experience, Method, make_method
+from embodied_rl.methods import Experience, make_method
+from embodied_rl.methods.domain_building import build_domains_apart
 from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.ray_calls import Told, outcome_of, value_of
@@ -25,26 +27,35 @@ from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.types import SimSpec
 
+_NO_WARM_STARTS: dict[str, Any] = {"warm_starts": {}}
+
 
 class TrainWorker:
     """The learning half of a method."""
 
-    def __init__(self, config: TrainConfig, spec: dict[str, Any], num_slots: int, model: ModelFiles | None) -> None:
-        """`model`: of a language agent."""
+    def __init__(
+        self, config: TrainConfig, spec: dict[str, Any], num_slots: int, model: ModelFiles | None, specs: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """`model`: of a language agent; `specs`: of several domains (`RemotePlayer.specs`)."""
         self._publisher = RayPublisher()
+        self.policy: Any = None
+        self.method: Any = None
 
         def build() -> None:
             # What plays, and with it the rest of `hybrid`, is elsewhere.
-            hybrid = HybridConfig(device=config.hybrid.device, num_threads=config.hybrid.num_threads, precision=config.hybrid.precision)
+            hybrid = HybridConfig(
+                device=config.hybrid.device,
+                num_threads=config.hybrid.num_threads,
+                precision=config.hybrid.precision,
+                sharding=config.hybrid.sharding,
+            )
             # A warm start is over before it matters here: see `TrainedApart.restart`.
             own = dataclasses.replace(config, hybrid=hybrid, algorithm=dataclasses.replace(config.algorithm, warm_start=None))
             torch.manual_seed(config.seed)
-            self.policy: Any = _build(config.policy, SimSpec.from_dict(spec), model)
-            simulators: Any = SimpleNamespace(spec=SimSpec.from_dict(spec), num_slots=num_slots)
-            nobody: Any = _NoGenerator()
-            method: Any = make_method(own, simulators, self.policy, nobody, Path(config.run_dir))
-            method.collector = _NoCollector()
-            self.method: Method = method
+            # A model's files are read when this is over, by further ranks too: an actor that is killed leaves nothing behind.
+            with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
+                self.policy, self.method = _learner(own, [SimSpec.from_dict(one) for one in (spec, *specs)], num_slots, model, Path(folder))
+            self.method.collector = _NoCollector()
 
         self._built = outcome_of(build)
 
@@ -52,7 +63,13 @@ class TrainWorker:
         """Take a policy's state: the first one, or a checkpoint's."""
         if self._built[0] != "value":
             return self._built
-        return outcome_of(lambda: self.policy.load_state_dict({name: tensor.clone() for name, tensor in weights.items()}) and None)
+
+        def take() -> None:
+            self.policy.load_state_dict({name: tensor.clone() for name, tensor in weights.items()})
+            if self._ranks is not None:
+                self._ranks.take_weights()
+
+        return outcome_of(take)
 
     def update(self, experience: Experience, iteration: int, steps: int) -> Told:
         """One iteration: prepare, update, statistics of observations; metrics."""
@@ -70,10 +87,17 @@ class TrainWorker:
         """Put the policy's state into the object store; references for `ray_tensors`, valid until the next call."""
 
         def publish() -> list[Any]:
+            if self._ranks is not None:
+                self._ranks.write_back(self.policy)
             self._publisher.publish(version, self.policy.state_dict().items())
             return self._publisher.message[1]
 
         return outcome_of(publish)
+
+    @property
+    def _ranks(self) -> Any:
+        """Where `hybrid.sharding` divides the policy over processes of this node; None: it trains in this one."""
+        return getattr(self.method, "sharded", None)
 
     def ask(self, what: str, *arguments: Any) -> Told:
         """What the method's `what` returns: its state, or that it takes one."""
@@ -87,15 +111,17 @@ class TrainedApart:
     """
 
     def __init__(self, config: TrainConfig, method: Any, player: RemotePlayer, cluster: RayCluster) -> None:
-        self.inner = method
+        self.inner, self._config = method, config
         self.learner: Any = method.learner
         """Of this process; it has nothing to do."""
         self._policy = player.policy
         actor: Any = ray.remote(TrainWorker).options(**cluster.options("train"))
-        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots, player.model)
+        specs = [spec.to_dict() for spec in player.specs]
+        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots, player.model, specs)
         try:
             first = self._worker.load.remote(_on_host(self._policy.state_dict()))
-            wait_for_start(cluster, first, config.hybrid.ray.start_timeout_s, "TrainWorker")
+            ranks_s = 0.0 if config.hybrid.sharding is None else config.hybrid.sharding.start_timeout_s
+            wait_for_start(cluster, first, config.hybrid.ray.start_timeout_s + ranks_s, "TrainWorker")
             value_of(first, "TrainWorker")
         except BaseException:
             self.close()
@@ -159,6 +185,10 @@ class TrainedApart:
         state: dict[str, Tensor] = self._ask(self._worker.ask.remote("state_tensors"))
         return state
 
+    def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the ranks of a run without Ray wrote of their optimizer, as it stands in `state_tensors`."""
+        return dict(getattr(self.inner, "of_ranks", dict)(state))
+
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         """The policy's present weights are taken too: they were loaded before."""
         self._ask(self._worker.load.remote(_on_host(self._policy.state_dict())))
@@ -168,10 +198,16 @@ class TrainedApart:
         """The worker's, with the queue and the warm start of this process."""
         state: dict[str, Any] = self._ask(self._worker.ask.remote("state_dict"))
         own = self.inner.state_dict()
+        if self._config.domains:
+            roles = {name: {**role, **_warm_starts(own["roles"][name])} for name, role in state["roles"].items()}
+            return {**state, "queue": own["queue"], "roles": roles}
         return {**state, **{name: own[name] for name in ("queue", "warm_start") if name in own}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._ask(self._worker.ask.remote("load_state_dict", state))
+        theirs = state
+        if self._config.domains:
+            theirs = {**state, "roles": {name: {**role, **_NO_WARM_STARTS} for name, role in state["roles"].items()}}
+        self._ask(self._worker.ask.remote("load_state_dict", theirs))
         self.inner.load_state_dict(state)
 
     def close(self) -> None:
@@ -183,6 +219,11 @@ class TrainedApart:
 
     def _ask(self, reference: Any) -> Any:
         return value_of(reference, "TrainWorker")
+
+
+def _warm_starts(role: dict[str, Any]) -> dict[str, Any]:
+    """What a role's state says of its warm starts, which are made in the driver's process."""
+    return {name: role[name] for name in _NO_WARM_STARTS if name in role}
 
 
 class _NoCollector:
@@ -210,14 +251,20 @@ def train_on_ray(config: TrainConfig, method: Any, player: RemotePlayer) -> Trai
     return trained
 
 
-def _build(config: AnyPolicyConfig, spec: SimSpec, model: ModelFiles | None) -> Any:
-    """The policy, with random weights."""
-    if model is None:
-        return build_policy(config, spec)
-    assert isinstance(config, LanguageConfig), "others have no files"
-    with tempfile.TemporaryDirectory() as folder:
-        write_model_files(model, Path(folder))
-        return blank_policy(config, Path(folder))
+def _learner(config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, model: ModelFiles | None, folder: Path) -> tuple[Any, Any]:
+    """(policy with random weights, method). `specs`: of the run, then of each seat of several domains; `model`: of a language policy."""
+    language = None
+    if model:
+        assert isinstance(config.policy, LanguageConfig), "others have no files"
+        write_model_files(model, folder)
+        language = blank_policy(config.policy, folder)
+    if config.domains:
+        played: Any = SimpleNamespace(specs=specs[1:])
+        return build_domains_apart(config, played, Path(config.run_dir), None, language)
+    policy: Any = language or build_policy(config.policy, specs[0])
+    simulators: Any = SimpleNamespace(spec=specs[0], num_slots=num_slots)
+    nobody: Any = _NoGenerator()
+    return policy, make_method(config, simulators, policy, nobody, Path(config.run_dir))
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from torch import Tensor
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
+from embodied_rl.hybrid.weight_sync import is_lora
+from embodied_rl.methods.domain_roles import RolePolicies
 from embodied_rl.methods.language_apart import model_files
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.roles.failures import RoleLost
@@ -30,8 +32,8 @@ class PlayerHandle(Protocol):
         """What the player's method `what` returns. Raises RoleLost, and what the method raised."""
         ...
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Have it play with these weights. Raises RoleLost."""
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
+        """Have it play with these weights; how many bytes were sent. Raises RoleLost."""
         ...
 
     def close(self) -> None: ...
@@ -54,6 +56,10 @@ class RemotePlayer:
         self.num_restarts = 0
         self.fault_records: list[FaultRecord] = []
         self.publish_s = 0.0
+        self.published_bytes = 0
+        """Of the last time."""
+        self._has_base = False
+        """The player has what never changes."""
         self.cluster: Any = None
         """The Ray cluster that it plays on; None without."""
         self.policy: Any = None
@@ -75,6 +81,8 @@ class RemotePlayer:
         self.spec = SimSpec.from_dict(described["spec"])
         self.num_slots = int(described["num_slots"])
         self.worker_pids: list[int] = described["worker_pids"]
+        self.specs = [SimSpec.from_dict(spec) for spec in described.get("specs", ())]
+        """Of several domains: of every seat, in the order of `multi_domain.seats_of`."""
 
     def take_policy(self, policy: Any) -> None:
         """The policy that is trained: its weights are published from now on, and a language agent's player learns what model it is.
@@ -82,27 +90,28 @@ class RemotePlayer:
         Raises UserError for a model that the player's token backend cannot run.
         """
         self.policy = policy
-        if isinstance(policy, LanguagePolicy):
-            self.model = model_files(policy)
+        if isinstance(policy, LanguagePolicy | RolePolicies):
+            speaks = policy if isinstance(policy, LanguagePolicy) else policy.language
+            self.model = {} if speaks is None else model_files(speaks)
             try:
                 self._live().call("take_model", files=self.model)
             except RoleLost as lost:
                 self.replace(lost)
 
-    def texts(self) -> list[str]:
-        """See `AgentPlayer.texts`."""
-        return [str(text) for text in self._insist("texts")]
+    def texts(self, domain: str | None = None) -> list[str]:
+        """See `AgentPlayer.texts`, and `DomainPlayer.texts` of several domains."""
+        return [str(text) for text in self._insist("texts", **_of(domain))]
 
-    def demonstrate(self) -> list[AgentEpisode]:
-        """See `AgentPlayer.demonstrate`."""
-        return list(self._insist("demonstrate"))
+    def demonstrate(self, domain: str | None = None) -> list[AgentEpisode]:
+        """See `AgentPlayer.demonstrate`, and `DomainPlayer.demonstrate` of several domains."""
+        return list(self._insist("demonstrate", **_of(domain)))
 
     def publish(self, version: int) -> None:
         """See `Generator.publish`."""
         started = time.perf_counter()
         self.version = version
         try:
-            self._live().publish(version, self._weights())
+            self._send_weights()
         except RoleLost as lost:
             self.replace(lost)
         self.publish_s = time.perf_counter() - started
@@ -113,9 +122,9 @@ class RemotePlayer:
     def recv(self) -> Any:
         raise RuntimeError("This process does not act: its player does.")
 
-    def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
-        """See `Player.evaluate`."""
-        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed))
+    def evaluate(self, num_episodes: int, first_seed: int, domain: str | None = None) -> list[EpisodeSummary]:
+        """See `Player.evaluate`, and `DomainPlayer.evaluate` of several domains."""
+        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, **_of(domain)))
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """See `PlayerHandle.call`."""
@@ -144,7 +153,7 @@ class RemotePlayer:
             if self.model is not None:
                 self._handle.call("take_model", files=self.model)
             if self.policy is not None:
-                self._handle.publish(self.version, self._weights())
+                self._send_weights()
         except RoleLost as again:
             self.replace(again)
 
@@ -160,9 +169,16 @@ class RemotePlayer:
         while self.at_close:
             self.at_close.pop()()
 
+    def _send_weights(self) -> None:
+        self.published_bytes = self._live().publish(self.version, self._weights())
+        self._has_base = True
+
     def _weights(self) -> dict[str, Tensor]:
-        """What the player acts with: of a language agent the model alone, any adapter merged into it."""
-        if isinstance(self.policy, LanguagePolicy):
+        """What the player acts with: of a language agent the model alone, any adapter merged into it, unless it merges by itself."""
+        if self.config.hybrid.publish == "adapter":
+            state = self.policy.state_dict()
+            return {name: tensor for name, tensor in state.items() if is_lora(name)} if self._has_base else dict(state)
+        if isinstance(self.policy, LanguagePolicy | RolePolicies):
             return dict(self.policy.named_weights())
         weights: dict[str, Tensor] = self.policy.state_dict()
         return weights
@@ -176,7 +192,7 @@ class RemotePlayer:
                 self.replace(lost)
 
     def _end_player(self) -> None:
-        handle, self._handle = self._handle, None
+        handle, self._handle, self._has_base = self._handle, None, False
         if handle is not None:
             handle.close()
 
@@ -184,6 +200,11 @@ class RemotePlayer:
         if self._handle is None:
             raise RuntimeError("The player was closed.")
         return self._handle
+
+
+def _of(domain: str | None) -> dict[str, Any]:
+    """A player of one task is not asked about domains."""
+    return {} if domain is None else {"domain": domain}
 
 
 class RemoteCollector:
@@ -226,7 +247,12 @@ class RemoteCollector:
 
     def metrics(self) -> dict[str, float]:
         """How long the trainer waited, what the player did meanwhile or before, and what publishing took; of the last iteration."""
-        return {**self._figures, "roles/publish_s": self._player.publish_s, "roles/restarts": float(self._player.num_restarts)}
+        return {
+            **self._figures,
+            "roles/publish_s": self._player.publish_s,
+            "roles/published_bytes": float(self._player.published_bytes),
+            "roles/restarts": float(self._player.num_restarts),
+        }
 
     def _play(self, version: int) -> Played:
         started = time.perf_counter()

@@ -31,6 +31,7 @@ from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.observations import copied
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
+from embodied_rl.rollout.silence import SilenceWatch
 from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import StepBatch
@@ -106,6 +107,7 @@ class AgentCollector(SlotPump[_Playing]):
         self._tools: dict[int, Future[str]] = {}  # {slot: what its tools will give}
         self._next_id = 0
         self._counts: Counter[str] = Counter()
+        self._silence = SilenceWatch()
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
@@ -150,8 +152,8 @@ class AgentCollector(SlotPump[_Playing]):
         return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **used, **shares}
 
     def metrics(self) -> dict[str, float]:
-        """`figures`, as they are logged."""
-        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._score_metrics()}
+        """`figures`, as they are logged; those of the last batch (`batch_figures`), and of the scores of reward workers."""
+        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._common_metrics()}
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +295,9 @@ class AgentCollector(SlotPump[_Playing]):
                 self._stop(slot)
                 why = "no tokens with log-probabilities" if completion.failure is None else completion.failure.message
                 self.queue.failed(playing.assignment, f"its answer failed: {why}")
+                self._silence.failed(completion.failure)
             else:
+                self._silence.answered()
                 completion = completion if self._trained else _for_show(completion, playing.assignment.version, self.agent.stop_ids)
                 answer = self._read(playing, completion)
                 if isinstance(answer.parsed, ToolRequest):

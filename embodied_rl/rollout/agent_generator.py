@@ -123,7 +123,7 @@ class AgentGenerator:
                 if slot_of is None:
                     continue  # of somebody who gave up
                 if completion.finish_reason in ("failed", "aborted"):
-                    raise UserError(f"The token backend failed: {completion.failure or completion.finish_reason}.")
+                    raise UserError(f"The token backend gave no answer: {_why(completion)}")
                 playing = self._conversations[slot_of]
                 answer = self.agent.read(completion, playing.budget)
                 if self.on_answer is not None:
@@ -166,3 +166,10 @@ class AgentGenerator:
         shares = {"invalid": self._num_invalid / turns, "dropped": self._num_dropped / turns, "too_long": self._num_too_long / turns}
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
         return shares
+
+
+def _why(completion: Completion) -> str:
+    failure = completion.failure
+    if failure is None:
+        return f"{completion.finish_reason}."
+    return f"{failure.kind.replace('_', ' ')} after {failure.attempts} attempt{'s' * (failure.attempts != 1)}: {failure.message}"

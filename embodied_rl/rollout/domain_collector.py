@@ -16,7 +16,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from embodied_rl.rollout.agent_collector import AgentCollector
+from embodied_rl.rollout.batch_figures import batch_figures
 from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.types import Episode, EpisodeGroup
@@ -69,6 +72,17 @@ class DomainCollector:
         self.collectors = dict(collectors)
         self.queue, self._lockstep = queue, lockstep
         self.times = CollectorTimes()
+        self._figures: dict[str, float] = {}
+
+    @property
+    def min_ready(self) -> int | None:
+        """None: in lockstep, so that nothing is played before somebody asks for groups."""
+        return None if self._lockstep else 1
+
+    def pump(self) -> bool:
+        """A round of all collectors. False: no episode is running, and none may begin."""
+        ran = [self._pump(collector) for collector in self.collectors.values()]
+        return any(ran)
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """Play until the queue has a batch for the weights `version`.
@@ -81,12 +95,21 @@ class DomainCollector:
             collector.take_waited()
         started = time.perf_counter()
         while (groups := self.queue.take(version)) is None:
-            runs = [self._pump(collector) for collector in self.collectors.values()]
-            if not any(runs):
+            if not self.pump():
                 raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
         waited = sum(collector.take_waited() for collector in self.collectors.values())
         self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
+        self._figures = batch_figures(self.queue, groups, version) | {
+            f"{place_of(domain)}/agent/{key}": value
+            for domain, collector in self.collectors.items()
+            if isinstance(collector, AgentCollector)
+            for key, value in collector.figures().items()
+        }
         return groups
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last batch (`batch_figures`), and of the agents up to it (`AgentCollector.figures`): ``domains/lake/agent/invalid``."""
+        return self._figures
 
     def restart(self, queue: GroupQueue) -> None:
         """Give every running episode up and go on with another queue."""

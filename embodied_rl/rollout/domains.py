@@ -93,6 +93,12 @@ def queue_weights(domains: Mapping[str, float], shares: Mapping[str, tuple[float
     return weights
 
 
+def place_of(name: str) -> str:
+    """Where the figures of a queue's domain stand in the metrics: ``domains/lake``, ``players/cool/lake`` of ``lake@cool``."""
+    domain, _, player = name.partition(PLAYER_SIGN)
+    return f"players/{player}/{domain}" if player else f"domains/{domain}"
+
+
 def domain_metrics(groups: Iterable[EpisodeGroup]) -> dict[str, float]:
     """Figures of a batch for each domain: ``<domain>/groups``, ``score``, ``score_std`` (within a group, mean over groups),
     ``success``, ``length`` (environment steps of an episode) and ``solved`` / ``unsolved`` (share of groups in which all / no episodes

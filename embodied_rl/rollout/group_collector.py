@@ -169,8 +169,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Of the scores of reward workers; empty without them."""
-        return self._score_metrics()
+        """Of the last batch (`batch_figures`), and of the scores of reward workers."""
+        return self._common_metrics()
 
     def restart(self, queue: GroupQueue) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""

@@ -74,6 +74,22 @@ class EpisodeCounts:
         return self.started == self.accepted + self.failed + self.timed_out + self.abandoned + self.running
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which groups are a queue's, where several divide them: those whose number leaves the remainder `index` after division by `count`."""
+
+    index: int = 0
+    count: int = 1
+
+    def first_from(self, number: int) -> int:
+        """Its first one that is no smaller than `number`."""
+        return number + (self.index - number) % self.count
+
+
+WHOLE = Share()
+"""All groups."""
+
+
 class GroupQueue:
     """Groups of episodes between the collector and the trainer; see the picture above. Safe to call from several threads."""
 
@@ -85,12 +101,14 @@ class GroupQueue:
         domains: DomainMixture,
         filters: Sequence[Callable[[EpisodeGroup], str | None]] = (),
         clock: Callable[[], float] = time.monotonic,
+        share: Share = WHOLE,
     ) -> None:
         """
         Args:
             seed: the run's; with domain and number, all that a group's seed depends on.
             filters: from a complete group to the reason why it is dropped, or None (`embodied_rl.algorithms.filters`).
             clock: seconds; for timeouts alone.
+            share: which groups are played here; all of them unless others play the rest.
         """
         self.config = config
         self.seed = seed
@@ -99,6 +117,7 @@ class GroupQueue:
         """Of the weights that were published last."""
         self._filters = tuple(filters)
         self._clock = clock
+        self._share = share
         self._lock = threading.RLock()
         self._open: dict[int, OpenGroup] = {}
         self._ready: dict[int, EpisodeGroup] = {}
@@ -280,11 +299,13 @@ class GroupQueue:
                 figures |= {f"groups/{domain}/{name}": float(value) for name, value in asdict(counts).items()}
             figures |= {f"episodes/{name}": float(value) for name, value in asdict(self._episodes).items()}
             ages = [group.age(self.version) for group in self._ready.values()]
-            return figures | {
-                "groups/ready": float(len(self._ready)),
-                "groups/held": float(self._num_held),
-                "groups/age_max": float(max(ages, default=0)),
-            }
+            lengths = {"ready": len(self._ready), "held": self._num_held, "age_max": max(ages, default=0)}
+            return figures | {f"groups/{name}": float(value) for name, value in lengths.items()}
+
+    def lengths(self) -> dict[str, int]:
+        """Groups of now: ``ready`` wait whole for a batch to take them, ``held`` take up a place (unfinished, ready and training)."""
+        with self._lock:
+            return {"ready": len(self._ready), "held": self._num_held}
 
     def describe(self, most: int = 5) -> str:
         """What the queue is waiting for, in a few sentences: counts, reasons of rejection, and the episodes that run longest."""
@@ -385,7 +406,8 @@ class GroupQueue:
         if self._redo:
             number = heapq.heappop(self._redo)
         else:
-            number, self._next_number = self._next_number, self._next_number + 1
+            number = self._share.first_from(self._next_number)
+            self._next_number = number + 1
         domain = self.domains.domain_of(number)
         self._open[number] = OpenGroup(number, domain, group_seed(self.seed, domain, number), self.version)
         for member in range(self.config.rollouts_per_group):

@@ -81,8 +81,8 @@ class ProgramCollector(QueuePump):
         return {"episodes": float(counts["episodes"]), "failed": 0.0, **failed, **means}
 
     def metrics(self) -> dict[str, float]:
-        """`figures`, as they are logged."""
-        return {f"agent/{name}": value for name, value in self.figures().items()}
+        """`figures`, as they are logged, and those of the last batch (`batch_figures`)."""
+        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._batch}
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

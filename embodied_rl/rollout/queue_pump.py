@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from embodied_rl.rollout.batch_figures import batch_figures
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
@@ -28,6 +29,8 @@ class QueuePump(abc.ABC):
         self.queue, self.seed = queue, seed
         self.times = CollectorTimes()
         self._waited = 0.0
+        self._batch: dict[str, float] = {}
+        """Figures of the last batch."""
         self._ticked_at = time.monotonic()
 
     @abc.abstractmethod
@@ -52,6 +55,7 @@ class QueuePump(abc.ABC):
                 raise RuntimeError(f"No episode is running and no batch is full. {self.queue.describe()}")
         waited = self.take_waited()
         self.times = CollectorTimes(waited, time.perf_counter() - started - waited)
+        self._batch = batch_figures(self.queue, groups, version)
         return groups
 
     def take_waited(self) -> float:
@@ -135,5 +139,6 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._awaited.clear()
         self._idle, self._in_step = list(range(self.manager.num_slots)), 0
 
-    def _score_metrics(self) -> dict[str, float]:
-        return {} if self.scorer is None else self.scorer.metrics()
+    def _common_metrics(self) -> dict[str, float]:
+        """Of the last batch, and of its scores."""
+        return {**self._batch, **({} if self.scorer is None else self.scorer.metrics())}

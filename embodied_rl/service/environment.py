@@ -124,6 +124,14 @@ class Environment:
             self.end(self._problem(fault, "while it was built"))
         if self.fate is not None:
             raise self.fate
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since somebody last asked something of it."""
+        return time.monotonic() - self.last_used
+
+    def touch(self) -> None:
+        """It is being used."""
         self.last_used = time.monotonic()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -132,7 +140,7 @@ class Environment:
         """Hand a request to the process, or answer it at once: a repeated one, one out of order, or one to an environment that is gone."""
         if self.fate is not None:
             return Outcome.of(self.fate)
-        self.last_used = time.monotonic()
+        self.touch()
         if request.number is not None:
             if request.number == self._number and self._last is not None:
                 if request.digest == self._digest:
@@ -162,7 +170,7 @@ class Environment:
         self.num_steps = 0 if request.operation == "reset" else self.num_steps + (request.operation == "step" and outcome.status == 200)
         if request.number is not None:
             self._last = outcome
-        self.last_used = time.monotonic()
+        self.touch()
         return outcome
 
     def _failed(self, fault: SimFault) -> Outcome:
@@ -218,5 +226,5 @@ class Environment:
             "number": self.number,
             "steps": self.num_steps,
             "memory_mb": round(self._process.resident_mb(), 1),
-            "idle_s": round(time.monotonic() - self.last_used, 3),
+            "idle_s": round(self.idle_s, 3),
         }

@@ -6,7 +6,6 @@ import contextlib
 import json
 import secrets
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,6 +105,8 @@ class Hub:
             made += [Environment(secrets.token_hex(8), config, encoding, self.limits) for _ in range(count)]
             for environment in made:
                 environment.started()
+            for environment in made:
+                environment.touch()  # the first ones waited for the last
         except BaseException:
             for environment in made:
                 environment.end(HttpProblem(410, "closed", "One of the environments that were made together could not be built."))
@@ -225,8 +226,10 @@ class Hub:
             for environment in list(self._environments.values()):
                 if (problem := environment.over_memory()) is not None:
                     environment.condemn(problem)
-                elif time.monotonic() - environment.last_used > self.limits.idle_s and environment.lock.acquire(blocking=False):
+                elif environment.idle_s > self.limits.idle_s and environment.lock.acquire(blocking=False):
                     try:
+                        if environment.idle_s <= self.limits.idle_s:  # somebody asked something in between
+                            continue
                         idle = f"Environment '{environment.env_id}' was closed: nobody asked anything of it for {self.limits.idle_s:g} s."
                         environment.end(HttpProblem(410, "idle", idle))
                     finally:

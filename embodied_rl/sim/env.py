@@ -139,11 +139,16 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     """
     if task is not None:
         kwargs = {"task": task, **kwargs}
-    parameters = inspect.signature(factory).parameters
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a constant, a module, something written in C
+        raise UserError(f"{factory!r} is no class or function that makes a gymnasium.Env, a VectorEnv or a SimEnv.") from None
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
-        name = getattr(factory, "__qualname__", factory)
+        name = getattr(factory, "__qualname__", str(factory))
+        if name == "make":  # as our own adapters call theirs
+            name = str(getattr(factory, "__module__", name)).rpartition(".")[2]
         raise UserError(
             f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}. It takes: {', '.join(parameters) or 'no arguments'}."
         )
@@ -156,4 +161,7 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
         return VectorEnvSim(made)
     from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 
-    return GymnasiumSim([factory(**kwargs) for _ in range(num_envs)], task=task)
+    envs = [factory(**kwargs) for _ in range(num_envs)]
+    if not all(hasattr(env, name) for env in envs for name in ("observation_space", "action_space", "reset", "step")):
+        raise UserError(f"A simulator factory without num_envs must return a gymnasium.Env, got {type(envs[0]).__name__}.")
+    return GymnasiumSim(envs, task=task)

@@ -10,6 +10,9 @@ from typing import Any, Literal
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import NonFiniteError
 
+STACK_BEGINS = "Stack (most recent call first):"
+"""What `faulthandler` writes above the stack of a thread."""
+
 
 class FaultKind(enum.Enum):
     """What happened to a worker."""
@@ -134,6 +137,18 @@ class FaultRecord:
     failures_in_a_row: int
     recovery_s: float
     """From noticing to the new worker being ready."""
+
+    @property
+    def cause(self) -> str:
+        """One line of `detail`: the exception, how the process ended, or the place where it hangs."""
+        lines = [line.strip() for line in self.detail.splitlines() if line.strip()] or [""]
+        if self.kind is FaultKind.DIED:
+            return lines[0]  # what follows is whatever it printed before
+        if self.kind is FaultKind.TIMED_OUT:
+            stacks = [number for number, line in enumerate(lines) if line == STACK_BEGINS]
+            # The innermost call comes first.
+            return " ".join([lines[0], *lines[stacks[-1] + 1 : stacks[-1] + 2]] if stacks else lines[:1])
+        return lines[-1]
 
     def to_dict(self) -> dict[str, Any]:
         """For a log, as JSON."""

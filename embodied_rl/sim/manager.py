@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
@@ -176,7 +175,7 @@ class EnvManager:
         self._ledger.begin_all(chosen, seed_round, {"reconfigure": True} if reconfigure else {})
         self._supervisor.forget_aborts()
         crew.state[:] = self._all.idle
-        message = {"operation": "reset", "seeds": dataclasses.asdict(chosen), "seed_round": seed_round, "reconfigure": reconfigure}
+        message = {"operation": "reset", "seeds": chosen.to_dict(), "seed_round": seed_round, "reconfigure": reconfigure}
         self._supervisor.command(dict.fromkeys(range(self.num_workers), (message, b"")), self._plan.start_timeout_s, "reset")
         return self._all.batch(None)
 

@@ -20,6 +20,12 @@ from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
 
 _OUTPUT_TAIL_BYTES = 6000
 _SEND_TIMEOUT_S = 30.0
+_STACK_S = 1.0
+"""For a hanging worker to write down where it is."""
+_STACK_ENDS = (b" in _run_module_as_main\n", b"\n  ...\n")
+"""The outermost call of ``python -m``, or what stands for it where there are too many."""
+_REAP_S = 10.0
+"""For a process whose socket is closed already to end, on a busy machine: its status tells why."""
 
 
 class WorkerProcess:
@@ -99,10 +105,11 @@ class WorkerProcess:
     def timed_out(self, timeout_s: float, doing: str) -> SimFault:
         """The fault of a worker that is alive but does not answer, with the place where it hangs."""
         if self.alive() and hasattr(signal, "SIGUSR1"):
-            written, until = self._output.seek(0, os.SEEK_END), time.monotonic() + 0.2
+            before, until = self._written(), time.monotonic() + _STACK_S
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
-            while self._output.seek(0, os.SEEK_END) == written and time.monotonic() < until:
+            # It is written call by call: what came first is not all.
+            while not self._read(before).endswith(_STACK_ENDS) and time.monotonic() < until:
                 time.sleep(0.005)
         return SimFault(
             FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:g} s while it should {doing}.\n{self._output_tail()}"
@@ -144,15 +151,21 @@ class WorkerProcess:
 
     def _death(self) -> SimFault:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
+            self._process.wait(_REAP_S)
         code = self._process.returncode
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
         return SimFault(FaultKind.DIED, self.index, f"{how}\n{self._output_tail()}")
 
     def _output_tail(self) -> str:
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - _OUTPUT_TAIL_BYTES))
-        return self._output.read().decode(errors="replace")
+        return self._read(max(0, self._written() - _OUTPUT_TAIL_BYTES)).decode(errors="replace")
+
+    def _written(self) -> int:
+        """Bytes that the process has printed."""
+        return os.fstat(self._output.fileno()).st_size
+
+    def _read(self, start: int) -> bytes:
+        """What it printed from there on. The process writes where the file that we share with it stands: nothing here may move that."""
+        return os.pread(self._output.fileno(), max(0, self._written() - start), start)
 
 
 def close_all(workers: list[WorkerProcess]) -> None:

@@ -99,6 +99,7 @@ class JsonClient:
         data = None if body is None else json.dumps(body).encode()
         until = time.monotonic() + (self.patience.deadline_s if deadline_s is None else deadline_s)
         attempt = 0
+        said: RemoteFault | None = None
         while True:
             attempt += 1
             sent = False
@@ -109,13 +110,16 @@ class JsonClient:
                 answer, retry_after = self._exchange(connection, method, path, data)
                 if answer.status not in _RETRIED or (not repeat and answer.status not in (429, 503)):
                     return answer
-                fault, wait = RemoteFault(answer.kind or "connection", answer.message), max(wait, retry_after)
+                fault = said = RemoteFault(answer.kind or "connection", answer.message)
+                wait = max(wait, retry_after)
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 fault = RemoteFault("connection", f"{type(error).__name__}: {error}")
+                if said is not None and isinstance(error, TimeoutError) and time.monotonic() >= until:
+                    fault = said  # it had no time to say so again
             except ValueError as error:
                 self.close()
-                fault = RemoteFault("bad_response", f"its answer is not a JSON object: {error}")
+                fault = said = RemoteFault("bad_response", f"its answer is not a JSON object: {error}")
             if (sent and not repeat and fault.kind in ("connection", "bad_response")) or time.monotonic() + wait >= until:
                 raise RemoteFault(fault.kind, f"No answer from {self.url}{path} after {attempt} attempt{'s' * (attempt > 1)}: {fault}")
             self.num_repeats += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,11 +18,13 @@ class EpisodeSeeds:
 
     kind: Literal["training", "held_out", "given"]
     base: int
+    first: tuple[int | None, ...] = ()
+    """Seed of each slot's first episode in round 0, where it is given; empty: none is."""
 
     @staticmethod
-    def training(base: int) -> EpisodeSeeds:
-        """Seeds spread over [0, 2**30) by a hash of (base, round, slot, index)."""
-        return EpisodeSeeds("training", base)
+    def training(base: int, first: Sequence[int | None] = ()) -> EpisodeSeeds:
+        """Seeds spread over [0, 2**30) by a hash of (base, round, slot, index), apart from those in `first`."""
+        return EpisodeSeeds("training", base, tuple(first))
 
     @staticmethod
     def held_out(base: int = 0) -> EpisodeSeeds:
@@ -37,8 +39,20 @@ class EpisodeSeeds:
         """Every episode has this seed."""
         return EpisodeSeeds("given", seed)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without what is not used."""
+        plain = {"kind": self.kind, "base": self.base}
+        return plain | ({"first": list(self.first)} if self.first else {})
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> EpisodeSeeds:
+        """What `to_dict` gave."""
+        return EpisodeSeeds(data["kind"], data["base"], tuple(data.get("first", ())))
+
     def seed(self, slot: int, index: int, num_slots: int, seed_round: int = 0) -> int:
         """Seed of the `index`-th episode of `slot` since the manager was reset for `seed_round`."""
+        if self.first and not (index or seed_round) and (given := self.first[slot]) is not None:
+            return given
         if self.kind == "given":
             return self.base
         if self.kind == "held_out":
@@ -61,8 +75,8 @@ class SeedStream:
         return self.seeds.seed(self.slot, index, self.num_slots, self.seed_round)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"seeds": self.seeds.to_dict()}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SeedStream:
-        return SeedStream(EpisodeSeeds(**data["seeds"]), int(data["seed_round"]), int(data["slot"]), int(data["num_slots"]))
+        return SeedStream(EpisodeSeeds.from_dict(data["seeds"]), int(data["seed_round"]), int(data["slot"]), int(data["num_slots"]))

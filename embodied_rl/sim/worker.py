@@ -90,7 +90,7 @@ class Worker:
         if operation == "reset":
             for runner in self.runners:
                 self.current = runner
-                runner.reset_all(EpisodeSeeds(**message["seeds"]), message["seed_round"], message["reconfigure"])
+                runner.reset_all(EpisodeSeeds.from_dict(message["seeds"]), message["seed_round"], message["reconfigure"])
             self.channel.send({"kind": "done"})
         elif operation == "render":
             runner = self._of(message["slot"])

@@ -146,8 +146,9 @@ def test_search_and_its_corpora(tmp_path: Path) -> None:
 def run() -> Any:
     if not can_isolate():
         pytest.skip("this kernel gives no namespaces")
-    box = Toolbox([PythonTool(PythonLimits(timeout_s=3.0, memory_mb=256, file_mb=1, output_bytes=1000))])
-    return lambda code: box.call("python", {"code": code})
+    return lambda code, timeout_s=60.0: Toolbox(
+        [PythonTool(PythonLimits(timeout_s=timeout_s, memory_mb=256, file_mb=1, output_bytes=1000))]
+    ).call("python", {"code": code})
 
 
 def test_a_program_prints(run: Any) -> None:
@@ -164,10 +165,8 @@ def test_a_program_prints(run: Any) -> None:
 
 
 def test_time_memory_and_files_are_limited(run: Any) -> None:
-    started = time.monotonic()
-    result = run("print('begun', flush=True)\nwhile True: pass")
-    assert time.monotonic() - started < 6
-    assert "did not end within 3 s" in result.text
+    result = run("print('begun', flush=True)\nwhile True: pass", timeout_s=5.0)
+    assert "did not end within 5 s" in result.text
     assert "begun" in result.text
     assert "MemoryError" in run("x = bytearray(10**9)").text
     assert run("open('big', 'wb').write(bytes(2 * 2**20))").failed
@@ -194,8 +193,8 @@ def test_what_a_program_leaves_behind_ends_with_it(run: Any, tmp_path: Path) -> 
     os.chmod(tmp_path, 0o777)
     os.chmod(mark, 0o666)
     child = f"import os, time\nos.setsid()\nwhile True:\n    open({str(mark)!r}, 'a').write('x')\n    time.sleep(0.02)"
-    run(f"import os, sys, time\nif os.fork() == 0:\n    exec({child!r})\ntime.sleep(0.5)")
-    time.sleep(0.2)
+    written = f"os.stat({str(mark)!r}).st_size"
+    run(f"import os, sys, time\nif os.fork() == 0:\n    exec({child!r})\nwhile not {written}:\n    time.sleep(0.01)")
     size = mark.stat().st_size
     assert size > 0, "the child wrote"
     time.sleep(0.3)
@@ -223,7 +222,7 @@ def test_without_namespaces_the_tool_refuses_unless_told(monkeypatch: pytest.Mon
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[McpServer]:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    running = McpServer(SERVER, env={"GIVEN": "yes"}, timeout_s=1.0)
+    running = McpServer(SERVER, env={"GIVEN": "yes"}, timeout_s=60.0)
     yield running
     running.close()
 
@@ -240,10 +239,11 @@ def test_tools_of_a_server(server: McpServer) -> None:
         server.request("resources/list", {})
 
 
-def test_a_server_that_is_slow_or_dies(server: McpServer) -> None:
+def test_a_server_that_is_slow_or_dies(server: McpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     box = Toolbox(server.tools)
-    assert "within 1 s" in box.call("sleep", {"seconds": 1.3}).text
-    time.sleep(0.4)
+    with monkeypatch.context() as patch:  # of this call alone: starting took what it took
+        patch.setattr(server, "_timeout_s", 0.5)
+        assert "within 0.5 s" in box.call("sleep", {"seconds": 0.8}).text
     assert box.call("add", {"a": 1, "b": 1}).text.startswith("2"), "the late answer is nobody's"
     assert box.call("die", {}).text == "error: the tool server has ended"
     assert box.call("add", {"a": 1, "b": 1}).text == "error: the tool server has ended"

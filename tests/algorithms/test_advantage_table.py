@@ -50,4 +50,4 @@ def test_unknown_names_get_the_nearest() -> None:
 
 def test_the_table_is_cheap() -> None:
     code = "import sys, embodied_rl.algorithms.advantage_table; sys.exit('torch' in sys.modules or 'numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0

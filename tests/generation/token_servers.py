@@ -24,6 +24,8 @@ class Exchange:
     number: int
     """Counts the server's requests from 0."""
     handler: BaseHTTPRequestHandler = field(repr=False)
+    num_sent: int = 0
+    """For plans that count what they have sent."""
 
     def answer(self, status: int, content: str | bytes, headers: dict[str, str] | None = None) -> None:
         data = content.encode() if isinstance(content, str) else content

@@ -6,6 +6,7 @@ In a process of its own, because an engine leaves its mark on the process it run
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -232,6 +233,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if options.engine == "in_process":
+        # As after a run's first update: vLLM looks into all modules when an engine starts, and numba's library is hard to look into.
+        importlib.import_module("numba")
     with tempfile.TemporaryDirectory() as folder:
         player = Player(options.engine, options.tied, Path(folder))
         try:

@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_sharded(folder / "one_process", training_tensors(policy, optimizer), metadata={"step": 3})
     commands = [[sys.executable, str(RANK), str(rank), "2", str(folder / "store"), str(folder)] for rank in range(2)]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    failures = [process.communicate(timeout=200)[1] for process in processes]
+    failures = [process.communicate(timeout=500)[1] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(failures)[-6000:]
     return folder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +22,11 @@ class PaperHost:
         self.left: dict[int, int] = {}
         self.under_way: set[int] = set()
         self.played: dict[int, int] = {}
+        self.num_looks = 0
 
     @property
     def running(self) -> Sequence[int]:
+        self.num_looks += 1
         return list(self.left)
 
     def movable(self) -> list[int]:
@@ -193,15 +194,16 @@ def test_which_hosts_may_leave(train_on: list[int]) -> None:
         Multiplexer([PaperHost(1), PaperHost(1)], train_on)
 
 
-def test_thousands_of_episodes_move_in_no_time() -> None:
+def test_thousands_of_episodes_move_in_a_few_messages() -> None:
+    """What is done for each host and not for each episode: hosts may be processes."""
     hosts = [PaperHost(2000), PaperHost(1000)]
     multiplexer = Multiplexer(hosts, train_on=[1])
     for key in range(1500):
         number = key % 2
         hosts[number].begin(key, 1)
         multiplexer.started(key, number)
-    started = time.perf_counter()
+    before = sum(host.num_looks for host in hosts)
     multiplexer.shrink()
-    assert time.perf_counter() - started < 1
+    assert sum(host.num_looks for host in hosts) - before < 20
     assert (multiplexer.vacated, multiplexer.counts().moves) == (True, 750)
     assert np.all([multiplexer.host_of(key) == 0 for key in range(1500)])

@@ -50,6 +50,10 @@ def test_heterogeneous_and_explicit() -> None:
     # What is printed can be given again.
     again = resolve(PlacementConfig.from_value(resolved.to_dict()), mixed)
     assert again == resolved
+    # By roles alone, some devices that generate and train would only take turns.
+    lends = resolve(PlacementConfig("multiplexed", num_train_gpus=3), mixed)
+    assert lends.to_dict() == {"kind": "multiplexed", "num_train_gpus": 3, "num_pipeline_stages": 1}
+    assert resolve(PlacementConfig.from_value(lends.to_dict()), mixed) == lends
 
 
 def test_without_gpus_machines_compute() -> None:

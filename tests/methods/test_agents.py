@@ -237,8 +237,10 @@ def test_a_simulator_without_words_is_refused(tmp_path: Path) -> None:
 def test_the_experiment_runs_on_vllm_whose_log_probs_stay_the_trainers(tmp_path: Path) -> None:
     """More prompts at a time than vLLM reads at once, so that it would read one in pieces."""
     changes = ["experiment=frozenlake_text", "generation=vllm", "total_steps=900", "algorithm.warm_start.episodes=20", "logger=quiet"]
-    changes += ["algorithm.warm_start.measured_episodes=4", "evaluation.num_episodes=4", "evaluation.every_steps=null", "video.enabled=no"]
+    changes += ["algorithm.warm_start.measured_episodes=4", "evaluation.num_episodes=4", "evaluation.every_steps=null", "video.enabled=yes"]
     changes += [
+        "video.num_episodes=1",
+        "video.size=64",
         "algorithm.groups.groups_per_step=4",
         "algorithm.groups.filters=[]",
         "generation.max_batch=64",
@@ -251,3 +253,4 @@ def test_the_experiment_runs_on_vllm_whose_log_probs_stay_the_trainers(tmp_path:
     differences = [row["train/log_prob_difference"] for row in rows if "train/log_prob_difference" in row]
     assert len(differences) >= 2, "weights were updated in between"
     assert max(differences) < 1e-4
+    assert list((tmp_path / "run" / "videos").glob("*.mp4")), "a second engine beside the first is not needed for a film"

@@ -22,6 +22,7 @@ from embodied_rl.checkpoint.domains import domain_part
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.generation.tokens import Failure
 from embodied_rl.hybrid.language_learner import ReferenceLogProbs
 from embodied_rl.methods import check_method
 from embodied_rl.methods.agents import PreparedTurns, token_batch, token_rows, turn_batch
@@ -31,6 +32,7 @@ from embodied_rl.rollout.domain_collector import DomainShare
 from embodied_rl.rollout.domains import DomainMixture, queue_weights
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.silence import SilenceWatch
 from embodied_rl.sandbox import can_isolate
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
@@ -213,6 +215,29 @@ def test_a_baseline_behind_a_server_plays_its_share_and_is_not_learned_from(tmp_
     assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
     assert second[2]["content"] == "down"
     assert server.exchanges[0].path == "/v1/chat/completions"
+
+
+def test_a_server_that_never_answers_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    server = TokenServer(lambda exchange: exchange.json({"error": {"message": "no such model: m"}}, 404))
+    mix = f"generation.mix={{baseline: {{share: 0.5, base_url: '{server.base_url}', model: m, num_slots: 4}}}}"
+    try:
+        with pytest.raises(UserError, match=r"answered none of the first 8 requests \(rejected after 1 attempts each: .*no such model"):
+            run(tmp_path / "run", "sim=frozenlake", "sim.num_slots=4", "agent.actions=[up, down, left, right]", mix, "total_steps=120")
+    finally:
+        server.close()
+
+
+def test_one_that_falls_silent_is_told_of() -> None:
+    watch, failure = SilenceWatch(), Failure("connection", "refused", attempts=6)
+    watch.answered()
+    for _ in range(7):
+        watch.failed(failure)
+    watch.failed(Failure("prompt_too_long", "too long"))
+    with pytest.warns(UserWarning, match="8 requests in a row unanswered"):
+        watch.failed(failure)
+    watch.answered()
+    for _ in range(7):
+        watch.failed(failure)
 
 
 def test_the_same_policy_on_two_players_and_chance_as_a_third(tmp_path: Path) -> None:

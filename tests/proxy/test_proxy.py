@@ -60,7 +60,7 @@ def ask(proxy: AgentProxy, path: str, body: Any = None, key: str | None = "agent
 
 def raw(proxy: AgentProxy, path: str, body: Any, key: str | None, method: str | None = None) -> tuple[int, str | None, bytes]:
     parts = urlsplit(proxy.base_url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=120)
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
     connection.request(method or ("GET" if data is None else "POST"), parts.path + path, data, headers)
@@ -312,10 +312,11 @@ def test_with_a_token_sessions_are_opened_and_have_keys(tokenizer: ChatTokenizer
 
 
 def test_limits_of_sessions(tokenizer: ChatTokenizer) -> None:
-    with serving(says(tokenizer, "x"), tokenizer, limits=SessionLimits(max_sessions=1, idle_s=0.3)) as proxy:
+    with serving(says(tokenizer, "x"), tokenizer, limits=SessionLimits(max_sessions=1, idle_s=60.0)) as proxy:
         chat(proxy, [user("x")], key="one")
         assert ask(proxy, "/chat/completions", {"messages": [user("x")]}, "two")[1]["error"]["code"] == "too_many_sessions"
-        time.sleep(0.4)
+        (session,) = proxy._book.sessions.values()
+        session.last_used -= 61.0
         chat(proxy, [user("x")], key="two")
         assert [(s.session, s.ended_by) for s in proxy.take_finished()] == [("one", "idle")]
 
@@ -408,7 +409,9 @@ def test_a_client_that_is_gone_aborts_its_request() -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.1)
+    deadline = time.monotonic() + 60
+    while not pump._in_flight and time.monotonic() < deadline:
+        time.sleep(0.005)
     pump.close()
     thread.join()
     assert "was closed" in str(waiting[0])

@@ -233,8 +233,9 @@ def test_groups_share_their_task_and_failures_are_tried_again(tmp_path: Path) ->
     # Every third start of all crashes.
     body = (
         f"counter = {str(tmp_path)!r} + '/started'\n"
-        "with open(counter, 'a') as file:\n    import fcntl; fcntl.flock(file, fcntl.LOCK_EX); file.write('x')\n"
-        "if os.path.getsize(counter) % 3 == 0: raise SystemError('planned')\n"
+        "with open(counter, 'ab') as file:\n"
+        "    import fcntl; fcntl.flock(file, fcntl.LOCK_EX); file.write(b'x'); file.flush(); number = file.tell()\n"
+        "if number % 3 == 0: raise SystemError('planned')\n"
         "ask('say red'); reward(float(task['number']))\n"
     )
     with running(says(words, "red"), words, options(program(tmp_path, body), tasks=str(tmp_path / "tasks.jsonl"))) as runner:

@@ -19,6 +19,7 @@ SIMULATORS = {
     "puck": SimConfig("puck", "tests.sim.check_toys:Puck"),
     "count": SimConfig("count", "tests.sim.toy:CountingSim", kwargs={"length": 7}),
     "saved_count": SimConfig("saved_count", "tests.sim.toy:SavedCountingSim", kwargs={"length": 30}),
+    "meeting": SimConfig("meeting", "tests.service.toys:MeetingSim"),
     "busy": SimConfig("busy", "tests.service.toys:BusySim"),
     "talk": SimConfig("talk", "tests.sim.toy:TalkingSim"),
 }
@@ -34,10 +35,10 @@ def served(*, max_body_bytes: int = 32 * 2**20, token: str | None = None, **limi
 
 
 class LosingProxy:
-    """Passes bytes on to a server, and cuts connections: `lose_answers` of the next requests after they were delivered."""
+    """Passes bytes on to the server at `port`, and cuts connections: `lose_answers` of the next requests after they were delivered."""
 
     def __init__(self, port: int) -> None:
-        self._target = port
+        self.port = port
         self.lose_answers = 0
         self.num_lost = 0
         self.down = False
@@ -55,7 +56,7 @@ class LosingProxy:
         with client, suppress(OSError):
             if self.down:
                 return
-            with socket.create_connection(("127.0.0.1", self._target)) as server:
+            with socket.create_connection(("127.0.0.1", self.port)) as server:
                 while data := _message(client):
                     server.sendall(data)
                     answer = _message(server)
@@ -80,7 +81,10 @@ def _message(connection: socket.socket) -> bytes:
     head, _, body = data.partition(b"\r\n\r\n")
     lengths = [int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
     while len(body) < (lengths or [0])[0]:
-        body += connection.recv(65536)
+        part = connection.recv(65536)
+        if not part:
+            return b""
+        body += part
     return head + b"\r\n\r\n" + body
 
 

@@ -14,9 +14,8 @@ import pytest
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.http_server import HttpServer, Reply
+from embodied_rl.http_server import HttpRequest, HttpServer, Reply
 from embodied_rl.service.app import EnvironmentService
-from embodied_rl.service.environment import ServiceLimits
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.env import SimFactory, SnapshotEnv
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, NonFiniteSimulationError
@@ -101,7 +100,7 @@ def test_check_sim_passes(service: EnvironmentService) -> None:
 def test_a_lost_answer_neither_repeats_nor_loses_a_step(service: EnvironmentService) -> None:
     proxy = LosingProxy(int(service.url.rpartition(":")[2]))
     try:
-        sim = make(2, proxy.url, "count", attempt_s=5.0, deadline_s=10.0)
+        sim = make(2, proxy.url, "count", attempt_s=60.0, deadline_s=120.0)
         assert isinstance(sim, RemoteSim)
         out = StepBuffers.allocate(sim.spec, 2)
         sim.reset([0, 1], [7, 8], out)
@@ -119,7 +118,7 @@ def test_a_lost_answer_neither_repeats_nor_loses_a_step(service: EnvironmentServ
 def test_a_client_goes_on_with_its_episode_after_an_outage(service: EnvironmentService) -> None:
     proxy = LosingProxy(int(service.url.rpartition(":")[2]))
     try:
-        sim = make(1, proxy.url, "count", deadline_s=10.0)
+        sim = make(1, proxy.url, "count", deadline_s=60.0)
         out = StepBuffers.allocate(sim.spec, 1)
         sim.reset([0], [7], out)
         proxy.down = True
@@ -183,25 +182,29 @@ def test_memory_and_nan_are_told_as_what_they_are(service: EnvironmentService) -
 
 
 def test_a_service_that_was_started_anew_knows_no_environments() -> None:
-    first = EnvironmentService(SIMULATORS)
-    port = int(first.url.rpartition(":")[2])
-    sim = make(1, first.url, "count", deadline_s=20.0)
-    sim.reset([0], [1], out := StepBuffers.allocate(sim.spec, 1))
-    first.close()
-    second = EnvironmentService(SIMULATORS, port=port, limits=ServiceLimits())
+    first, second = EnvironmentService(SIMULATORS), EnvironmentService(SIMULATORS)
+    proxy = LosingProxy(int(first.url.rpartition(":")[2]))  # one address for both: a port that was let go may be somebody else's
     try:
+        sim = make(1, proxy.url, "count", deadline_s=60.0)
+        assert isinstance(sim, RemoteSim)
+        sim.reset([0], [1], out := StepBuffers.allocate(sim.spec, 1))
+        first.close()
+        sim._client.close()  # as the end of the first one's process does
+        proxy.port = int(second.url.rpartition(":")[2])
         with pytest.raises(RemoteFault, match="may have been started anew") as fault:
             sim.step([0], np.ones((1, 1)), out)
         assert fault.value.kind == "unknown_environment"
         sim.close()
     finally:
+        proxy.close()
+        first.close()
         second.close()
 
 
 def test_a_busy_server_is_asked_again_and_a_broken_one_given_up() -> None:
     answers: list[Reply] = []
     server = HttpServer(lambda request: answers.pop(0) if len(answers) > 1 else answers[0])
-    client = JsonClient(server.url, patience=Patience(deadline_s=5.0))
+    client = JsonClient(server.url, patience=Patience(deadline_s=60.0))
     try:
         busy = Reply({"error": "later", "kind": "too_many_environments"}, 429, {"Retry-After": "0.2"})
         answers[:] = [busy, Reply({}, 503), Reply(b"<html>", 200), Reply({"ok": 1})]
@@ -211,13 +214,34 @@ def test_a_busy_server_is_asked_again_and_a_broken_one_given_up() -> None:
         assert client.call("GET", "/").kind == "died", "what became of an environment is no reason to ask again"
         for hopeless, kind in ((busy, "too_many_environments"), (Reply([1]), "bad_response")):
             answers[:] = [hopeless]
-            with pytest.raises(RemoteFault, match=r"No answer from .* after \d attempts?: ") as fault:
-                client.call("GET", "/", deadline_s=0.5)
+            with pytest.raises(RemoteFault, match=r"No answer from .* after \d+ attempts?: ") as fault:
+                client.call("GET", "/", deadline_s=2.0)
             assert fault.value.kind == kind
         answers[:] = [Reply(b"<html>"), Reply({})]
         with pytest.raises(RemoteFault, match="after 1 attempt: its answer is not"):
             client.call("POST", "/", {}, repeat=False)
     finally:
+        client.close()
+        server.close()
+
+
+def test_what_a_server_has_said_is_told_where_it_had_no_time_to_say_it_again() -> None:
+    given_up, asked = threading.Event(), list[int]()
+
+    def answer(request: HttpRequest) -> Reply:
+        asked.append(1)
+        if len(asked) > 1:
+            given_up.wait(60)
+        return Reply({"error": "later", "kind": "too_many_environments"}, 429, {"Retry-After": "0.1"})
+
+    server = HttpServer(answer)
+    client = JsonClient(server.url, patience=Patience(deadline_s=2.0))
+    try:
+        with pytest.raises(RemoteFault, match="after 2 attempts: later") as fault:
+            client.call("GET", "/")
+        assert fault.value.kind == "too_many_environments"
+    finally:
+        given_up.set()
         client.close()
         server.close()
 
@@ -233,9 +257,10 @@ def test_mistakes_are_told_in_one_line(service: EnvironmentService, monkeypatch:
         make(1, service.url, "count", gravity=1)
     with pytest.raises(UserError, match="url must be like"):
         make(1, "127.0.0.1:8700")
-    monkeypatch.setattr("embodied_rl.sim.remote._CONNECT_S", 0.1)
-    with pytest.raises(UserError, match=r"No environment service answers at http://127.0.0.1:9 .*serve_envs"):
-        make(1, "http://127.0.0.1:9")
+    with monkeypatch.context() as patch:
+        patch.setattr("embodied_rl.sim.remote._CONNECT_S", 0.1)
+        with pytest.raises(UserError, match=r"No environment service answers at http://127.0.0.1:9 .*serve_envs"):
+            make(1, "http://127.0.0.1:9")
     with served(token="correct horse") as locked:
         with pytest.raises(UserError, match="asks for a token"):
             make(1, locked.url, "count")

@@ -36,7 +36,7 @@ def ask(url: str, path: str, body: Any = None, method: str | None = None, **head
     head = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
     request = urllib.request.Request(url + path, data, head, method=method or ("GET" if data is None else "POST"))
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -86,14 +86,14 @@ def test_text_and_pictures_travel(service: EnvironmentService) -> None:
     assert drawn["image"]["shape"] == [2, 2, 3]
 
 
-def test_a_batch_steps_environments_side_by_side_and_tells_each_its_own(service: EnvironmentService) -> None:
-    status, answer = ask(service.url, "/v1/environments", {"sim": "count", "count": 3, "kwargs": {"step_s": 0.3, "length": 7}})
+def test_a_batch_steps_environments_side_by_side_and_tells_each_its_own(service: EnvironmentService, tmp_path: Path) -> None:
+    """The first step of each of the three ends when all are in it: one after the other none would."""
+    meet = {"folder": str(tmp_path), "count": 3}
+    status, answer = ask(service.url, "/v1/environments", {"sim": "meeting", "count": 3, "kwargs": meet})
     ids = answer["environments"]
     ask(service.url, "/v1/batch", {"requests": [{"id": i, "operation": "reset", "seed": seed} for seed, i in enumerate(ids)]})
-    started = time.monotonic()
     requests = [{"id": i, "operation": "step", "action": [number]} for number, i in enumerate(ids)]
     status, answer = ask(service.url, "/v1/batch", {"requests": requests})
-    assert time.monotonic() - started < 0.8, "three steps of 0.3 s one after the other take 0.9 s"
     assert status == 200
     assert [result["body"]["observation"]["state"] for result in answer["results"]] == [[0, 1, 0], [1, 1, 1], [2, 1, 2]]
     requests = [{"id": ids[0], "operation": "step", "action": [1]}, {"id": "nobody", "operation": "step", "action": [1]}]
@@ -206,7 +206,7 @@ def test_wrong_actions_are_refused_and_the_episode_goes_on(service: EnvironmentS
      ("nan_reward", "non_finite", "NaN"), ("nan_observation", "non_finite", "'state'"), ("leak", "out_of_memory", "200 MB")],
 )  # fmt: skip
 def test_an_environment_that_fails_is_a_typed_error_and_stays_one(misbehave: str, kind: str, part: str) -> None:
-    with served(step_timeout_s=1.0 if misbehave == "hang" else 30.0, memory_mb=200.0) as running:
+    with served(step_timeout_s=4.0 if misbehave == "hang" else 30.0, memory_mb=200.0) as running:
         env = f"/v1/environments/{make(running.url, 'count', kwargs={'misbehave': misbehave, 'at': 2})}"
         other = f"/v1/environments/{make(running.url, 'count')}"
         for path in (env, other):
@@ -222,7 +222,7 @@ def test_an_environment_that_fails_is_a_typed_error_and_stays_one(misbehave: str
 
 
 def test_cpu_time_is_limited() -> None:
-    with served(cpu_s=2.0) as running:
+    with served(cpu_s=4.0) as running:
         env = f"/v1/environments/{make(running.url, 'busy')}"
         ask(running.url, f"{env}/reset", {"seed": 1})
         status, answer = ask(running.url, f"{env}/step", {"action": [1.0]})
@@ -230,11 +230,11 @@ def test_cpu_time_is_limited() -> None:
 
 
 def test_idle_environments_are_closed_and_places_are_limited() -> None:
-    with served(idle_s=1.0, max_environments=2) as running:
+    with served(idle_s=3.0, max_environments=2) as running:
         first = make(running.url, "count", count=2)
         status, answer = ask(running.url, "/v1/environments", {"sim": "count"})
         assert (status, answer["kind"]) == (429, "too_many_environments")
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while running.hub.num_environments and time.monotonic() < until:
             time.sleep(0.05)
         status, answer = ask(running.url, f"/v1/environments/{first}/reset", {"seed": 1})
@@ -259,7 +259,7 @@ def test_a_page_in_a_browser_cannot_use_a_service_without_token(service: Environ
 
 def test_bodies_without_a_length_are_refused_and_the_connection_ends(service: EnvironmentService) -> None:
     port = int(service.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /v1/batch HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
         data = b"".join(iter(lambda: connection.recv(4096), b""))
     assert data.startswith(b"HTTP/1.1 411 ")
@@ -268,7 +268,7 @@ def test_bodies_without_a_length_are_refused_and_the_connection_ends(service: En
 
 def test_what_is_no_request_is_refused_as_json_too(service: EnvironmentService) -> None:
     assert ask(service.url, "/v1/environments", {}, method="PUT")[1]["kind"] == "wrong_method"
-    with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=60) as connection:
         connection.sendall(b"GET /v1/health HTTP/1.1 and more\r\n\r\n")
         data = b"".join(iter(lambda: connection.recv(4096), b""))
     assert json.loads(data.partition(b"\r\n\r\n")[2] or data)["kind"] == "bad_request"
@@ -304,4 +304,4 @@ def test_the_command_serves_until_it_is_ended() -> None:
         assert status == 200
         assert len(answer["observation"]["state"]) == 4
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0

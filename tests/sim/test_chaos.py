@@ -24,12 +24,12 @@ def make(policy: FaultPolicy, **kwargs) -> EnvManager:
         num_workers=WORKERS,
         faults=policy,
         spare_workers=1,
-        step_timeout_s=2.5,
+        step_timeout_s=4.0,
     )
 
 
 class Chaos:
-    """Every so many calls one worker is SIGKILLed, or SIGSTOPped (a step that never returns)."""
+    """Every so many calls, or as soon as one works, one worker is SIGKILLed, or SIGSTOPped (a step that never returns)."""
 
     def __init__(self, manager: EnvManager, every: int, seed: int = 0) -> None:
         self.manager, self.every, self.calls, self.attacks = manager, every, 0, 0
@@ -37,13 +37,14 @@ class Chaos:
 
     def __call__(self) -> None:
         self.calls += 1
-        if self.calls % self.every:
+        if self.calls < self.every:
             return
         victim = self.manager.worker_pids()[self.random.integers(WORKERS)]
         # Only one that works: who is on the way back already would not be a fault of its own.
         if psutil.pid_exists(victim) and psutil.Process(victim).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
             os.kill(victim, signal.SIGSTOP if self.attacks % 4 == 3 else signal.SIGKILL)
             self.attacks += 1
+            self.calls = 0
 
 
 def accounts(trace: Trace, manager: EnvManager) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -36,11 +37,18 @@ def run_until_fault(misbehave: str, **options) -> tuple[SimFault, list[int]]:
     return caught.value, pids
 
 
-def assert_gone(pids: list[int], within_s: float = 5.0) -> None:
-    deadline = time.time() + within_s
-    while time.time() < deadline and any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+def assert_gone(pids: list[int], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while (left := [pid for pid in pids if _lives(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+    assert left == []
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_an_exception_comes_with_the_workers_traceback() -> None:
@@ -53,18 +61,17 @@ def test_an_exception_comes_with_the_workers_traceback() -> None:
 
 
 def test_a_dead_worker_is_noticed_at_once() -> None:
-    started = time.time()
-    fault, pids = run_until_fault("exit", step_timeout_s=60)
+    """Not at the deadline, which is after the end of this test."""
+    fault, pids = run_until_fault("exit", step_timeout_s=3600.0)
     assert fault.kind is FaultKind.DIED
     assert "exit status 7" in str(fault)
-    assert time.time() - started < 15
     assert_gone(pids)
 
 
 def test_a_hanging_worker_misses_its_deadline_and_says_where_it_hangs() -> None:
-    fault, pids = run_until_fault("hang", step_timeout_s=0.5)
+    fault, pids = run_until_fault("hang", step_timeout_s=3.0)
     assert fault.kind is FaultKind.TIMED_OUT
-    assert "No answer within 0.5 s" in str(fault)
+    assert "No answer within 3 s" in str(fault)
     assert "_hang_here" in str(fault)
     assert_gone(pids)
 
@@ -87,12 +94,21 @@ def test_nan_names_slot_seed_and_step(where: str) -> None:
         ("tests.sim.toi:CountingSim", {}, "cannot be imported"),
         ("nonsense", {}, "not of the form"),
         (COUNTING, {"colour": "red"}, "does not take 'colour'. It takes: num_envs, length"),
+        ("embodied_rl.sim.robots.metaworld:make", {"colour": "red"}, "Simulator 'metaworld' does not take 'colour'"),
+        ("math:pi", {}, "3.14159.* is no class or function that makes a gymnasium.Env"),
+        ("time:time", {}, "is no class or function that makes a gymnasium.Env"),
+        ("os:getcwd", {}, "without num_envs must return a gymnasium.Env, got str"),
     ],
 )
 def test_a_wrong_target_is_one_line(target: str, kwargs: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message.replace(".", r"\.")) as caught:
+    with pytest.raises(UserError, match=message.replace(". ", r"\. ")) as caught:
         EnvManager(SimFactory(target, kwargs=kwargs), 1)
     assert "\n" not in str(caught.value)
+
+
+def our_shared_memory() -> set[str]:
+    """Names of ours in /dev/shm; those of other programs, and of tests that run beside this one, come and go."""
+    return {name for name in os.listdir("/dev/shm") if "embodied" in name}
 
 
 SCRIPT = """
@@ -118,7 +134,7 @@ SCRIPT = """
     ],
 )
 def test_nothing_is_left_behind_however_the_manager_ends(then: str, kwargs: dict, how: signal.Signals | None) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = our_shared_memory()
     script = textwrap.dedent(SCRIPT).format(kwargs=kwargs, then=then)
     root = Path(__file__).parents[2]
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root)
@@ -128,14 +144,15 @@ def test_nothing_is_left_behind_however_the_manager_ends(then: str, kwargs: dict
     if how is not None:
         time.sleep(0.3)
         process.send_signal(how)
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
     assert_gone(pids)
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert our_shared_memory() - before == set()
 
 
 def test_descriptors_and_processes_do_not_pile_up() -> None:
     own = psutil.Process()
+    gc.collect()  # of other tests: what is closed while this one counts
     counts = []
     for _ in range(3):
         with EnvManager(SimFactory(COUNTING), 2, num_workers=1) as manager:
@@ -149,10 +166,11 @@ def test_a_thousand_slabs_leave_nothing_behind() -> None:
     from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
     layout = slab_layout(SimSpec("t", {"rgb": TensorSpec((64, 64, 3), "uint8")}, ActionSpec.continuous([-1.0], [1.0])), 16, 4)
-    own, shm = psutil.Process(), set(os.listdir("/dev/shm"))
+    own, shm = psutil.Process(), our_shared_memory()
     Slab.create(layout).close()
+    gc.collect()  # of other tests too
     before = own.num_fds()
     for _ in range(1000):
         Slab.create(layout).close()
     assert own.num_fds() == before
-    assert set(os.listdir("/dev/shm")) - shm == set()
+    assert our_shared_memory() - shm == set()

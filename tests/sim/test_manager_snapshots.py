@@ -113,7 +113,7 @@ def test_drift_is_told() -> None:
         manager.snapshot(range(4))
         play_lockstep(manager, 1, start=2)
         psutil.Process(manager.worker_pids()[0]).kill()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not manager.fault_records and time.monotonic() < deadline:
             manager.send([2, 3], np.zeros((2, 1)))
             manager.recv([2, 3])

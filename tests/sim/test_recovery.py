@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -66,22 +66,30 @@ def test_a_killed_worker_changes_nothing_but_the_time(target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("misbehave", "kind", "options"),
+    ("misbehave", "kind", "cause", "options"),
     [
-        ("raise", FaultKind.RAISED, {}),
-        ("exit", FaultKind.DIED, {}),
-        ("hang", FaultKind.TIMED_OUT, {"step_timeout_s": 1.5}),
-        ("nan_observation", FaultKind.NON_FINITE, {}),
-        ("nan_reward", FaultKind.NON_FINITE, {}),
-        ("leak", FaultKind.OUT_OF_MEMORY, {"policy": FaultPolicy(memory_limit_mb=300)}),
+        ("raise", FaultKind.RAISED, r"RuntimeError: the gripper fell off", {}),
+        ("exit", FaultKind.DIED, r"exit status 7", {}),
+        (
+            "hang",
+            FaultKind.TIMED_OUT,
+            r'No answer within 4 s while it should step\. File ".*toy\.py", line \d+ in _hang_here',
+            {"step_timeout_s": 4.0},
+        ),
+        ("nan_observation", FaultKind.NON_FINITE, r"NaN or infinity in the observation: .*", {}),
+        ("nan_reward", FaultKind.NON_FINITE, r"NaN or infinity in the reward: .*", {}),
+        ("leak", FaultKind.OUT_OF_MEMORY, r"\d+ MB resident; the limit is 300 MB\.", {"policy": FaultPolicy(memory_limit_mb=300)}),
     ],
 )
-def test_a_passing_fault_of_any_kind_is_healed_without_a_trace(misbehave: str, kind: FaultKind, options: dict, tmp_path: Path) -> None:
+def test_a_passing_fault_of_any_kind_is_healed_without_a_trace(
+    misbehave: str, kind: FaultKind, cause: str, options: dict, tmp_path: Path
+) -> None:
     with make(misbehave=misbehave, at=5, once=str(tmp_path / "happened"), **options) as manager:
         manager.reset()
         trace = play_lockstep(manager, 20)
         assert [record.kind for record in manager.fault_records] == [kind]
         assert manager.fault_records[0].to_dict()["kind"] == kind.name
+        assert re.fullmatch(cause, manager.fault_records[0].cause)
     assert_same(trace, clean_run(20))
 
 
@@ -156,20 +164,11 @@ def test_other_slots_go_on_while_a_worker_hangs(tmp_path: Path) -> None:
         manager.send(range(4), np.ones((4, 1)))
         manager.recv(range(4))
         manager.send(range(4), np.ones((4, 1)))
-        started, steps = time.perf_counter(), 0
-        while time.perf_counter() - started < 2.0:
-            batch = manager.recv(min_ready=2)
-            assert set(batch.slots.tolist()) <= {2, 3}
-            steps += 1
+        num_batches = 0
+        while not {0, 1} & set((batch := manager.recv(min_ready=1)).slots.tolist()):  # until they come back
+            num_batches += 1
             manager.send(batch.slots, np.ones((len(batch.slots), 1)))
-        assert steps > 20
-        late: set[int] = set()
-        while not late & {0, 1}:  # they come back
-            batch = manager.recv(min_ready=1)
-            late |= set(batch.slots.tolist())
-            if late & {0, 1}:
-                break
-            manager.send(batch.slots, np.ones((len(batch.slots), 1)))
+        assert num_batches > 20
         assert manager.fault_records[0].kind is FaultKind.TIMED_OUT
         assert "_hang_here" in manager.fault_records[0].detail
 

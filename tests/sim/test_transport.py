@@ -133,16 +133,24 @@ def test_bell_gives_up_at_its_deadline(patience_s: float) -> None:
     started = time.perf_counter()
     assert not bell.wait(lambda: bool(flag[0]), started + patience_s)
     waited = time.perf_counter() - started
-    assert patience_s <= waited < patience_s + 1.0
+    assert patience_s <= waited < patience_s + 60.0  # late on a busy machine, but not for ever
     assert slab.arrays["waiting"][0] == 0  # nobody need ring any more
 
 
 def test_blocked_waiter_looks_after_its_peer() -> None:
     _, bell, flag = make_bell()
-    calls = []
-    assert not bell.wait(lambda: bool(flag[0]), time.perf_counter() + 0.25, lambda: calls.append(time.perf_counter()))
-    # Every 20 ms of blocking: 12 times, fewer on a busy machine.
-    assert 2 <= len(calls) <= 14
+    calls: list[float] = []
+
+    def look() -> None:
+        calls.append(time.perf_counter())
+        flag[0] = len(calls) == 13
+
+    started = time.perf_counter()
+    assert bell.wait(lambda: bool(flag[0]), started + 120.0, look)
+    # Every 20 ms of blocking, later on a busy machine.
+    assert len(calls) == 13
+    assert calls[-1] - started >= 12 * 0.02
+    flag[0] = 0
 
     def peer_is_dead() -> None:
         raise ChannelClosed("gone")
@@ -163,7 +171,7 @@ def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    limit = time.perf_counter() + 10.0
+    limit = time.perf_counter() + 20.0
     while not slab.arrays["waiting"][0] and time.perf_counter() < limit:
         time.sleep(0.001)
     time.sleep(0.05)  # from announcing to sleeping
@@ -178,7 +186,7 @@ def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     waiter.join(20.0)
     assert outcome
     assert outcome[0][0] is True
-    assert outcome[0][1] - rung < 5.0
+    assert outcome[0][1] - rung < 15.0
     assert slab.arrays["waiting"][0] == 0
 
 
@@ -216,22 +224,23 @@ def test_ring_wakes_another_process(slice_s: float) -> None:
             rung = time.perf_counter()
             bell.ring()
             assert process.stdout.readline() == "True\n"
-            assert time.perf_counter() - rung < 5.0
+            assert time.perf_counter() - rung < 15.0
         finally:
             process.kill()
     slab.close()
 
 
-def test_two_sides_hand_over_without_losing_a_turn() -> None:
-    """2000 turns each way: a lost wake-up costs a slice of 20 ms, so that many of them would not fit into the deadline."""
+def test_two_sides_hand_over_without_losing_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 turns each way, by rings alone where there is a futex: a block would last beyond the deadline, and so would a lost wake-up."""
+    monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 600.0)
     slab = Slab.create(Layout.of(dict.fromkeys(("word_a", "wait_a", "word_b", "wait_b", "turn"), ((1,), "uint32"))))
     arrays = slab.arrays
     ours, theirs, turn = Bell(arrays["word_a"], arrays["wait_a"]), Bell(arrays["word_b"], arrays["wait_b"]), arrays["turn"]
-    deadline = time.perf_counter() + 20.0
+    deadline = time.perf_counter() + 120.0
     late = []
 
     def other() -> None:
-        for number in range(2000):
+        for number in range(400):
             if not theirs.wait(lambda number=number: turn[0] == 2 * number + 1, deadline):
                 late.append(number)
                 return
@@ -240,13 +249,13 @@ def test_two_sides_hand_over_without_losing_a_turn() -> None:
 
     thread = threading.Thread(target=other)
     thread.start()
-    for number in range(2000):
+    for number in range(400):
         turn[0] = 2 * number + 1
         theirs.ring()
         assert ours.wait(lambda number=number: turn[0] == 2 * number + 2, deadline), f"turn {number} did not come back"
-    thread.join(20.0)
+    thread.join(120.0)
     assert not late
-    assert turn[0] == 4000
+    assert turn[0] == 800
 
 
 # ---- cores ----------------------------------------------------------------------------------------------------------
@@ -378,7 +387,7 @@ def test_nothing_whole_in_time_is_a_timeout(ends: tuple[Channel, Channel], begun
     started = time.perf_counter()
     with pytest.raises(TimeoutError):
         right.recv(0.2)
-    assert 0.15 < time.perf_counter() - started < 3.0
+    assert 0.15 < time.perf_counter() - started < 30.0
 
 
 def test_descriptor_travels(ends: tuple[Channel, Channel]) -> None:

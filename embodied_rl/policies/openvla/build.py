@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,6 +22,7 @@ def load_vla_policy(
     *,
     oft: OFTConfig | None = None,
     value_head: bool = True,
+    values: Literal["chunk", "action"] = "chunk",
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     vision: tuple[ViTShape, ViTShape] | None = None,
@@ -30,6 +32,7 @@ def load_vla_policy(
     A `value_head.safetensors` in the folder fills the value head; otherwise it is drawn from torch's global generator.
 
     Args:
+        values: of OpenVLA-OFT: one for a chunk, or one for each of its steps.
         dtype: of the model's weights; None: as stored. The value head is float32.
         vision: see `OpenVLA.from_pretrained`.
 
@@ -42,7 +45,7 @@ def load_vla_policy(
     policy: VLAPolicy
     if oft is not None or OFT_KEY in config.raw:
         chunked = OpenVLAOFT.from_pretrained(directory, oft, dtype=dtype, device=device, vision=vision)
-        policy = OFTPolicy(chunked, processor, spec, options, value_head=value_head)
+        policy = OFTPolicy(chunked, processor, spec, options, value_head=value_head, values=values)
     else:
         model = OpenVLA.from_pretrained(directory, dtype=dtype, device=device, vision=vision)
         policy = OpenVLAPolicy(model, processor, spec, options, value_head=value_head)

@@ -75,16 +75,17 @@ class Decision:
     log_prob: Tensor
     """[B, L] float32"""
     value: Tensor
-    """[B] float32; 0 without a value head."""
+    """[B] float32, or [B, K] of the steps; 0 without a value head."""
 
 
 class VLAPolicy(nn.Module):
     """Implements `embodied_rl.policies.base.Policy`. Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
-    noise_kind: Literal["uniform"] = "uniform"
-    """`act` wants noise uniform in [0, 1), one number for each action token."""
+    noise_kind: Literal["uniform", "normal"] = "uniform"
+    """uniform: `act` wants noise uniform in [0, 1), one number for each action token. normal: actions are no tokens, and take none."""
     base_folder: Path | None = None
-    """See `embodied_rl.policies.base.Policy`."""
+    temperature: float
+    """For both: see `embodied_rl.policies.base.Policy`."""
 
     def __init__(
         self,
@@ -99,9 +100,11 @@ class VLAPolicy(nn.Module):
         epsilon: float,
         proprio_dim: int | None = None,
         value_head: bool = True,
+        values: Literal["chunk", "action"] = "chunk",
     ) -> None:
         super().__init__()
         self.spec, self.options, self.processor = spec, options, processor
+        self.temperature = options.temperature
         self.chunk_size, self.num_images = chunk, num_images
         statistics = model.config.norm_stats
         self.action_range = range_of(statistics, options.unnorm_key, bounds=options.bounds, epsilon=epsilon)
@@ -110,7 +113,8 @@ class VLAPolicy(nn.Module):
             self.proprio_range = range_of(statistics, options.unnorm_key, "proprio", bounds=options.bounds, epsilon=epsilon)
         _check_spec(spec, options, num_images, self.action_range.dim, action_dim, proprio_dim)
         self.model = model
-        self.value_head = ValueHead(model.config.hidden_size).to(model.device) if value_head else None
+        of_steps = chunk if values == "action" else None
+        self.value_head = ValueHead(model.config.hidden_size, of_steps).to(model.device) if value_head else None
         self.normaliser = PixelNormaliser(processor.normalisation).to(model.device)
         self._decide: Accelerated[Decision] = Accelerated(self._decision, options.generation)
 
@@ -180,7 +184,7 @@ class VLAPolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
-        """Token ids [B, L] with log-probabilities [B, L] and, with a value head, values [B].
+        """Token ids [B, L] with log-probabilities [B, L] and, with a value head, values [B] or [B, K].
 
         Args:
             observation: of the simulator, or as `prepare` gives it.
@@ -189,21 +193,21 @@ class VLAPolicy(nn.Module):
         tensors, padded = self._inputs(observation)
         if noise is not None:
             self._check_noise(noise, len(cast(Tensor, tensors["input_ids"])))
-        decision = self._decide(tensors | {"noise": noise}, padded=padded)
+        decision = self._decide(tensors | {"noise": noise}, padded=padded, temperature=self.temperature)
         value = decision.value if self.value_head is not None else None
         return ActionOutput(decision.choices + self.model.tokens.first_token, decision.log_prob, value)
 
     def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
-        """Log-probabilities and entropies [B, L] of token ids [B, L], and values [B], from one pass; all with gradients."""
+        """Log-probabilities and entropies [B, L] of token ids [B, L], and values [B] or [B, K], from one pass; all with gradients."""
         tensors, padded = self._inputs(observation)
         tokens = action.to(self.model.device)
         choices = self.model.tokens.choices(tokens)
         logits, hidden = self._scores(tensors, tokens, padded=padded)
-        distribution = TokenDistribution.from_logits(logits, self.options.temperature)
+        distribution = TokenDistribution.from_logits(logits, self.temperature)
         return Evaluation(distribution.log_prob(choices), distribution.entropy, self._value(hidden))
 
     def value(self, observation: Mapping[str, Any]) -> Tensor:
-        """[B]. Raises UserError without a value head."""
+        """[B], or [B, K] of the steps. Raises UserError without a value head."""
         if self.value_head is None:
             raise UserError("This policy was built without a value head, which the method needs. Set policy.value_head=true.")
         tensors, padded = self._inputs(observation)
@@ -215,7 +219,8 @@ class VLAPolicy(nn.Module):
     @staticmethod
     def role_of(name: str) -> Role:
         """What a parameter belongs to, for learning rates of its own."""
-        return "value" if name.startswith("value_head") else "head" if "lm_head" in name else "backbone"
+        own_head = "lm_head" in name or name.startswith("model.action_head")
+        return "value" if name.startswith("value_head") else "head" if own_head else "backbone"
 
     def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B] mean cross-entropy of recorded actions' tokens among the action tokens.
@@ -224,7 +229,10 @@ class VLAPolicy(nn.Module):
             action: [B, K, A] normalised by the simulator's bounds.
             mask: [B, K] bool, steps that exist; None: all.
         """
-        loss = -self.evaluate(observation, self.units_of(action)).log_prob
+        return self._of_steps(-self.evaluate(observation, self.units_of(action)).log_prob, mask)
+
+    def _of_steps(self, loss: Tensor, mask: Tensor | None) -> Tensor:
+        """[B] mean of losses [B, L] over the steps that exist."""
         if mask is None:
             return loss.mean(-1)
         counted = mask.to(loss.device).repeat_interleave(self.action_range.dim, dim=1)
@@ -232,10 +240,14 @@ class VLAPolicy(nn.Module):
 
     def units_of(self, action: Tensor) -> Tensor:
         """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""
+        return torch.from_numpy(self.model.tokens.encode(self._in_range(action))).flatten(1)
+
+    def _in_range(self, action: Tensor) -> np.ndarray:
+        """Chunks normalised by the simulator's bounds → by the data set's range, float64."""
         units = self.spec.action.denormalise(_numpy(action)).astype(np.float64)
         if self.options.gripper == "libero":
             units[..., -1] = 0.5 * (1.0 - units[..., -1])  # 1 and -1 back to the data set's 0 and 1
-        return torch.from_numpy(self.model.tokens.encode(self.action_range.normalise(units))).flatten(1)
+        return self.action_range.normalise(units)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's own units, as the data set recorded them."""
@@ -280,7 +292,7 @@ class VLAPolicy(nn.Module):
         return hidden.new_zeros(len(hidden), dtype=torch.float32) if self.value_head is None else self.value_head(hidden)
 
     @abstractmethod
-    def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
+    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Any) -> Decision:
         """Images to sampled tokens; one fixed program, so that it can be captured."""
 
     @abstractmethod
@@ -307,8 +319,8 @@ class OpenVLAPolicy(VLAPolicy):
     def _prefix(self, tensors: dict[str, Any], padded: bool) -> Embedded:
         return self.model.prefix(self.normaliser(tensors["images"]), tensors["input_ids"], tensors["prompt_mask"], padded=padded)
 
-    def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
-        sampled = generate(self.model, self._prefix(tensors, padded), noise, self.num_units, self.options.temperature)
+    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Any) -> Decision:
+        sampled = generate(self.model, self._prefix(tensors, padded), noise, self.num_units, temperature)
         return Decision(sampled.choices, sampled.log_prob, self._value(sampled.hidden))
 
     def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
@@ -324,9 +336,20 @@ class OFTPolicy(VLAPolicy):
     model: OpenVLAOFT
 
     def __init__(
-        self, model: OpenVLAOFT, processor: OpenVLAProcessor, spec: SimSpec, options: VLAOptions | None = None, *, value_head: bool = True
+        self,
+        model: OpenVLAOFT,
+        processor: OpenVLAProcessor,
+        spec: SimSpec,
+        options: VLAOptions | None = None,
+        *,
+        value_head: bool = True,
+        values: Literal["chunk", "action"] = "chunk",
     ) -> None:
-        """Raises UserError when the checkpoint's actions, images or robot state do not fit the simulator."""
+        """`values`: one for a chunk, or one for each of its steps.
+
+        Raises:
+            UserError: the checkpoint's actions, images or robot state do not fit the simulator.
+        """
         oft = model.oft
         super().__init__(
             model,
@@ -339,7 +362,10 @@ class OFTPolicy(VLAPolicy):
             epsilon=1e-8,
             proprio_dim=oft.proprio_dim,
             value_head=value_head and oft.head == "discrete",
+            values=values,
         )
+        if oft.head == "l1":
+            self.noise_kind = "normal"
 
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
         """As `VLAPolicy.act`; the regression head gives normalised actions [B, L] float32 instead of tokens, and no randomness.
@@ -361,6 +387,14 @@ class OFTPolicy(VLAPolicy):
             raise UserError("OpenVLA-OFT with head=l1 has no log-probabilities: RL needs head=discrete.")
         return super().evaluate(observation, action)
 
+    def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See `VLAPolicy.cloning_loss`; with the regression head the mean distance from the recorded actions, in the data set's range."""
+        if self.model.oft.head == "discrete":
+            return super().cloning_loss(observation, action, mask)
+        found = self.model.regressed(self.model.action_hidden(self._sequence(*self._inputs(observation))))
+        wanted = torch.from_numpy(self._in_range(action)).flatten(1).to(found)
+        return self._of_steps((found - wanted).abs(), mask)
+
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids, or the regression head's values, [B, L] → chunks [B, K, A] float32 in the simulator's units."""
         return super().simulator_action(action) if self.model.oft.head == "discrete" else self._in_units(_numpy(action).astype(np.float64))
@@ -369,9 +403,9 @@ class OFTPolicy(VLAPolicy):
         pixels = self.normaliser(tensors["images"])
         return self.model.sequence(pixels, tensors["input_ids"], tensors["prompt_mask"], padded=padded, proprio=tensors["proprio"])
 
-    def _decision(self, *, padded: bool, noise: Tensor | None, **tensors: Any) -> Decision:
+    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Any) -> Decision:
         hidden = self.model.decide_hidden(self._sequence(tensors, padded))
-        distribution = TokenDistribution.from_logits(self.model.action_logits(hidden), self.options.temperature)
+        distribution = TokenDistribution.from_logits(self.model.action_logits(hidden), temperature)
         choices = distribution.sample(noise)
         return Decision(choices, distribution.log_prob(choices), self._value(hidden[:, 0]))
 

@@ -80,16 +80,19 @@ class L1ActionHead(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """State values from the hidden state at the prompt's last token: D → 512 → 128 → 1 with GELU, no bias in the last layer.
+    """State values from the hidden state at the prompt's last token: D → 512 → 128 → 1 with GELU, no bias in the last layer; or → K, one
+    for each step of a chunk (RLinf-VLA's action level).
 
     The shape and initialisation of RL4VLA (Liu et al. 2025) and RLinf-VLA (2025), with RL4VLA's key names.
     """
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, num_values: int | None = None) -> None:
+        """`num_values`: K; None: one value, without a dimension of its own."""
         super().__init__()
+        self._single = num_values is None
         self.head_l1 = nn.Linear(hidden_size, 512)
         self.head_l2 = nn.Linear(512, 128)
-        self.head_l3 = nn.Linear(128, 1, bias=False)
+        self.head_l3 = nn.Linear(128, num_values or 1, bias=False)
         for layer in (self.head_l1, self.head_l2):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
             assert layer.bias is not None
@@ -97,9 +100,10 @@ class ValueHead(nn.Module):
         nn.init.normal_(self.head_l3.weight, std=0.02)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, D] → [B] float32"""
+        """[B, D] → [B] float32, or [B, K]"""
         x = hidden.to(self.head_l1.weight.dtype)
-        return self.head_l3(F.gelu(self.head_l2(F.gelu(self.head_l1(x))))).squeeze(-1).float()
+        values = self.head_l3(F.gelu(self.head_l2(F.gelu(self.head_l1(x))))).float()
+        return values.squeeze(-1) if self._single else values
 
 
 _RLINF_VALUE_KEYS = {"mlp.0.": "head_l1.", "mlp.2.": "head_l2.", "mlp.4.": "head_l3."}

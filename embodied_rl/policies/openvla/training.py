@@ -39,11 +39,14 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
             chunk=config.chunk,
             action_dim=spec.action.dim,
             num_images=len(config.cameras),
+            head=config.head,
             film=config.film,
             proprio_dim=config.proprio_dim,
             variant=config.variant,
         )
-    policy = load_vla_policy(config.path, spec, options, oft=oft, value_head=config.value_head, dtype=_DTYPES[config.dtype])
+    values = config.value if isinstance(config, OpenVLAOFTPolicyConfig) else "chunk"
+    dtype = _DTYPES[config.dtype]
+    policy = load_vla_policy(config.path, spec, options, oft=oft, value_head=config.value_head, values=values, dtype=dtype)
     if policy.chunk_size != config.chunk_size:
         raise UserError(f"'{config.path}' holds OpenVLA-OFT (chunks of {policy.chunk_size} steps): set policy.name=openvla_oft.")
     choose_trained(policy, config)

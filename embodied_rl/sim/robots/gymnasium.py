@@ -5,6 +5,7 @@ Gymnasium (Towers et al. 2024, "Gymnasium: A Standard Interface for Reinforcemen
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,30 +47,48 @@ def newest(ids: Any) -> list[str]:
 def make(task: str, num_envs: int, **kwargs: Any) -> GymnasiumSim:
     """`num_envs` times ``gymnasium.make(task, **kwargs)``; the step limit is the one of gymnasium's registry.
 
+    Of ``package:Task-v0`` the package is imported first, which registers it.
+
     Raises:
         UserError: the id is not registered, the task rejects `kwargs`, or it has spaces that cannot be adapted.
         MissingExtraError: the task's own packages are missing.
     """
+    task = find_spec(task).id
     return GymnasiumSim([make_one(task, **kwargs) for _ in range(num_envs)], task=task, exact_snapshots=saved_whole(task))
 
 
 def saved_whole(task: str) -> bool:
     """Whether snapshots of a registered task are exact: see `EnvState`."""
-    return str(gymnasium.spec(task).entry_point).startswith(SAVED_WHOLE)
+    return str(find_spec(task).entry_point).startswith(SAVED_WHOLE)
+
+
+def find_spec(task: str) -> gymnasium.envs.registration.EnvSpec:
+    """What is registered as `task`, or as the second part of ``package:task`` once the package is imported.
+
+    Raises:
+        UserError: nothing is, or the package cannot be imported.
+    """
+    package, colon, name = task.partition(":")
+    if not colon:
+        name = task
+    else:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(f"Gymnasium task '{task}' names a package that cannot be imported: {error}.") from error
+    try:
+        return gymnasium.spec(name)
+    except gymnasium.error.Error:
+        raise UserError(f"Gymnasium task '{name}' is not known.{did_you_mean(name, newest(gymnasium.registry))}") from None
 
 
 def make_one(task: str, extra: str = "all", **kwargs: Any) -> gymnasium.Env:
     """``gymnasium.make`` whose errors name the nearest id or the missing extra; rendering to arrays where the task offers it."""
-    try:
-        env_spec = gymnasium.spec(task)
-    except gymnasium.error.Error:
-        raise UserError(f"Gymnasium task '{task}' is not known.{did_you_mean(task, newest(gymnasium.registry))}") from None
-    except ModuleNotFoundError as error:  # "package:Task-v0" names a package to import first
-        raise UserError(f"Gymnasium task '{task}' names a package that cannot be imported: {error}.") from error
+    env_spec = find_spec(task)
     try:
         if "render_mode" not in kwargs and "rgb_array" in _render_modes(env_spec.entry_point):
             kwargs["render_mode"] = "rgb_array"
-        return gymnasium.make(task, disable_env_checker=True, **kwargs)
+        return gymnasium.make(env_spec.id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         raise MissingExtraError(f"Gymnasium task '{task}'", extra, error) from error
     except TypeError as error:

@@ -89,6 +89,9 @@ class ManiSkillSim:
         made: dict[str, Any] = {"obs_mode": "state", **kwargs}
         made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
         observes_pictures = check_mode(task, made["obs_mode"])
+        if made["reward_mode"] not in (known := registered.cls.SUPPORTED_REWARD_MODES):
+            mode = str(made["reward_mode"])
+            raise UserError(f"ManiSkill task '{task}' has no reward_mode '{mode}'.{did_you_mean(mode, known)}")
         self._render = observes_pictures or render
         if self._render:
             require_vulkan(task)

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from embodied_rl import offline_eval, record
+from embodied_rl import evaluate, offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
+from embodied_rl.methods import check_method
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.model import OpenVLA
-from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.oft import PARTS, OFTConfig, OpenVLAOFT
 from embodied_rl.policies.openvla.policy import VLAPolicy
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from embodied_rl.train import train
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
-from tests.policies.openvla.conftest import VISION
-from tests.vla.toys import QUIET, SIM
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
+from tests.policies.openvla.conftest import FIXTURES, VISION
+from tests.vla.toys import QUIET, SIM, PointSim
 
 SPOON = "put the spoon on the towel"
 SPEC = SimSpec("Spoon-v1", {"rgb": TensorSpec((16, 16, 3), "uint8")}, ActionSpec.continuous([-1.0] * 7, [1.0] * 7), instruction=SPOON)
@@ -146,6 +150,82 @@ def test_one_update_end_to_end(kind: tuple[str, ...], folder: Path, tmp_path: Pa
         assert not any("vision_backbone" in name for name in moved)
 
 
+def test_a_value_for_each_step_of_a_chunk(folder: Path, tmp_path: Path) -> None:
+    policy = build(folder, oft=True, value="action", dtype="float32")
+    head = policy.value_head
+    assert head is not None
+    ready = policy.prepare(observe())
+    acted = policy.act(ready, None)
+    found = policy.value(ready)
+    with torch.no_grad():
+        hidden = policy.model.action_hidden(policy._sequence(*policy._inputs(ready)))[:, 0]
+        inner = F.gelu(hidden @ head.head_l1.weight.T + head.head_l1.bias)
+        expected = F.gelu(inner @ head.head_l2.weight.T + head.head_l2.bias) @ head.head_l3.weight.T
+    torch.testing.assert_close(found, expected)
+    assert found.shape == (2, policy.chunk_size)
+    torch.testing.assert_close(policy.evaluate(ready, acted.action).value, expected)
+    torch.testing.assert_close(acted.value, expected)
+    found[:, 1].sum().backward()
+    assert head.head_l3.weight.grad is not None
+    assert (head.head_l3.weight.grad[0] == 0).all(), "each step has weights of its own"
+    assert (head.head_l3.weight.grad[1] != 0).any()
+    overrides = [
+        *SIM, *QUIET, "policy=openvla_oft", "policy.chunk=2", "policy.value=action", "algorithm.advantage=gae_action",
+        "algorithm.ratio=token", "algorithm.rollout_steps=2", "algorithm.minibatch_size=4", "algorithm.num_epochs=1",
+        "policy.lora_rank=2", "policy.freeze_vision=true",
+        "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2", "total_steps=2", f"policy.path={folder}",
+        f"policy.instruction={SPOON}", "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24", "policy.dtype=float32",
+        f"run_dir={tmp_path}",
+    ]  # fmt: skip
+    run_dir = train(load_train_config(overrides))
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["train/value_loss"] > 0
+    saved = load_file(run_dir / "checkpoints" / "last" / "policy.safetensors")
+    assert saved["value_head.head_l3.weight"].shape == (2, 128)
+
+
+def test_the_regression_head_is_cloned_and_evaluated(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "l1"
+    shutil.copytree(folder, own)
+    shutil.copy(FIXTURES / PARTS, own)
+    policy = build(own, oft=True, head="l1", chunk=8, dtype="float32")
+    ready = policy.prepare(observe())
+    acted = policy.act(ready, None)
+    wanted = policy.action_range.normalise(np.full((2, 8, 7), 0.25))
+    distance = np.abs(acted.action.numpy().reshape(2, 8, 7) - wanted)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[0, 3:] = False
+    loss = policy.cloning_loss(ready, torch.full((2, 8, 7), 0.25), mask)
+    np.testing.assert_allclose(loss.detach().numpy(), [distance[0, :3].mean(), distance[1].mean()], rtol=1e-4)
+    loss.sum().backward()
+    assert {policy.role_of(name) for name, p in policy.named_parameters() if p.grad is not None} == {"backbone", "head"}
+    model = [
+        "policy=openvla_oft", "policy.head=l1", "policy.chunk=8", f"policy.path={own}", f"policy.instruction={SPOON}",
+        "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24", "policy.dtype=float32",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=r"policy\.head=l1 gives actions without probabilities"):
+        train(load_train_config([*SIM, *QUIET, *model, "sim.kwargs.dim=7", "algorithm.minibatch_size=64", f"run_dir={tmp_path / 'rl'}"]))
+    sim = [*SIM[:3], "sim.kwargs.dim=7", "sim.num_slots=2"]
+    evaluate.main([*sim, *model, "num_episodes=3", f"output={tmp_path / 'found.json'}"])
+    assert "openvla_oft (" in capsys.readouterr().out
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["model"]["files"]["model.safetensors"]["sha256"] == hashlib.sha256((own / "model.safetensors").read_bytes()).hexdigest()
+    # By hand, one episode at a time, in the simulator itself.
+    sim_alone = PointSim(1, dim=7)
+    out = StepBuffers.allocate(sim_alone.spec, 1)
+    returns = []
+    for episode in range(3):
+        sim_alone.reset([0], [2**30 + episode], out)
+        total = 0.0
+        for step in range(10):
+            if step % 8 == 0:
+                chunk = policy.simulator_action(policy.act(policy.prepare({"rgb": out.observation["rgb"].copy()}), None).action)[0]
+            sim_alone.step([0], chunk[step % 8][None], out)
+            total += float(out.reward[0])
+        returns.append(total)
+    assert [row["return"] for row in document["episodes"]] == pytest.approx(returns, abs=1e-4)
+
+
 def test_fine_tuning_on_recorded_episodes_then_recording_and_scoring(folder: Path, tmp_path: Path) -> None:
     """Demonstrations from the expert; supervised fine-tuning with LoRA; what it then does, recorded and asked about again."""
     common = [*SIM, *QUIET, "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2"]
@@ -185,6 +265,8 @@ def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:
         config = load_train_config([f"experiment={name}"])
         assert (config.policy.name, config.policy.chunk_size, config.algorithm.ratio) == (kind, chunk, "token")
         assert config.hybrid.precision == "bfloat16"
+        with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is no folder"):
+            check_method(config)  # before any simulator is started
         with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is no folder"):
             build_policy(config.policy, SPEC)
         ready = dataclasses.replace(config.policy, path=str(folder), dtype="float32", unnorm_key="bridge_orig")

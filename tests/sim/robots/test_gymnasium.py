@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -210,6 +212,25 @@ def test_unknown_task_offers_the_nearest() -> None:
         adapter.make("HalfCheetha-v5", 1)
 
 
+def test_the_package_that_an_id_names_is_imported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swings.py").write_text(
+        "import gymnasium\ngymnasium.register('Swing-v0', 'gymnasium.envs.classic_control.pendulum:PendulumEnv', max_episode_steps=30)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        spec = adapter.make("swings:Swing-v0", 2).spec
+        assert (spec.task, spec.max_episode_steps, spec.action.dim) == ("Swing-v0", 30, 1)
+        assert spec.snapshots == "exact"  # the task behind it is gymnasium's own
+        with pytest.raises(UserError, match=r"'Swing-v1' is not known. Did you mean 'Swing-v0'"):
+            adapter.make("swings:Swing-v1", 1)
+    finally:
+        gymnasium.registry.pop("Swing-v0", None)
+        sys.modules.pop("swings", None)
+    with pytest.raises(UserError, match=r"'swimgs:Swing-v0' names a package that cannot be imported: No module named 'swimgs'"):
+        adapter.make("swimgs:Swing-v0", 1)
+
+
 def test_unknown_argument_is_one_line() -> None:
     with pytest.raises(UserError, match=r"'CartPole-v1' rejects its arguments .*lenght"):
         adapter.make("CartPole-v1", 1, lenght=2)
@@ -294,6 +315,6 @@ def test_factory_from_a_target() -> None:
     sim = SimFactory("embodied_rl.sim.robots.gymnasium:make", task="CartPole-v1").make(2)
     assert sim.spec.task == "CartPole-v1"
     assert sim.spec.action.num_actions == 2
-    sim = SimFactory("gymnasium.envs.classic_control:PendulumEnv").make(2)
+    sim = SimFactory("gymnasium.envs.classic_control.pendulum:PendulumEnv").make(2)
     assert sim.spec.task == "PendulumEnv"
     assert sim.spec.max_episode_steps is None

@@ -184,6 +184,8 @@ def test_errors_name_the_nearest(pushcube: ManiSkillSim) -> None:
         maniskill.make("PushCub-v1", 1)
     with pytest.raises(UserError, match=r"cannot be made with .*pd_joint_dlta"):
         maniskill.make("PushCube-v1", 1, control_mode="pd_joint_dlta")
+    with pytest.raises(UserError, match=r"no reward_mode 'dens'. Did you mean 'dense'"):
+        maniskill.make("PushCube-v1", 1, reward_mode="dens")
     with pytest.raises(UserError, match=r"render=True"):
         pushcube.render(0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -336,13 +336,14 @@ def test_a_busy_judge_is_waited_for(serve: Any) -> None:
 
 
 def test_failures_of_a_judge_have_kinds(serve: Any) -> None:
-    cases: list[tuple[str, Callable[[Exchange], None], dict[str, Any], int]] = [
+    given_up = threading.Event()
+    cases: list[tuple[str, Callable[[Exchange], object], dict[str, Any], int]] = [
         ("rejected", lambda e: e.json({"error": "no such model"}, 404), {}, 1),
         ("server_error", lambda e: e.json({"error": "oops"}, 500), {}, 3),
         ("bad_response", lambda e: e.json({"choices": []}), {}, 3),
         ("no_score", says("<score>3</score>"), {"max_attempts": 2}, 2),
-        ("bad_response", lambda e: e.answer(200, "<html>"), {"max_attempts": 1, "deadline_s": 0.5}, 1),
-        ("timeout", lambda e: time.sleep(3.0), {"max_attempts": 1, "timeout_s": 0.3, "deadline_s": 0.5}, 1),
+        ("bad_response", lambda e: e.answer(200, "<html>"), {"max_attempts": 1, "deadline_s": 2.0}, 1),
+        ("timeout", lambda e: given_up.wait(60), {"max_attempts": 1, "timeout_s": 1.5, "deadline_s": 2.0}, 1),
     ]
     for kind, plan, options, least in cases:
         server = serve(plan)
@@ -350,6 +351,7 @@ def test_failures_of_a_judge_have_kinds(serve: Any) -> None:
             judge.score("q", "", "a")
         assert caught.value.kind == kind, caught.value
         assert len(server.exchanges) >= least
+    given_up.set()
     closed = serve(says("x"))
     closed.close()
     with pytest.raises(JudgeError) as caught:

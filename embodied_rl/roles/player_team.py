@@ -1,0 +1,171 @@
+"""Several players side by side: each plays its share of the groups, by their numbers, in simulators of its own.
+
+```
+                       ┌── player 0: groups 0, 2, 4, …  its half of each batch
+ RemotePlayer ── team ─┤
+                       └── player 1: groups 1, 3, 5, …
+```
+A group's episodes depend on its number and seeds alone, so that a team plays what one player would; which observations share a forward
+pass differs. Each player's queue holds the bound on staleness for its own groups, and so it holds for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.roles.failures import RoleLost
+from embodied_rl.roles.player import Played
+from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, Share
+from embodied_rl.sim.affinity import available_cores
+from embodied_rl.types import EpisodeGroup
+
+_OF_ONE = ("texts", "demonstrate", "peek")
+"""What one of them is asked for all."""
+
+
+class PlayerTeam:
+    """Handle of several players. Implements `PlayerHandle`; when one ends, all are replaced."""
+
+    def __init__(self, config: TrainConfig, start: Callable[[TrainConfig, Share], Any]) -> None:
+        """`start` a `PlayerHandle` for each share of the configuration's `hybrid.players`; those that began are ended if one cannot."""
+        self._players: list[Any] = []
+        self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="player")
+        try:
+            for index in range(config.hybrid.players):
+                self._players.append(start(part_of(config, index), Share(index, config.hybrid.players)))
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, what: str, **arguments: Any) -> Any:
+        """What the method `what` of one player would return. Raises RoleLost, and what a player raised."""
+        if what in _OF_ONE:
+            return self._players[0].call(what, **arguments)
+        if what == "evaluate":
+            return self._evaluate(**arguments)
+        if what == "restart":
+            states = divided(arguments.pop("queue"), len(self._players))
+            return self._ask(what, [{**arguments, "queue": state} for state in states])[0]
+        answers = self._ask(what, [arguments] * len(self._players))
+        if what == "play":
+            return joined(answers)
+        return _described(answers) if what == "describe" else answers[0]
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
+        """Have all of them play with these weights. Raises RoleLost."""
+        return sum(self._all(lambda player: player.publish(version, tensors), self._players))
+
+    def close(self) -> None:
+        """End all of them. May be called twice."""
+        for player in self._players:
+            player.close()
+        self._pool.shutdown(wait=False)
+
+    def _evaluate(self, num_episodes: int, first_seed: int) -> list[Any]:
+        """Every player some of the seeds, in their order."""
+        count = len(self._players)
+        starts = [num_episodes * index // count for index in range(count + 1)]
+        ranges = [(end - start, first_seed + start) for start, end in itertools.pairwise(starts)]
+        parts = self._ask("evaluate", [{"num_episodes": size, "first_seed": first} for size, first in ranges])
+        return [episode for part in parts for episode in part]
+
+    def _ask(self, what: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The same of all of them at the same time, each with its own arguments."""
+        return self._all(lambda asked: asked[0].call(what, **asked[1]), list(zip(self._players, arguments, strict=True)))
+
+    def _all(self, ask: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
+        futures = [self._pool.submit(ask, one) for one in of]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        # A player that has ended is replaced; whatever else went wrong is told by the new one, if it was not for that.
+        for error in sorted(errors, key=lambda error: not isinstance(error, RoleLost)):
+            raise error
+        return [future.result() for future in futures]
+
+
+def part_of(config: TrainConfig, index: int) -> TrainConfig:
+    """The configuration of one player of a team: its part of the slots, of the workers and of each batch."""
+    count, groups = config.hybrid.players, config.algorithm.groups
+    assert groups is not None, "the configuration was checked"
+    slots = config.sim.num_slots // count + (index < config.sim.num_slots % count)
+    workers = min(max((config.sim.num_workers or available_cores()) // count, 1), slots)
+    sim = dataclasses.replace(config.sim, num_slots=slots, num_workers=workers)
+    own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
+    hybrid = dataclasses.replace(config.hybrid, players=1)
+    return dataclasses.replace(config, sim=sim, algorithm=dataclasses.replace(config.algorithm, groups=own), hybrid=hybrid)
+
+
+def divided(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """A group queue's state as those of `count` shares of it. What was counted so far goes to the first: their sums are the whole's."""
+    nothing = {"counts": {}, "episodes": dataclasses.asdict(EpisodeCounts()), "rejected": 0, "reasons": {}}
+    return [
+        {**state, **({} if index == 0 else nothing), "redo": [number for number in state["redo"] if number % count == index]}
+        for index in range(count)
+    ]
+
+
+def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of the whole queue out of those of its shares: `divided` the other way round."""
+    count, last = len(states), max(int(state["next_number"]) for state in states)
+    redo = [number for state in states for number in state["redo"]]
+    for index, state in enumerate(states):
+        # Whoever is behind has still to admit these.
+        redo += [number for number in range(int(state["next_number"]), last) if number % count == index]
+    domains = sorted({domain for state in states for domain in state["counts"]})
+    none = dataclasses.asdict(GroupCounts())
+    return {
+        **states[0],
+        "next_number": last,
+        "redo": sorted(redo),
+        "counts": {domain: _sums([state["counts"].get(domain, none) for state in states]) for domain in domains},
+        "episodes": _sums([state["episodes"] for state in states]),
+        "rejected": sum(int(state["rejected"]) for state in states),
+        "reasons": dict(sum((Counter(state["reasons"]) for state in states), Counter())),
+    }
+
+
+def joined(parts: Sequence[Played]) -> Played:
+    """What all of them played, as one player's: groups by number; times of the one that took longest."""
+    groups: list[EpisodeGroup] = []
+    for part in parts:
+        assert isinstance(part.data, list), "fixed rollouts have one player"
+        groups += part.data
+    return Played(
+        data=sorted(groups, key=lambda group: group.number),
+        times=max((part.times for part in parts), key=lambda times: times.simulate_s + times.act_s, default=CollectorTimes()),
+        queue=united([part.queue for part in parts if part.queue is not None]),
+        faults=[record for part in parts for record in part.faults],
+        metrics=_figures([part.metrics for part in parts]),
+    )
+
+
+def _figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Counts add up, extremes are the largest, and of everything else the mean."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if name in part]
+        counts = name.startswith("groups/") or name in ("reward_worker/scored", "reward_worker/failed", "agent/turns")
+        if name.endswith("_max"):
+            found[name] = max(values)
+        else:
+            found[name] = float(np.sum(values) if counts and not name.endswith("_mean") else np.mean(values))
+    return found
+
+
+def _described(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Slots and workers of all of them."""
+    pids = [pid for part in parts for pid in part["worker_pids"]]
+    return {**parts[0], "num_slots": sum(part["num_slots"] for part in parts), "worker_pids": pids}
+
+
+def _sums(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(int(part[name]) for part in parts) for name in parts[0]}

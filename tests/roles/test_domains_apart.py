@@ -1,0 +1,156 @@
+"""Several domains that are played in a process of their own, or by actors: the run of one process, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.methods import check_method
+from embodied_rl.roles.assembly import check_roles
+from embodied_rl.train import train
+from embodied_rl.trainer import Trainer
+from tests.methods.test_multi_domain import COMMON, DOMAINS
+from tests.roles.runs import TEXTS, assert_same_run, configured, curve, trained
+
+APART = "hybrid=disaggregated"
+START = "{{player: 'embodied_rl.sim.text.{}:player', episodes: 4, num_epochs: 1, measured_episodes: 2}}"
+STARTS = [
+    f"domains.lake.algorithm.warm_start={START.format('frozenlake')}",
+    f"domains.sums.algorithm.warm_start={START.format('questions')}",
+]
+MIX = (
+    "generation.mix={cool: {share: 0.25, backend: tokens_torch, temperature: 0.5, num_slots: 2}, "
+    "chance: {share: 0.25, backend: random, domains: [lake]}}"
+)
+NETWORKS = [word for word in COMMON if not word.startswith(("policy", "agent.", "generation"))]
+
+
+def test_domains_apart_are_the_run_in_one_process_bit_for_bit(tmp_path: Path) -> None:
+    """A robot's own network, two domains of text with scripted players, and evaluations in between."""
+    task = [*COMMON, *DOMAINS, *STARTS, "total_steps=200", "evaluation.every_steps=100", "evaluation.interim_episodes=1"]
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
+    rows = curve(tmp_path / "apart")
+    assert rows[-1]["warm_start/lake/episodes"] == rows[-1]["warm_start/sums/episodes"] == 4.0
+    assert any("eval/return" in row for row in rows)
+    updates = [row for row in rows if "groups/consumed" in row]
+    assert len(updates) > 1
+    for name in ("lake", "sums", "pole"):
+        assert updates[-1][f"domains/{name}/groups_consumed"] == 2 * len(updates), "two of the six groups of each batch"
+    told = [row["train/language/log_prob_difference"] for row in updates if "train/language/log_prob_difference" in row]
+    assert told == [0.0] * len(updates), "other weights played"
+    for domain in ("lake", "sums"):
+        pages = [(tmp_path / name / f"dialogues-{domain}.html").read_text(encoding="utf-8") for name in ("here", "apart")]
+        assert pages[0] == pages[1]
+
+
+@pytest.mark.slow
+def test_domains_by_actors_are_the_run_in_one_process_bit_for_bit(tmp_path: Path) -> None:
+    """Several players too, and what resuming needs: scripted players are cloned in the driver, and the rest is the worker's."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    task = [*COMMON, *DOMAINS, *STARTS, MIX, "algorithm.groups.groups_per_step=8", "total_steps=200"]
+    here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray")
+    assert_same_run(here, there)
+    states = [load_checkpoint(folder) for folder in (here, there)]
+    assert states[0].state["algorithm"] == states[1].state["algorithm"]
+    assert states[0].state["algorithm"]["roles"]["language"]["warm_starts"].keys() == {"lake", "sums"}
+    assert states[0].learner.keys() == states[1].learner.keys()
+
+
+@pytest.mark.slow
+def test_several_players_apart_are_those_in_one_process(tmp_path: Path) -> None:
+    """Of one domain too, where `generation.mix` makes it a run with one domain; filters are for what is learned from."""
+    task = [*TEXTS, "algorithm.warm_start=null", "total_steps=200", "algorithm.groups.filters=[{name: mean_score, maximum: 1.0}]"]
+    mix = "generation.mix={chance: {share: 0.5, backend: random, num_slots: 2}}"
+    assert_same_run(trained(tmp_path / "here", *task, mix), trained(tmp_path / "apart", *task, mix, APART))
+    assert curve(tmp_path / "apart")[-1]["players/chance/frozenlake/groups_consumed"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_placement(tmp_path: Path) -> None:
+    task = [*COMMON, *DOMAINS, "checkpoint.every_steps=100", "checkpoint.keep_last=9", "total_steps=300"]
+    whole = trained(tmp_path / "whole", *task, "checkpoint.every_steps=100")
+    middle = sorted((whole / "checkpoints").glob("step_*"))[0]
+    moved = tmp_path / "moved"
+    shutil.copytree(middle, moved / "checkpoints" / middle.name)
+    shutil.copy(whole / "metrics.jsonl", moved)
+    config = configured(moved, *task, APART, "checkpoint.every_steps=100", "resume=auto")
+    assert_same_run(whole, train(config, overrides=[APART]))
+
+
+@pytest.mark.slow
+def test_a_killed_player_is_replaced_and_nothing_is_consumed_twice(tmp_path: Path) -> None:
+    task = [*COMMON, *DOMAINS, "total_steps=250"]
+    whole = trained(tmp_path / "whole", *task)
+    (tmp_path / "killed").mkdir()
+    with Trainer(configured(tmp_path / "killed", *task, APART), tmp_path / "killed", command="test") as trainer:
+        method: Any = trainer.method
+        update = method.update
+
+        def kill_first(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            if iteration == 1:
+                os.kill(trainer.manager._handle.process.pid, signal.SIGKILL)
+            return dict(update(prepared, iteration=iteration, steps=steps))
+
+        method.update = kill_first
+        trainer.run()
+        assert trainer.manager.num_restarts == 1
+    assert_same_run(whole, tmp_path / "killed")
+
+
+def test_domains_are_played_while_training_and_none_is_older_than_allowed(tmp_path: Path) -> None:
+    """With S = 1, of two networks: groups are of this version or the one before, and each action says which weights it is of."""
+    pole = DOMAINS[-1].removeprefix("domains.pole=")
+    task = [*NETWORKS, "policy=mlp", f"domains.one={pole}", f"domains.two={pole}", "algorithm.groups.max_staleness=1", "total_steps=1500"]
+    (tmp_path / "run").mkdir()
+    ages: set[tuple[str, int]] = set()
+    numbers: list[int] = []
+    with Trainer(configured(tmp_path / "run", *task, APART), tmp_path / "run", command="test") as trainer:
+        method: Any = trainer.method
+        prepare = method.prepare
+
+        def note(experience: Any) -> Any:
+            for group in experience.data:
+                numbers.append(group.number)
+                ages.add((group.domain, group.age(trainer.iteration)))
+                for episode in group.episodes:
+                    assert set(trainer.iteration - episode.policy_version) <= {0, 1}
+            time.sleep(0.3)
+            return prepare(experience)
+
+        method.prepare = note
+        trainer.run()
+        counts, iterations = method.queue.counts(), trainer.iteration
+    assert ages == {("one", 0), ("one", 1), ("two", 0), ("two", 1)}, "1 is missing: nothing was played while training"
+    assert len(numbers) == len(set(numbers)) == counts.consumed == 6 * iterations
+    assert counts.add_up
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "told"),
+    [
+        (
+            check_roles,
+            "hybrid=multiplexed",
+            "one task.* The nearest possible: hybrid.placement=disaggregated",
+        ),
+        (check_method, "hybrid.offload=[optimizer]", "hybrid.offload is not offered in a run with several domains"),
+        (check_roles, "record.share=0.5", "does not go together with record.share"),
+    ],
+)
+def test_what_domains_apart_cannot_have_is_one_line(tmp_path: Path, check: Callable[[TrainConfig], None], change: str, told: str) -> None:
+    config = load_train_config([*COMMON, *DOMAINS, APART, change, f"run_dir={tmp_path}"])
+    with pytest.raises(UserError, match=told):
+        check(config)

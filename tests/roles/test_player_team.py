@@ -1,0 +1,162 @@
+"""Several processes that play side by side: together they play what one plays, and nothing is lost or played twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.errors import UserError
+from embodied_rl.roles.assembly import check_roles, playing_gpu
+from embodied_rl.roles.player_team import divided, united
+from embodied_rl.rollout.domains import DomainMixture
+from embodied_rl.rollout.groups import GroupQueue, Share
+from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.trainer import Trainer
+from embodied_rl.types import EpisodeGroup
+from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, trained
+from tests.rollout.samples import answer
+
+TWO = ["hybrid=disaggregated", "hybrid.players=2"]
+
+
+def make_queue(groups_per_step: int, share: Share | None = None, *, staleness: int = 1) -> GroupQueue:
+    config = GroupQueueConfig(group_size=1, groups_per_step=groups_per_step, max_staleness=staleness)
+    return GroupQueue(config, seed=0, domains=DomainMixture.single("a"), share=share or Share())
+
+
+def play(queue: GroupQueue, count: int, version: int) -> list[int]:
+    """Numbers of the groups that it plays."""
+    found = []
+    for _ in range(count):
+        assignment = queue.next_assignment()
+        assert assignment is not None
+        queue.finished(assignment, answer(assignment, versions=[version]))
+        found.append(assignment.group)
+    return found
+
+
+def test_shares_of_a_queue_and_their_states() -> None:
+    """One share is ahead of the other; what that has not admitted yet is to be done again by whoever takes up the whole."""
+    ahead, behind = make_queue(1, Share(0, 2), staleness=3), make_queue(1, Share(1, 2), staleness=3)
+    assert play(ahead, 3, 0) == [0, 2, 4]
+    assert play(behind, 1, 0) == [1]
+    for queue in (ahead, behind):
+        assert queue.take(0) is not None
+    whole = united([queue.state_dict(settled=True) for queue in (ahead, behind)])
+    assert whole["next_number"] == 5
+    assert whole["redo"] == [2, 3, 4]
+    assert whole["counts"]["a"]["consumed"] == 2
+    image = make_queue(2)
+    image.mirror(whole)
+    parts = divided(image.state_dict(), 2)
+    assert [part["redo"] for part in parts] == [[2, 4], [3]]
+    again = [make_queue(1, Share(index, 2), staleness=3) for index in range(2)]
+    for queue, part in zip(again, parts, strict=True):
+        queue.mirror(part)
+    assert [play(queue, 3, 0) for queue in again] == [[2, 4, 6], [3, 5, 7]]
+    counted = united([queue.state_dict() for queue in again])["counts"]["a"]
+    assert counted["consumed"] == 2, "what was counted before is counted once"
+
+
+def batches(tmp_path: Path, *overrides: str, num_batches: int = 3) -> list[list[EpisodeGroup]]:
+    """Of a run whose weights stay as they are."""
+    with Trainer(configured(tmp_path, *overrides), tmp_path, command="test") as trainer:
+        trainer.engine.publish(0)
+        method: Any = trainer.method
+        method.restart(0)
+        found = []
+        for version in range(num_batches):
+            found.append(method.collector.next_groups(version))
+            trainer.engine.publish(version + 1)
+            method.published(version + 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(GROUPS, id="robot"), pytest.param([*TEXTS, "algorithm.warm_start=null"], id="texts", marks=pytest.mark.slow)]
+)
+def test_two_players_play_what_one_plays(tmp_path: Path, task: list[str]) -> None:
+    """Each of the two has as many slots as the one: a tiny model's words are those that the first player's slots show."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = batches(tmp_path / "one", *task, "sim.num_slots=4"), batches(tmp_path / "two", *task, *TWO, "sim.num_slots=8")
+    for mine, theirs in zip(one, two, strict=True):
+        assert [group.number for group in mine] == [group.number for group in theirs]
+        for first, second in zip(mine, theirs, strict=True):
+            assert [episode.seed for episode in first.episodes] == [episode.seed for episode in second.episodes]
+            for a, b in zip(first.episodes, second.episodes, strict=True):
+                np.testing.assert_array_equal(a.action, b.action)
+                np.testing.assert_array_equal(a.reward, b.reward)
+                np.testing.assert_allclose(a.log_prob, b.log_prob, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_team_is_a_function_of_the_seed_whoever_is_killed(tmp_path: Path) -> None:
+    """With evaluations in between; both are replaced when one ends."""
+    task = [*GROUPS, *TWO, "total_steps=250", "evaluation.every_steps=100"]
+    whole = trained(tmp_path / "whole", *task)
+    (tmp_path / "killed").mkdir()
+    with Trainer(configured(tmp_path / "killed", *task), tmp_path / "killed", command="test") as trainer:
+        method: Any = trainer.method
+        update = method.update
+
+        def kill_second(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            if iteration == 1:
+                os.kill(trainer.manager._handle._players[1].process.pid, signal.SIGKILL)
+            return dict(update(prepared, iteration=iteration, steps=steps))
+
+        method.update = kill_second
+        trainer.run()
+        assert trainer.manager.num_restarts == 1
+    assert_same_run(whole, tmp_path / "killed")
+
+
+def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path: Path) -> None:
+    config = configured(tmp_path, *GROUPS, *TWO, "algorithm.groups.max_staleness=1", "total_steps=500")
+    ages: set[tuple[int, int]] = set()
+    numbers: list[int] = []
+    with Trainer(config, tmp_path, command="test") as trainer:
+        method: Any = trainer.method
+        update = method.update
+
+        def note(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            for group in prepared.batch.groups:
+                numbers.append(group.number)
+                ages.add((group.number % 2, group.age(iteration)))
+            time.sleep(0.3)
+            return dict(update(prepared, iteration=iteration, steps=steps))
+
+        method.update = note
+        trainer.run()
+        counts, iterations = method.queue.counts(), trainer.iteration
+    assert ages == {(0, 0), (0, 1), (1, 0), (1, 1)}, "1 is missing: nothing was played while training"
+    assert len(numbers) == len(set(numbers)) == counts.consumed == 2 * iterations
+    assert counts.add_up
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["sim=cartpole", "hybrid=disaggregated", "hybrid.players=2"], "fixed rollouts. The nearest possible: hybrid.players=1"),
+        ([*GROUPS, "hybrid.players=2"], "processes of hybrid=disaggregated"),
+        ([*GROUPS, "hybrid=ray", "hybrid.players=2"], "on one machine"),
+        ([*GROUPS, "hybrid=multiplexed", "hybrid.players=2"], "processes of hybrid=disaggregated"),
+        ([*GROUPS, "hybrid=disaggregated", "hybrid.players=3"], "groups_per_step=2 groups and .* possible: hybrid.players=2"),
+        (["experiment=multi_domain", "hybrid=disaggregated", "hybrid.players=2"], "several domains"),
+        ([*GROUPS, "hybrid.players=0"], "hybrid.players must be >= 1"),
+    ],
+)
+def test_teams_that_cannot_be_are_one_line(tmp_path: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        check_roles(configured(tmp_path, *overrides))
+
+
+def test_each_player_has_a_gpu() -> None:
+    assert [playing_gpu(None, 4, player) for player in range(2)] == ["3", "2"]
+    assert [playing_gpu("4,6,7", 3, player) for player in range(2)] == ["7", "6"]

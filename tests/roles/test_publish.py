@@ -1,0 +1,90 @@
+"""Sending less than all weights changes how many bytes are sent, and no number of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource
+from embodied_rl.roles.assembly import check_roles
+from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, trained
+
+APART = "hybrid=disaggregated"
+LORA = [*TEXTS, "algorithm.warm_start=null", "policy.lora_rank=2", "policy.lora_targets=[q_proj]", "total_steps=200"]
+
+
+def sent(run_dir: Path) -> list[float]:
+    """Bytes of each publication that the metrics tell of; the first one, of all weights, comes before them."""
+    return [row["roles/published_bytes"] for row in rows_of(run_dir) if "roles/published_bytes" in row]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, float]]:
+    """What was logged."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_sink_has_what_the_source_has() -> None:
+    source, sink = DeltaSource(), DeltaSink()
+    weights = {"a": torch.arange(100.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+    for version in range(3):
+        weights["a"][version] = -1.0
+        held = sink.take(version, list(source.stream(version, weights.items())))
+        assert held.keys() == weights.keys()
+        assert all(torch.equal(held[name], weights[name]) for name in weights)
+    list(source.stream(4, weights.items()))
+    with pytest.raises(ValueError, match="differences to version 4, but the weights are of version 2"):
+        sink.take(5, source.stream(5, weights.items()))
+    with pytest.raises(ValueError, match="says first what they are differences to, not 'a'"):
+        sink.take(6, weights.items())
+
+
+def test_an_adapter_is_merged_where_it_is_played_and_what_did_not_change_stays(tmp_path: Path) -> None:
+    """Of shared memory's two buffers each is filled once, so that differences are small from the third publication on."""
+    task = [*LORA, APART, "total_steps=200"]
+    whole = trained(tmp_path / "whole", *task)
+    adapter, changed = (trained(tmp_path / how, *task, f"hybrid.publish={how}") for how in ("adapter", "changed"))
+    for less in (adapter, changed):
+        assert_same_run(whole, less)
+        assert len(sent(less)) == len(sent(whole)) >= 2
+        assert sent(less)[-1] < 0.5 * sent(whole)[-1]
+        assert {row["roles/restarts"] for row in rows_of(less) if "roles/restarts" in row} == {0.0}, (
+            "a player that was replaced got everything again"
+        )
+    assert sent(adapter)[-1] < 0.5 * sent(changed)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("publish", ["changed", "adapter"])
+def test_with_ray(tmp_path: Path, publish: str) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    here, there = trained(tmp_path / "here", *LORA), trained(tmp_path / "ray", *LORA, "hybrid=ray", f"hybrid.publish={publish}")
+    assert_same_run(here, there)
+    apart = trained(tmp_path / "apart", *LORA, APART)
+    assert max(sent(there)) < 0.5 * min(sent(apart))
+
+
+@pytest.mark.slow
+def test_robots_and_two_players(tmp_path: Path) -> None:
+    task = [*GROUPS, "total_steps=200", APART]
+    assert_same_run(trained(tmp_path / "whole", *task), trained(tmp_path / "changed", *task, "hybrid.publish=changed"))
+    two = [*LORA, APART, "hybrid.players=2"]
+    assert_same_run(trained(tmp_path / "two", *two), trained(tmp_path / "adapters", *two, "hybrid.publish=adapter"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([*GROUPS, "hybrid.publish=changed"], "here nothing is sent: set hybrid.publish=full, or hybrid=disaggregated"),
+        ([*GROUPS, APART, "hybrid.publish=adapter"], "The nearest possible: hybrid.publish=changed"),
+        ([*TEXTS, APART, "hybrid.publish=adapter"], "policy.lora_rank=8"),
+        ([*GROUPS, APART, "hybrid.publish=delta"], "hybrid.publish"),
+    ],
+)
+def test_refused(tmp_path: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        check_roles(configured(tmp_path, *overrides))
