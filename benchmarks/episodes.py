@@ -40,6 +40,7 @@ from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 VIDEO_REACH = 0.15
 READ_REACH, ACCESS_REACH_MS = 0.5, 5.0
+VIDEO: dict[str, Any] = {"pictures": True, "kwargs": {"image_size": 224}}
 SPARE = max(1, (os.cpu_count() or 1) - 1)
 """Processes that simulate where a core is left to the process that records."""
 CASES = (
@@ -47,10 +48,11 @@ CASES = (
     Case("halfcheetah_8", "states, HalfCheetah-v5, 8 slots", "halfcheetah", num_slots=8),
     Case("halfcheetah_spare", "states, HalfCheetah-v5, a core to spare", "halfcheetah", num_workers=SPARE),
     Case("fetch_reach", "states, FetchReach", "fetch_reach"),
-    Case("rendered", "224x224 lossless, PixelReach (rendered by MuJoCo)", "pixel_reach", {"image_size": 224}, reach=VIDEO_REACH),
-    Case("lossless", "224x224 lossless, PushT", "pusht_pixels", {"image_size": 224}, reach=VIDEO_REACH),
-    Case("lossless_spare", "224x224 lossless, PushT, a core to spare", "pusht_pixels", {"image_size": 224}, False, VIDEO_REACH, SPARE),
-    Case("yuv420p", "224x224 yuv420p, PushT", "pusht_pixels", {"image_size": 224}, camera=True, reach=VIDEO_REACH),
+    Case("push_cube", "states, ManiSkill PushCube", "maniskill_pushcube"),
+    Case("rendered", "224x224 lossless, PixelReach (rendered by MuJoCo)", "pixel_reach", reach=VIDEO_REACH, **VIDEO),
+    Case("lossless", "224x224 lossless, PushT", "pusht_pixels", reach=VIDEO_REACH, **VIDEO),
+    Case("lossless_spare", "224x224 lossless, PushT, a core to spare", "pusht_pixels", reach=VIDEO_REACH, num_workers=SPARE, **VIDEO),
+    Case("yuv420p", "224x224 yuv420p, PushT", "pusht_pixels", camera=True, reach=VIDEO_REACH, **VIDEO),
 )
 
 

@@ -43,6 +43,8 @@ class Case:
     name: str
     sim: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    pictures: bool = False
+    """Whether it shows pictures, which its processes encode."""
     camera: bool = False
     """Record the observed pictures as pictures for people (lossy) instead of as observations (lossless)."""
     reach: float = 0.05
@@ -143,7 +145,8 @@ class Loop:
     """What is common to both ways of stepping: actions drawn beforehand.
 
     The simulators go on from one turn to the next, and so do the recorder's episodes, which end where the simulator's do: beginning and
-    ending an episode costs its share of an episode, however short the turns are.
+    ending an episode costs its share of an episode, however short the turns are. Where turns that are not recorded come between, an
+    episode lacks their steps, which makes no difference to what it costs.
     """
 
     def __init__(self, spec: SimSpec, num_slots: int, recorder: Recorder | None) -> None:
@@ -172,7 +175,7 @@ class ManagerLoop(Loop):
             manager.send(slots, self.actions[0, : len(slots)])
             self._record(manager.recv(slots), 0)
 
-    def run(self, seconds: float) -> float:
+    def run(self, seconds: float, record: bool) -> float:
         """Wall-clock time in µs per environment step."""
         manager = self._manager
         start, tick, steps, sent = time.perf_counter(), 0, 0, [0] * len(self._groups)
@@ -181,18 +184,18 @@ class ManagerLoop(Loop):
         while time.perf_counter() < start + seconds:
             for index, group in enumerate(self._groups):
                 batch = manager.recv(group)
-                self._record(batch, sent[index])
+                self._record(batch, sent[index], record)
                 tick = (tick + 1) % 64
                 sent[index] = tick
                 manager.send(group, self.actions[tick, : len(group)])
                 steps += len(group)
         for index, group in enumerate(self._groups):
-            self._record(manager.recv(group), sent[index])
+            self._record(manager.recv(group), sent[index], record)
             steps += len(group)
         return 1e6 * (time.perf_counter() - start) / steps
 
-    def _record(self, batch: StepBatch, tick: int) -> None:
-        if self.recorder is not None:
+    def _record(self, batch: StepBatch, tick: int, record: bool = True) -> None:
+        if self.recorder is not None and record:
             self.recorder.step(batch, self.actions[tick, : len(batch.slots)], tick)
 
 
@@ -210,17 +213,17 @@ class ProcessLoop(Loop):
         for slots in self.staggered(sim.spec.max_episode_steps):
             self._step(np.array(slots), 0)
 
-    def run(self, seconds: float) -> float:
+    def run(self, seconds: float, record: bool) -> float:
         """Processor time of all threads in µs per environment step."""
         slots = np.arange(self.num_slots)
         start, tick, steps = time.process_time(), 0, 0
         while time.process_time() < start + seconds:
             tick = (tick + 1) % 64
-            self._step(slots, tick)
+            self._step(slots, tick, record)
             steps += self.num_slots
         return 1e6 * (time.process_time() - start) / steps
 
-    def _step(self, slots: np.ndarray, tick: int) -> None:
+    def _step(self, slots: np.ndarray, tick: int, record: bool = True) -> None:
         """Step, and reset where an episode is over."""
         out, actions = self._out, self.actions[tick, : len(slots)]
         self._sim.step(slots, actions, out)
@@ -236,7 +239,7 @@ class ProcessLoop(Loop):
             self._reset(done.tolist())
             for name, values in flags.items():
                 getattr(out, name)[:] = values
-        if self.recorder is not None:
+        if self.recorder is not None and record:
             self.recorder.step(self._batch(slots, final), actions, tick)
 
     def _reset(self, slots: Sequence[int]) -> None:
@@ -250,35 +253,38 @@ class ProcessLoop(Loop):
 
 
 def measure_recording(case: Case, rounds: int, seconds: float, folder: Path) -> dict[Side, Costs]:
-    """Wall-clock and processor time per step with and without a recorder, each with simulators of its own, in turns."""
+    """Wall-clock and processor time per step with and without a recorder, in turns.
+
+    The simulators of both sides are the same, where they do not encode what they draw: two sets of processes differ by some per cent.
+    """
     costs: dict[Side, Costs] = {side: Costs() for side in SIDES}
     with ExitStack() as stack:
-        loops = {side: _loops(case, side, folder, stack) for side in SIDES}
-        for both in loops.values():
+        recorded = _loops(case, True, folder, stack)
+        films = recorded[0].recorder is not None and recorded[0].recorder.films
+        loops = {"plain": _loops(case, False, folder, stack) if films else recorded, "recorded": recorded}
+        for side, both in loops.items():
             for loop in both:
-                loop.run(0.5)
+                loop.run(0.5, side == "recorded")
         for number in range(rounds):
             # Whoever goes first meets other caches.
             for side in SIDES if number % 2 == 0 else reversed(SIDES):
-                wall, cpu = (loop.run(seconds) for loop in loops[side])
+                wall, cpu = (loop.run(seconds, side == "recorded") for loop in loops[side])
                 costs[side].wall_us.append(wall)
                 costs[side].cpu_us.append(cpu)
     return costs
 
 
-def _loops(case: Case, side: Side, folder: Path, stack: ExitStack) -> tuple[ManagerLoop, ProcessLoop]:
-    """Of one side."""
+def _loops(case: Case, record: bool, folder: Path, stack: ExitStack) -> tuple[ManagerLoop, ProcessLoop]:
     paths = [folder / f"{case.key}-{name}" for name in ("manager", "process")]
     films = [films_folder(path) for path in paths]
-    configs = [_config(case) for _ in paths]
-    if side == "recorded":
-        configs = [filmed(config, place) for config, place in zip(configs, films, strict=True)]
+    config = _config(case)
+    configs = [filmed(config, place) for place in films] if record and case.pictures else [config, config]
     sim = SimFactory(configs[1].target, configs[1].task, configs[1].kwargs, configs[1].extra).make(case.num_slots)
     stack.callback(sim.close)
     factory = SimFactory(configs[0].target, configs[0].task, configs[0].kwargs, configs[0].extra)
     manager = stack.enter_context(EnvManager(factory, case.num_slots, num_groups=NUM_GROUPS, num_workers=case.num_workers))
     recorders: list[Recorder | None] = [None, None]
-    if side == "recorded":
+    if record:
         recorders = [
             Recorder(path, sim.spec, case.num_slots, films_of(sim.spec, place), stack) for path, place in zip(paths, films, strict=True)
         ]

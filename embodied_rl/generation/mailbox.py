@@ -23,6 +23,10 @@ class Mailbox:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
     def expect(self, requests: Sequence[GenerationRequest]) -> None:
         """Take note of new requests. Raises UserError when an id is in flight already."""
         with self._condition:

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-from safetensors.torch import save_file
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.background_loop import BackgroundLoop
@@ -32,14 +27,15 @@ from embodied_rl.generation.tokens import (
     context_room,
     derive_seed,
 )
+from embodied_rl.generation.vllm_exchange import load_files, load_in_place
+from embodied_rl.generation.vllm_sleep import Sleeper, Sleeps
 from embodied_rl.generation.vllm_start import scannable_modules
 from embodied_rl.generation.vllm_vision import VLLMVision, keep_transformers_classes
-from embodied_rl.policies.model_folder import check_model_folder, first_line
+from embodied_rl.policies.model_folder import check_model_folder
 
 _EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
 SAMPLING_COLUMN = -1
 """In the worker's answers: stands where a token id would, with the log-probability under the distribution that was drawn from."""
-_BUCKET_BYTES = 2**30
 _START_S = 600.0
 _MAX_TEMPERATURE = 2.0
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -107,6 +103,8 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         # Sampling defaults of the folder (a temperature, say) would change what a request asked for.
         "generation_config": "vllm",
         "disable_log_stats": True,
+        # Its build for processors has no such memory.
+        "enable_sleep_mode": not _on_processors(),
         **({} if vision is None else vision.engine_arguments()),
         **options.extra,
     }
@@ -200,7 +198,7 @@ class _Answer:
         )
 
 
-class VLLMTokens(Stepwise):
+class VLLMTokens(Stepwise, Sleeps):
     """vLLM's engine in this process; `poll` runs its steps. Implements `TokenBackend`.
 
     The simplest to debug, and weights are handed over without a copy between processes.
@@ -232,6 +230,10 @@ class VLLMTokens(Stepwise):
         if self._vision is not None:
             self._engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
         self._answers: dict[str, _Answer] = {}
+        self._sleeper = Sleeper(
+            lambda name, *arguments, **settings: getattr(self._engine, name)(*arguments, **settings), on_processors=_on_processors()
+        )
+        self._paused_before = False
 
     @property
     def version(self) -> int:
@@ -288,15 +290,31 @@ class VLLMTokens(Stepwise):
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `TokenBackend.load_weights`: between two steps, tensor by tensor."""
         with self._turn():
+            self._sleeper.wake_weights()
             if self._options.tensor_parallel == 1:
-                _load(lambda: self._engine.collective_rpc("embodied_load_tensors", args=(tensors,)))
+                load_in_place(lambda: self._engine.collective_rpc("embodied_load_tensors", args=(tensors,)))
             else:
-                _load_files(tensors, lambda path: self._engine.collective_rpc("embodied_load_file", args=(path,)))
+                load_files(tensors, lambda path: self._engine.collective_rpc("embodied_load_file", args=(path,)))
             if self._options.on_update == "recompute":
                 self._engine.reset_prefix_cache(reset_running_requests=True)
             if self._vision is not None:
                 self._engine.reset_encoder_cache()
             self._version = version
+
+    def release_memory(self) -> int:
+        """Sleep (`Sleeper.sleep`), and sample nothing until `restore_memory`; returns the bytes of keys and values that were freed."""
+        with self._turn():
+            if self._sleeper.asleep:
+                return 0
+            self._paused_before, self._paused = self._paused, True
+            return self._sleeper.sleep()
+
+    def restore_memory(self) -> None:
+        """Go on where `release_memory` stopped."""
+        with self._turn():
+            if self._sleeper.asleep:
+                self._sleeper.wake()
+                self._paused = self._paused_before
 
     def close(self) -> None:
         """End the engine."""
@@ -308,7 +326,7 @@ class VLLMTokens(Stepwise):
             self._answers, self._ready = {}, []
 
 
-class AsyncVLLMTokens:
+class AsyncVLLMTokens(Sleeps):
     """vLLM's asynchronous engine in a process of its own: it samples on while this process does other things. Implements `TokenBackend`."""
 
     def __init__(self, options: VLLMOptions) -> None:
@@ -319,7 +337,7 @@ class AsyncVLLMTokens:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._options, self._version = options, options.version
-        self._mailbox = Mailbox()
+        self._mailbox, self._paused_before = Mailbox(), False
         self._loop = BackgroundLoop("vllm")
 
         async def start() -> Any:
@@ -336,6 +354,11 @@ class AsyncVLLMTokens:
             self._loop.close()
             raise
         self._context = int(self._engine.model_config.max_model_len)
+
+        def call(name: str, *arguments: Any, **settings: Any) -> Any:
+            return self._loop.call(getattr(self._engine, name)(*arguments, **settings))
+
+        self._sleeper = Sleeper(call, on_processors=_on_processors())
 
     @property
     def version(self) -> int:
@@ -404,11 +427,12 @@ class AsyncVLLMTokens:
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `TokenBackend.load_weights`: sampling pauses meanwhile. Tensors travel through files in shared memory, a bucket at a time."""
+        self._sleeper.wake_weights()
         was_paused = self._loop.call(self._engine.is_paused())
         if not was_paused:
             self._loop.call(self._engine.pause_generation(mode="keep", clear_cache=False))
         try:
-            _load_files(tensors, lambda path: self._loop.call(self._engine.collective_rpc("embodied_load_file", args=(path,))))
+            load_files(tensors, lambda path: self._loop.call(self._engine.collective_rpc("embodied_load_file", args=(path,))))
             if self._options.on_update == "recompute":
                 self._loop.call(self._engine.reset_prefix_cache(reset_running_requests=True))
             if self._vision is not None:
@@ -419,59 +443,26 @@ class AsyncVLLMTokens:
             if not was_paused:
                 self._loop.call(self._engine.resume_generation())
 
+    def release_memory(self) -> int:
+        """See `VLLMTokens.release_memory`."""
+        if self._sleeper.asleep:
+            return 0
+        self._paused_before = self._mailbox.paused
+        self._mailbox.set_paused(True)
+        return self._sleeper.sleep()
+
+    def restore_memory(self) -> None:
+        """Go on where `release_memory` stopped."""
+        if self._sleeper.asleep:
+            self._sleeper.wake()
+            if self._paused_before:
+                self.pause()
+            else:
+                self._mailbox.set_paused(False)
+
     def close(self) -> None:
         """End the engine's process."""
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
             self._loop.close()
-
-
-def _load(call: Callable[[], object]) -> None:
-    """Raises UserError, in one line, when the engine refuses a tensor."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        call()
-    except EngineDeadError:
-        raise
-    except Exception as error:  # an engine in another process reports whatever happened there as a bare Exception
-        raise UserError(f"vLLM cannot take the new weights; those it serves may be half replaced: {first_line(error)}") from error
-
-
-def _load_files(tensors: Iterable[tuple[str, Any]], call: Callable[[str], object]) -> None:
-    with _Exchange() as exchange:
-        for path in exchange.files(tensors):
-            _load(partial(call, str(path)))
-
-
-class _Exchange:
-    """A folder in shared memory, where there is one, through which tensors reach vLLM's workers."""
-
-    def __enter__(self) -> _Exchange:
-        shared = Path("/dev/shm")
-        self._folder = Path(tempfile.mkdtemp(prefix="embodied_weights_", dir=shared if os.access(shared, os.W_OK) else None))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def files(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[Path]:
-        """A file of about a gibibyte at a time; each is gone when the next one is asked for."""
-        bucket: dict[str, Any] = {}
-        size = 0
-        for name, tensor in tensors:
-            whole = tensor.detach().contiguous().cpu()
-            bucket[name] = whole
-            size += whole.numel() * whole.element_size()
-            if size >= _BUCKET_BYTES:
-                yield from self._written(bucket)
-                bucket, size = {}, 0
-        if bucket:
-            yield from self._written(bucket)
-
-    def _written(self, bucket: dict[str, Any]) -> Iterator[Path]:
-        path = self._folder / "weights.safetensors"
-        save_file(bucket, path)
-        yield path
-        path.unlink()

@@ -70,6 +70,11 @@ class WorkerExtension:
         """
         return len(self.model_runner.model.load_weights(iter(tensors)))
 
+    def embodied_cache_bytes(self) -> int:
+        """Of this worker's keys and values; layers may share a tensor's memory."""
+        caches = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self.model_runner.kv_caches}
+        return sum(caches.values())
+
     def embodied_exclude_token(self, token_id: int) -> None:
         """Sample it never more; see `VisionInputs.exclude`."""
         self.model_runner.sampler.embodied_excluded = token_id

@@ -64,11 +64,10 @@ def make_engine(config: HybridConfig, policy: Any, generator: Generator, method:
 def _cache_of(generator: Any) -> Hooks:
     """A token backend's key-value cache; nothing of it is kept on the host."""
     backend = getattr(generator, "backend", generator)
-    if not hasattr(backend, "release_memory"):
-        raise UserError(
-            f"hybrid.offload=[kv_cache]: {type(backend).__name__} keeps no cache that could be let go. Leave it out, or use "
-            "generation=tokens_torch."
-        )
+    frees = getattr(backend, "can_free_memory", hasattr(backend, "release_memory"))
+    if not frees:
+        why = "gives its cache back on GPUs alone" if hasattr(backend, "release_memory") else "keeps no cache that could be let go"
+        raise UserError(f"hybrid.offload=[kv_cache]: {type(backend).__name__} {why}. Leave it out, or use generation=tokens_torch.")
 
     def release() -> int:
         backend.release_memory()

@@ -80,11 +80,21 @@ def test_engine(arguments: list[str]) -> None:
     assert flight["old_error"] < TOLERANCE
     assert flight["new_error"] < TOLERANCE
 
+    nap = found["asleep"]
+    before, during = nap["bytes"]
+    assert before > 2**20, "keys and values take something"
+    assert (during, nap["freed"]) == ((0, before) if nap["frees"] else (before, 0)), "its build for processors keeps them"
+    assert nap["again"] == 0
+    assert nap["answered"] < 3
+    assert nap["same"] == [True] * (3 - nap["answered"]), "what was under way ends as if nothing had been"
+    assert nap["versions"] == [nap["version"]]
+    assert nap["error"] < TOLERANCE
+
     assert "images" in found["refusals"]["images"]
     for name in ("unknown", "shape"):
         assert found["refusals"][name].startswith("vLLM cannot take the new weights")
         assert "\n" not in found["refusals"][name]
-    assert found["refusals"]["version"] == str(flight["version"]), "a refused update is no version"
+    assert found["refusals"]["version"] == str(nap["version"]), "a refused update is no version"
     assert float(found["refusals"]["after"]) < TOLERANCE, "it goes on with what it has"
 
 

@@ -171,11 +171,7 @@ def in_flight(player: Player, engine: str) -> dict[str, Any]:
     version = player.backend.version + 1
     requests = player.requests(5, max_new_tokens=200, prompt_ids=np.array([7, 8, 9]))
     player.backend.submit(requests)
-    if engine == "in_process":
-        for _ in range(6):
-            player.backend.poll(timeout_s=0)
-    else:
-        time.sleep(0.15)
+    _let_some_tokens_come(player, engine)
     player.backend.pause()
     early = {completion.request_id: completion for completion in player.backend.poll(timeout_s=0.2)}
     paused = player.backend.num_in_flight
@@ -206,6 +202,44 @@ def in_flight(player: Player, engine: str) -> dict[str, Any]:
         "old_error": old,
         "new_error": player.error(requests[:4], got, version),
     }
+
+
+def asleep(player: Player, engine: str) -> dict[str, Any]:
+    """The same requests twice: undisturbed, and with a sleep in the midst of them; then new weights that come while it sleeps."""
+    backend, old = player.backend, player.backend.version
+    whole = player.requests(3, max_new_tokens=120, prompt_ids=np.array([7, 8, 9]))
+    undisturbed = player.ask(whole)
+    again = [GenerationRequest(**{**vars(one), "request_id": 7000 + one.request_id}) for one in whole]
+    awake = backend.cache_bytes
+    backend.submit(again)
+    _let_some_tokens_come(player, engine)
+    freed = backend.release_memory()
+    figures = {"freed": freed, "frees": backend.can_free_memory, "bytes": [awake, backend.cache_bytes], "again": backend.release_memory()}
+    answered = len(backend.poll(timeout_s=0.2))
+    backend.restore_memory()
+    backend.restore_memory()
+    got = player.drain(3 - answered) if answered < 3 else {}
+    same = [
+        got[7000 + one.request_id].token_ids.tolist() == undisturbed[one.request_id].token_ids.tolist()
+        for one in whole
+        if 7000 + one.request_id in got
+    ]
+    backend.release_memory()
+    player.move()
+    backend.load_weights(old + 1, player.policy.named_weights())
+    backend.restore_memory()
+    requests = player.requests(4)
+    new = player.ask(requests)
+    versions = sorted({int(number) for completion in new.values() for number in completion.version})
+    return {**figures, "answered": answered, "same": same, "error": player.error(requests, new), "versions": versions, "version": old + 1}
+
+
+def _let_some_tokens_come(player: Player, engine: str) -> None:
+    if engine == "in_process":
+        for _ in range(6):
+            player.backend.poll(timeout_s=0)
+    else:
+        time.sleep(0.15)
 
 
 def refusals(player: Player) -> dict[str, str]:
@@ -244,6 +278,7 @@ def main() -> None:
                 "settings": settings(player),
                 "ends": ends(player),
                 "in_flight": in_flight(player, options.engine),
+                "asleep": asleep(player, options.engine),
                 "refusals": refusals(player),
             }
         finally:
