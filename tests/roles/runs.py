@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from safetensors.numpy import load_file
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
 from embodied_rl.train import train
+from embodied_rl.trainer import Trainer
 
 QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
 ROLLOUTS = [
@@ -40,6 +44,23 @@ def configured(run_dir: Path, *overrides: str) -> TrainConfig:
 
 def trained(run_dir: Path, *overrides: str) -> Path:
     return train(configured(run_dir, *overrides))
+
+
+def run_with_a_kill(run_dir: Path, overrides: Sequence[str], pid: Callable[[Any], int]) -> None:
+    """A run whose player is killed in its second update: `pid` finds the process from the trainer's manager."""
+    run_dir.mkdir()
+    with Trainer(configured(run_dir, *overrides), run_dir, command="test") as trainer:
+        method: Any = trainer.method
+        update = method.update
+
+        def kill_first(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            if iteration == 1:
+                os.kill(pid(trainer.manager), signal.SIGKILL)
+            return dict(update(prepared, iteration=iteration, steps=steps))
+
+        method.update = kill_first
+        trainer.run()
+        assert trainer.manager.num_restarts == 1
 
 
 def curve(run_dir: Path) -> list[dict[str, Any]]:

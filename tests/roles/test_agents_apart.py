@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.methods.language_apart import write_model_files
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import TEXTS, assert_same_run, configured, curve, trained
+from tests.roles.runs import TEXTS, assert_same_run, configured, curve, run_with_a_kill, trained
 
 APART = "hybrid=disaggregated"
 
@@ -40,20 +38,7 @@ def test_a_killed_player_is_replaced_and_nothing_is_consumed_twice(tmp_path: Pat
     """The new one is told of the model before it plays, and asked for the same groups by their seeds."""
     task = [*TEXTS, "total_steps=300", "algorithm.warm_start=null"]
     whole = trained(tmp_path / "whole", *task)
-    config = configured(tmp_path / "killed", *task, APART)
-    (tmp_path / "killed").mkdir()
-    with Trainer(config, tmp_path / "killed", command="test") as trainer:
-        method: Any = trainer.method
-        update = method.update
-
-        def kill_first(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-            if iteration == 1:
-                os.kill(trainer.manager._handle.process.pid, signal.SIGKILL)
-            return dict(update(prepared, iteration=iteration, steps=steps))
-
-        method.update = kill_first
-        trainer.run()
-        assert trainer.manager.num_restarts == 1
+    run_with_a_kill(tmp_path / "killed", [*task, APART], lambda player: player._handle.process.pid)
     assert_same_run(whole, tmp_path / "killed")
 
 

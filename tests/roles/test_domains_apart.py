@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ from embodied_rl.roles.assembly import check_roles
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_multi_domain import COMMON, DOMAINS
-from tests.roles.runs import TEXTS, assert_same_run, configured, curve, trained
+from tests.roles.runs import TEXTS, assert_same_run, configured, curve, run_with_a_kill, trained
 
 APART = "hybrid=disaggregated"
 START = "{{player: 'embodied_rl.sim.text.{}:player', episodes: 4, num_epochs: 1, measured_episodes: 2}}"
@@ -94,19 +92,7 @@ def test_a_run_goes_on_in_another_placement(tmp_path: Path) -> None:
 def test_a_killed_player_is_replaced_and_nothing_is_consumed_twice(tmp_path: Path) -> None:
     task = [*COMMON, *DOMAINS, "total_steps=250"]
     whole = trained(tmp_path / "whole", *task)
-    (tmp_path / "killed").mkdir()
-    with Trainer(configured(tmp_path / "killed", *task, APART), tmp_path / "killed", command="test") as trainer:
-        method: Any = trainer.method
-        update = method.update
-
-        def kill_first(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-            if iteration == 1:
-                os.kill(trainer.manager._handle.process.pid, signal.SIGKILL)
-            return dict(update(prepared, iteration=iteration, steps=steps))
-
-        method.update = kill_first
-        trainer.run()
-        assert trainer.manager.num_restarts == 1
+    run_with_a_kill(tmp_path / "killed", [*task, APART], lambda player: player._handle.process.pid)
     assert_same_run(whole, tmp_path / "killed")
 
 

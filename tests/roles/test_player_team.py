@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from embodied_rl.rollout.groups import GroupQueue, Share
 from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import EpisodeGroup
-from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, trained
+from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, run_with_a_kill, trained
 from tests.rollout.samples import answer
 
 TWO = ["hybrid=disaggregated", "hybrid.players=2"]
@@ -101,19 +99,7 @@ def test_a_team_is_a_function_of_the_seed_whoever_is_killed(tmp_path: Path) -> N
     """With evaluations in between; both are replaced when one ends."""
     task = [*GROUPS, *TWO, "total_steps=250", "evaluation.every_steps=100"]
     whole = trained(tmp_path / "whole", *task)
-    (tmp_path / "killed").mkdir()
-    with Trainer(configured(tmp_path / "killed", *task), tmp_path / "killed", command="test") as trainer:
-        method: Any = trainer.method
-        update = method.update
-
-        def kill_second(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-            if iteration == 1:
-                os.kill(trainer.manager._handle._players[1].process.pid, signal.SIGKILL)
-            return dict(update(prepared, iteration=iteration, steps=steps))
-
-        method.update = kill_second
-        trainer.run()
-        assert trainer.manager.num_restarts == 1
+    run_with_a_kill(tmp_path / "killed", task, lambda player: player._handle._players[1].process.pid)
     assert_same_run(whole, tmp_path / "killed")
 
 
