@@ -67,8 +67,9 @@ class RowBuffer:
         self.column, self.num_rows = column, 0
         self._dtype, self._shape = np.dtype(column.dtype), column.shape
         self._block_rows = max(1, min(BLOCK_BYTES // max(1, column.row_bytes), 1024))
-        self._block = np.empty((0, *self._shape), self._dtype)
-        self._fill = 0
+        self._block: np.ndarray | None = None
+        self._fill = self._room = 0
+        """Rows in the block, and how many it takes."""
         self._blocks: list[np.ndarray] = []
         self._own_bytes = 0
         """Of the blocks, but for those of the caller's."""
@@ -76,13 +77,14 @@ class RowBuffer:
 
     def append(self, value: Any) -> None:
         """Add a row [*shape]; it is copied."""
-        if self._fill == len(self._block):
+        if self._fill == self._room:
             self._next_block()
         if self._shape and np.shape(value) != self._shape:
             raise _wrong_shape(self.column, np.shape(value))
         if self.num_rows == 0 and value is not None and not np.can_cast(np.asarray(value).dtype, self._dtype, "same_kind"):
             raise RecordingError(f"Field '{self.column.name}' must hold {self._dtype}, got {np.asarray(value).dtype}.")
         try:
+            assert self._block is not None
             self._block[self._fill] = value
         except (TypeError, ValueError) as error:
             raise RecordingError(f"Field '{self.column.name}' must hold {self._dtype} {list(self._shape)}: {error}.") from error
@@ -113,12 +115,11 @@ class RowBuffer:
         if self.column.row_bytes:
             for data in self._spill.chunks(max(1, BLOCK_BYTES // self.column.row_bytes) * self.column.row_bytes):
                 yield np.frombuffer(data, self._dtype).reshape(-1, *self._shape)
-        blocks = [*self._blocks, self._block[: self._fill]] if self._fill else self._blocks
-        if len(blocks) > 1 and all(block.dtype == self._dtype for block in blocks):
+        self._close_block()
+        if len(self._blocks) > 1 and all(block.dtype == self._dtype for block in self._blocks):
             # They are no more than `SPILL_BYTES`: one piece is checked and written in a fraction of the time of many.
-            yield np.concatenate(blocks)
-        else:
-            yield from blocks
+            self._blocks = [np.concatenate(self._blocks)]
+        yield from self._blocks
 
     def discard(self) -> None:
         self._spill.close()
@@ -126,16 +127,17 @@ class RowBuffer:
 
     def _next_block(self) -> None:
         # Doubling from 32: most episodes are short, and there may be thousands in progress.
-        rows = min(self._block_rows, max(32, 2 * len(self._block)))
+        rows = min(self._block_rows, max(32, 2 * self._room))
         self._close_block()
         self._spill_much()
-        self._block = np.empty((rows, *self._shape), self._dtype)
+        self._block, self._room = np.empty((rows, *self._shape), self._dtype), rows
 
     def _close_block(self) -> None:
         if self._fill:
+            assert self._block is not None
             self._blocks.append(self._block[: self._fill])
             self._own_bytes += self._blocks[-1].nbytes
-        self._block, self._fill = np.empty((0, *self._shape), self._dtype), 0
+        self._block, self._fill, self._room = None, 0, 0
 
     def _spill_much(self) -> None:
         if self._own_bytes >= SPILL_BYTES:

@@ -48,11 +48,15 @@ class OpenFile:
         return os.fstat(self.descriptor).st_size
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
         try:
+            written = os.pwrite(self.descriptor, data, offset)
+            if written == (len(data) if isinstance(data, bytes) else data.nbytes):
+                return
+            view = memoryview(data).cast("B")[written:]
             while view:
+                offset += written
                 written = os.pwrite(self.descriptor, view, offset)
-                view, offset = view[written:], offset + written
+                view = view[written:]
         except OSError as error:
             raise cannot_write(self.path, error) from error
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied_rl.episodes.buffers import BlobBuffer, Buffer, VideoBuffer
 from embodied_rl.episodes.films import Films
-from embodied_rl.episodes.layout import Column, layout_for
+from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
 from embodied_rl.episodes.recording import RecordingError
 
@@ -175,7 +175,7 @@ class EpisodeSink:
         self._require(self._first is not None and not self._closed, "has not begun")
         assert self._first is not None
         extras = {**optional, **{name: value for name, value in self._first.items() if is_extra(name)}}
-        columns = layout_for(self._writer.info.spec, self._writer.video, extras)
+        columns = self._writer.columns_for(extras)
         self._part, self.buffers, self._snapshots = self._writer.begin(columns)
         self.columns = columns
         for column in columns:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from embodied_rl.episodes.buffers import BlobBuffer, Buffer, Encoder
 from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.index import INDEX_FILE, Index, read_index
@@ -25,6 +27,7 @@ from embodied_rl.files import cannot_write, fsync
 
 SKIPPED = -1
 """Number of an episode that was there already."""
+_KNOWN_LAYOUTS = 64
 _SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
 """What of the simulator's configuration decides how episodes go; the rest is about processes."""
 
@@ -68,6 +71,7 @@ class RecordingWriter:
         self._duplicates = duplicates
         self._fps = frame_rate(info.spec.control_hz)
         self._parts: list[PartWriter] = []
+        self._layouts: dict[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[Column, ...]] = {}
         self._resumable: list[Path] = []
         self._encoder = Encoder()
         self._open: list[EpisodeSink] = []
@@ -117,7 +121,7 @@ class RecordingWriter:
             return SKIPPED
         columns = episode.columns()
         extras = {name: rows[0] for name, rows in columns.items() if is_extra(name)}
-        part, buffers, snapshots = self.begin(layout_for(self.info.spec, self.video, extras))
+        part, buffers, snapshots = self.begin(self.columns_for(extras))
         try:
             _require_columns(part.columns, columns)
             for name, buffer in buffers.items():
@@ -174,6 +178,16 @@ class RecordingWriter:
         number = part.commit(buffers, snapshots, marks, summary)
         self._remember(summary["seed"], summary["task"], summary["metadata"])
         return number
+
+    def columns_for(self, extras: Mapping[str, Any]) -> tuple[Column, ...]:
+        """See `layout_for`; what was asked for before is remembered. Raises RecordingError as that does."""
+        rows = {name: np.asarray(row) for name, row in extras.items()}
+        key = tuple((name, row.dtype.str, row.shape) for name, row in rows.items())
+        if key not in self._layouts:
+            if len(self._layouts) >= _KNOWN_LAYOUTS:  # rows of words are of any length
+                self._layouts.clear()
+            self._layouts[key] = layout_for(self.info.spec, self.video, extras)
+        return self._layouts[key]
 
     def begin(self, columns: tuple[Column, ...]) -> tuple[PartWriter, dict[str, Buffer], BlobBuffer]:
         """Room for an episode in progress."""
