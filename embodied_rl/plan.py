@@ -25,6 +25,9 @@ COMMAND = Command(
         Argument("workload", str, "what an iteration takes: a file, or a name of configs/workload", None),
         Argument("measure", bool, "time an experiment on this machine for half a minute instead", False),
         Argument("experiment", str, "with measure=true: which", None),
+        Argument("sim", str, "with measure=true: another simulator", None),
+        Argument("algorithm", str, "the same", None),
+        Argument("policy", str, "the same", None),
         Argument(
             "placement",
             str,
@@ -50,6 +53,9 @@ COMMAND = Command(
         "cluster=configs/cluster/8x8.yaml workload=agents workload.max_staleness=2 output=plan.json",
     ),
 )
+
+_RUN = ("experiment", "sim", "algorithm", "policy")
+"""What makes up a run that is measured."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -152,8 +158,13 @@ def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measure
     from embodied_rl.compose import load_train_config
     from embodied_rl.measuring import measure
 
-    run = [f"{key}={value}" for key, value in overrides.items() if not key.startswith("workload.")]
-    chosen = [] if values["experiment"] is None else [f"experiment={values['experiment']}"]
+    chosen = [f"{group}={values[group]}" for group in _RUN if values[group] is not None]
+    # What a simulator's class takes is known to that class alone; JSON's values are Hydra's too.
+    run = [
+        f"{'++' if key.startswith('sim.kwargs.') else ''}{key}={json.dumps(value)}"
+        for key, value in overrides.items()
+        if not key.startswith("workload.")
+    ]
     return measure(load_train_config([*chosen, *run]))
 
 
@@ -164,7 +175,7 @@ def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
         )
     if not values["measure"]:
         wrong = [key for key in overrides if not key.startswith("workload.")]
-        wrong += [name for name in ("experiment", "save") if values[name] is not None]
+        wrong += [name for name in (*_RUN, "save") if values[name] is not None]
         if wrong:
             raise _user_error(f"{wrong[0]} goes with measure=true: known times are changed by workload.…=….")
     if values["rows"] < 1:
