@@ -45,6 +45,7 @@ SPARE = max(1, (os.cpu_count() or 1) - 1)
 """Processes that simulate where a core is left to the process that records."""
 CASES = (
     Case("halfcheetah", "states, HalfCheetah-v5", "halfcheetah"),
+    Case("halfcheetah_bound", "states, HalfCheetah-v5, each process bound to a core", "halfcheetah", placement="spread"),
     Case("halfcheetah_8", "states, HalfCheetah-v5, 8 slots", "halfcheetah", num_slots=8),
     Case("halfcheetah_spare", "states, HalfCheetah-v5, a core to spare", "halfcheetah", num_workers=SPARE),
     Case("fetch_reach", "states, FetchReach", "fetch_reach"),

@@ -15,11 +15,13 @@ import numpy as np
 
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.episodes.films import Films, films_folder, keep_films
+from embodied_rl.episodes.gathering import GATHER_S
 from embodied_rl.episodes.recorded import RecordingInfo
-from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.collector import split_groups
 from embodied_rl.rollout.filmed import FilmedSim, filmed, films_of
+from embodied_rl.sim.affinity import PlacementPolicy
 from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.instrumented import IMAGE, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
@@ -52,6 +54,8 @@ class Case:
     num_workers: int | None = None
     """Processes that simulate; None: as many as the manager starts by itself, which leaves no core to whoever records."""
     num_slots: int = NUM_SLOTS
+    placement: PlacementPolicy = "none"
+    """Which cores each of them is bound to."""
 
 
 @dataclass
@@ -93,11 +97,13 @@ class Recorder:
 
     def __init__(self, folder: Path, spec: SimSpec, num_slots: int, films: Films | None, stack: ExitStack) -> None:
         self.films = films.columns if films else frozenset()
+        """Names of the columns whose pictures the simulators encode."""
         if films is not None:
             stack.enter_context(keep_films(films.folder))
         stack.callback(shutil.rmtree, folder)
-        writer = stack.enter_context(RecordingWriter(folder, RecordingInfo(plain_spec(spec), {}, {"kind": "random"}), duplicates="allow"))
-        self._sinks = SlotSinks(writer, num_slots, films)
+        info = RecordingInfo(plain_spec(spec), {}, {"kind": "random"})
+        writer = stack.enter_context(RecordingWriter(folder, info, duplicates="allow", gather_s=GATHER_S))
+        self._sinks = BatchSinks(writer, num_slots, films)
         self._streams = [SeedStream(SEEDS, 0, slot, num_slots) for slot in range(num_slots)]
         self._index = [0] * num_slots
         rng = np.random.default_rng(1)
@@ -114,20 +120,14 @@ class Recorder:
 
     def step(self, batch: StepBatch, action: np.ndarray, tick: int) -> None:
         num_rows = len(batch.slots)
-        rows = self._sinks.step(
-            batch.slots,
-            action=action,
-            sampled_action=action,
-            log_prob=self._log_probs[tick, :num_rows],
-            value=self._values[tick, :num_rows],
-            policy_version=self._versions[:num_rows],
-            reward=batch.reward,
-            terminated=batch.terminated,
-            truncated=batch.truncated,
-            success=batch.success,
-            observation=self._written(batch.observation),
-            final_observation=self._written(batch.final_observation),
-        )
+        acted = {
+            "action": action,
+            "sampled_action": action,
+            "log_prob": self._log_probs[tick, :num_rows],
+            "value": self._values[tick, :num_rows],
+            "policy_version": self._versions[:num_rows],
+        }
+        rows = self._sinks.step_batch(batch, acted)
         for row in rows:
             slot = int(batch.slots[row])
             self._sinks.finish(slot)
@@ -135,10 +135,9 @@ class Recorder:
         if rows:
             self.start(batch, rows)
 
-    def _written(self, observation: Observation) -> Observation:
-        if not self.films:
-            return observation
-        return {key: part for key, part in observation.items() if f"observation.{key}" not in self.films and not key.startswith(IMAGE)}
+    def settle(self) -> None:
+        """What `embodied_rl.record` does when the next actions are sent."""
+        self._sinks.settle()
 
 
 class Loop:
@@ -188,6 +187,8 @@ class ManagerLoop(Loop):
                 tick = (tick + 1) % 64
                 sent[index] = tick
                 manager.send(group, self.actions[tick, : len(group)])
+                if self.recorder is not None and record:
+                    self.recorder.settle()
                 steps += len(group)
         for index, group in enumerate(self._groups):
             self._record(manager.recv(group), sent[index], record)
@@ -207,9 +208,11 @@ class ProcessLoop(Loop):
         self._sim, self._out = sim, StepBuffers.allocate(sim.spec, num_slots)
         self._streams = [SeedStream(SEEDS, 0, slot, num_slots) for slot in range(num_slots)]
         self._index = [0] * num_slots
+        self._batches: dict[int, StepBatch] = {}
+        """{first slot: batch of those from there on}: views, made once, as a manager's are."""
         self._reset(range(num_slots))
         if recorder is not None:
-            recorder.start(self._batch(np.arange(num_slots), self._out.observation), range(num_slots))
+            recorder.start(self._batch(np.arange(num_slots)), range(num_slots))
         for slots in self.staggered(sim.spec.max_episode_steps):
             self._step(np.array(slots), 0)
 
@@ -228,7 +231,7 @@ class ProcessLoop(Loop):
         out, actions = self._out, self.actions[tick, : len(slots)]
         self._sim.step(slots, actions, out)
         done = slots[(out.terminated | out.truncated)[slots]]
-        final = out.observation
+        final = None
         if done.size:
             final = {key: rows.copy() for key, rows in out.observation.items()}
             flags = {name: getattr(out, name).copy() for name in ("reward", "terminated", "truncated", "success")}
@@ -241,15 +244,21 @@ class ProcessLoop(Loop):
                 getattr(out, name)[:] = values
         if self.recorder is not None and record:
             self.recorder.step(self._batch(slots, final), actions, tick)
+            self.recorder.settle()
 
     def _reset(self, slots: Sequence[int]) -> None:
         self._sim.reset(slots, [self._streams[slot].seed(self._index[slot]) for slot in slots], self._out)
 
-    def _batch(self, slots: np.ndarray, final: Observation) -> StepBatch:
-        out, rows = self._out, slice(int(slots[0]), int(slots[-1]) + 1)
-        flags = (part[rows] for part in (out.reward, out.terminated, out.truncated, out.success))
-        now, after = ({key: part[rows] for key, part in parts.items()} for parts in (out.observation, final))
-        return StepBatch(slots, now, *flags, final_observation=after, episodes=())
+    def _batch(self, slots: np.ndarray, final: Observation | None = None) -> StepBatch:
+        out, first = self._out, int(slots[0])
+        if first not in self._batches:
+            flags = (part[first:] for part in (out.reward, out.terminated, out.truncated, out.success))
+            now = {key: part[first:] for key, part in out.observation.items()}
+            self._batches[first] = StepBatch(np.array(slots), now, *flags, final_observation=now, episodes=())
+        batch = self._batches[first]
+        if final is None:
+            return batch
+        return dataclasses.replace(batch, final_observation={key: part[first:] for key, part in final.items()})
 
 
 def measure_recording(case: Case, rounds: int, seconds: float, folder: Path) -> dict[Side, Costs]:
@@ -282,7 +291,9 @@ def _loops(case: Case, record: bool, folder: Path, stack: ExitStack) -> tuple[Ma
     sim = SimFactory(configs[1].target, configs[1].task, configs[1].kwargs, configs[1].extra).make(case.num_slots)
     stack.callback(sim.close)
     factory = SimFactory(configs[0].target, configs[0].task, configs[0].kwargs, configs[0].extra)
-    manager = stack.enter_context(EnvManager(factory, case.num_slots, num_groups=NUM_GROUPS, num_workers=case.num_workers))
+    manager = stack.enter_context(
+        EnvManager(factory, case.num_slots, num_groups=NUM_GROUPS, num_workers=case.num_workers, placement=case.placement)
+    )
     recorders: list[Recorder | None] = [None, None]
     if record:
         recorders = [

@@ -39,6 +39,10 @@ class _Spill:
         self._folder = folder
         self._file: IO[bytes] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
     def write(self, data: Any) -> None:
         try:
             if self._file is None:
@@ -120,6 +124,17 @@ class RowBuffer:
             # They are no more than `SPILL_BYTES`: one piece is checked and written in a fraction of the time of many.
             self._blocks = [np.concatenate(self._blocks)]
         yield from self._blocks
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether nothing of it is in a file."""
+        return not self._spill.is_open
+
+    def take_all(self) -> list[np.ndarray]:
+        """All rows, in pieces [n, *shape]; only where they are in memory."""
+        self._close_block()
+        blocks, self._blocks = self._blocks, []
+        return blocks
 
     def discard(self) -> None:
         self._spill.close()

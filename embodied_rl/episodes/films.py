@@ -8,6 +8,7 @@ They lie in a folder of the recording, under names that both sides know: column,
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
 import uuid
@@ -19,10 +20,15 @@ from urllib.parse import quote
 
 import numpy as np
 
+from embodied_rl.episodes.encoders import KeptEncoders
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
 from embodied_rl.files import cannot_write
 
+PICTURES_AT_ONCE = 8
+"""So many pictures of an episode are encoded one after another, while the processor's caches hold its encoder; they wait until then."""
+WAITING_BYTES = 2 << 20
+"""What may wait of an episode, for large pictures are not helped by caches."""
 _PREFIX = ".films-"
 
 
@@ -48,6 +54,21 @@ class Films:
             self.path(column, seed, num_pictures).unlink(missing_ok=True)
 
 
+class FilmingTools:
+    """What the films of a thread lend each other: encoders, and memory for pictures."""
+
+    def __init__(self) -> None:
+        self.encoders = KeptEncoders()
+        self._rooms: dict[tuple[int, ...], list[PictureRoom]] = {}
+
+    def take_room(self, shape: tuple[int, ...]) -> PictureRoom:
+        free = self._rooms.setdefault(shape, [])
+        return free.pop() if free else PictureRoom(shape)
+
+    def give_back(self, room: PictureRoom) -> None:
+        self._rooms[room.array.shape].append(room)
+
+
 class Filming:
     """The videos of one running episode, picture by picture; for the process that draws it.
 
@@ -55,26 +76,48 @@ class Filming:
         UserError: a file cannot be written.
     """
 
-    def __init__(self, folder: Path, columns: Mapping[str, Column], fps: int, seed: int, rooms: dict[tuple[int, ...], PictureRoom]) -> None:
-        """`columns`: {part of the observation: its column}; `rooms` are shared by all episodes of a thread."""
-        self._folder, self._seed, self._rooms, self._count = folder, seed, rooms, 0
+    def __init__(self, folder: Path, columns: Mapping[str, Column], fps: int, seed: int, tools: FilmingTools) -> None:
+        """`columns`: {part of the observation: its column}; `tools` are shared by all episodes of a thread."""
+        self._folder, self._seed, self._tools, self._count = folder, seed, tools, 0
         self._writers: dict[str, tuple[str, VideoWriter]] = {}
+        self._waiting: dict[str, list[PictureRoom]] = {part: [] for part in columns}
+        at_once = WAITING_BYTES // max(1, sum(math.prod(column.shape) for column in columns.values()))
+        self._at_once = max(1, min(PICTURES_AT_ONCE, at_once))
+        # Episodes that go in step take turns.
+        self._next = 1 + seed % self._at_once
         for part, column in columns.items():
             height, width, _ = column.shape
             # Of a killed process, or an earlier attempt: it is written over.
             path = folder / f".{quote(column.name, safe='')}-{seed}.mp4"
-            self._writers[part] = column.name, VideoWriter(path, height, width, fps, lossless=column.encoding == "mp4_lossless")
+            lossless = column.encoding == "mp4_lossless"
+            self._writers[part] = column.name, VideoWriter(path, height, width, fps, lossless, tools.encoders)
 
     def add(self, pictures: Mapping[str, np.ndarray]) -> None:
         """The next picture [H, W, 3] uint8 of every part."""
         for part, (_, writer) in self._writers.items():
-            room = self._rooms.get(writer.shape) or self._rooms.setdefault(writer.shape, PictureRoom(writer.shape))
+            room = self._tools.take_room(writer.shape)
             room.fill(pictures[part])
-            writer.encode(room)
+            self._waiting[part].append(room)
         self._count += 1
+        if self._count >= self._next:
+            self._next += self._at_once
+            self._encode()
+
+    def _encode(self) -> None:
+        """Encode the pictures that wait."""
+        for part, (_, writer) in self._writers.items():
+            for room in self._waiting[part]:
+                writer.encode(room)
+        self._free_rooms()
+
+    def _free_rooms(self) -> None:
+        for rooms in self._waiting.values():
+            while rooms:
+                self._tools.give_back(rooms.pop())
 
     def finish(self) -> None:
         """The episode is over: its videos are there for whoever records it."""
+        self._encode()
         for column, writer in self._writers.values():
             writer.close()
             target = _film_path(self._folder, column, self._seed, self._count)
@@ -86,6 +129,7 @@ class Filming:
 
     def discard(self) -> None:
         """Give the episode up."""
+        self._free_rooms()
         for _, writer in self._writers.values():
             writer.discard()
         self._writers.clear()

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.buffers import BlobBuffer, Buffer, Encoder, RowBuffer, VideoBuffer
+from embodied_rl.episodes.gathering import Gathered
 from embodied_rl.episodes.index import INDEX_FILE, Index, encode_entry, read_index
 from embodied_rl.episodes.layout import SNAPSHOTS, Column
 from embodied_rl.episodes.opening import LAYOUT_FILE, array_dtype, array_offsets, part_folders, read_columns
-from embodied_rl.episodes.part_files import ArrayFile, BlobFile, VideoFolder, npy_header, remove_folder
+from embodied_rl.episodes.part_files import NO_ROWS_CHECKSUM, ArrayFile, BlobFile, VideoFolder, npy_header, remove_folder
 from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.summary import SUMMED, summary_of
 from embodied_rl.files import cannot_write, fsync, write_atomic
 
 _UNFINISHED = ".open-"
@@ -38,6 +40,10 @@ class PartWriter:
         self._num_steps, self._num_snapshots = steps, index.num_snapshots if index else 0
         self._index_size = index.size if index else 0
         self._opened = 0
+        self.step_bytes = sum(column.row_bytes for column in columns if column.encoding == "array")
+        """Of a step, in the columns of fixed size."""
+        self._scratch: dict[int, np.ndarray] = {}
+        self._reward = next(number for number, column in enumerate(columns) if column.name == "reward")
         if index:
             _require_headers(folder, columns, array_offsets(folder, columns, index))
         self._files: dict[str, ArrayFile | BlobFile | VideoFolder] = {}
@@ -77,28 +83,74 @@ class PartWriter:
         """
         sums = [self._append(column, buffers[column.name]) for column in self.columns]
         sums.append(self._snapshots.append(snapshots.chunks(), snapshots.sizes, marks))
-        line = encode_entry(
+        line = self._line(entry, sums, len(marks), self._num_steps, self.num_episodes)
+        self._count(line, 1, entry["steps"], len(marks))
+        return self.num_episodes - 1
+
+    def commit_together(self, episodes: Sequence[Gathered]) -> None:
+        """Append finished episodes without snapshots to a part whose rows are all of fixed size, in a few writes.
+
+        Raises:
+            RecordingError: one holds NaN or infinity; the part is as it was, here and below.
+            UserError: something cannot be written.
+        """
+        if not episodes:
+            return
+        whole: dict[str, np.ndarray] = {}
+        sums: list[list[int]] = []
+        lengths = [sum(map(len, episode.columns[self._reward])) for episode in episodes]
+        for number, column in enumerate(self.columns):
+            file = self._files[column.name]
+            assert isinstance(file, ArrayFile)
+            sizes = [column.rows_of(length) for length in lengths]
+            rows = self._scratch_for(number, sum(sizes))
+            np.concatenate([piece for episode in episodes for piece in episode.columns[number]], out=rows)
+            if column.must_be_finite:
+                _require_finite(column, rows, sizes)
+            whole[column.name] = rows
+            sums.append(file.append_together(rows, sizes))
+        lines, first = [], 0
+        for number, (episode, length) in enumerate(zip(episodes, lengths, strict=True)):
+            summed = {name: whole[name][first : first + length] for name in SUMMED}
+            entry = summary_of(**episode.about, summed=summed)
+            crcs = [*(of_column[number] for of_column in sums), NO_ROWS_CHECKSUM]
+            lines.append(self._line(entry, crcs, 0, self._num_steps + first, self.num_episodes + number))
+            first += length
+        self._count(b"".join(lines), len(episodes), first, 0)
+
+    def _scratch_for(self, number: int, num_rows: int) -> np.ndarray:
+        """Memory [num_rows, *shape] for rows of a column; the same every time, for fresh pages take longer than the copy."""
+        column, scratch = self.columns[number], self._scratch.get(number)
+        if scratch is None or len(scratch) < num_rows:
+            scratch = self._scratch[number] = np.empty((num_rows, *column.shape), column.dtype)
+        return scratch[:num_rows]
+
+    def _line(self, entry: Mapping[str, Any], sums: list[int], num_snapshots: int, step_row: int, number: int) -> bytes:
+        """The line of the index for an episode that begins at a row."""
+        return encode_entry(
             {
                 "steps": entry["steps"],
-                "step_row": self._num_steps,
-                "observation_row": self._num_steps + self.num_episodes,
+                "step_row": step_row,
+                "observation_row": step_row + number,
                 **{key: value for key, value in entry.items() if key not in ("steps", "metadata")},
-                "snapshots": len(marks),
+                "snapshots": num_snapshots,
                 "snapshot_row": self._num_snapshots,
                 "crc32": sums,
                 "metadata": entry["metadata"],
             }
         )
+
+    def _count(self, lines: bytes, num_episodes: int, num_steps: int, num_snapshots: int) -> None:
+        """Make what was appended count: in the headers, by the lines of the index, here."""
         growing = [self._snapshots, *(file for file in self._files.values() if not isinstance(file, VideoFolder))]
         for file in growing:
             file.announce()
-        self._write_line(line)
+        self._write_lines(lines)
         for file in growing:
             file.commit()
-        self._num_steps += entry["steps"]
-        self._num_snapshots += len(marks)
-        self.num_episodes += 1
-        return self.num_episodes - 1
+        self._num_steps += num_steps
+        self._num_snapshots += num_snapshots
+        self.num_episodes += num_episodes
 
     def close(self, durable: bool = True) -> None:
         """Cut the files to what counts, flush them to the disk (where `durable`), and let go of the part."""
@@ -123,28 +175,37 @@ class PartWriter:
         assert isinstance(file, ArrayFile)
         return file.append(finite(column, buffer.chunks()) if column.must_be_finite else buffer.chunks())
 
-    def _write_line(self, line: bytes) -> None:
+    def _write_lines(self, lines: bytes) -> None:
         try:
-            if os.pwrite(self._lock, line, self._index_size) != len(line):
+            if os.pwrite(self._lock, lines, self._index_size) != len(lines):
                 raise OSError("the disk took a part of the line")
         except OSError as error:
             os.ftruncate(self._lock, self._index_size)
             raise cannot_write(self.folder / INDEX_FILE, error) from error
-        self._index_size += len(line)
+        self._index_size += len(lines)
 
 
 def finite(column: Column, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Pass rows on. Raises RecordingError naming the first that holds NaN or infinity."""
     row = 0
     for chunk in chunks:
-        numbers = np.isfinite(chunk)
-        if not numbers.all():
-            row += int(np.argmin(numbers.reshape(len(chunk), -1).all(axis=1)))
-            raise RecordingError(
-                f"Field '{column.name}' holds {chunk[~numbers].ravel()[0]} in row {row} of the episode; it must be finite."
-            )
+        _require_finite(column, chunk, (len(chunk),), row)
         row += len(chunk)
         yield chunk
+
+
+def _require_finite(column: Column, rows: np.ndarray, lengths: Sequence[int], first: int = 0) -> None:
+    """Raise RecordingError naming the first row that is not; `lengths` of the episodes, `first`: number of the first row in its own."""
+    numbers = np.isfinite(rows)
+    if numbers.all():
+        return
+    row = int(np.argmin(numbers.reshape(len(rows), -1).all(axis=1)))
+    for length in lengths:
+        if row < length:
+            break
+        row -= length
+    value = rows[~numbers].ravel()[0]
+    raise RecordingError(f"Field '{column.name}' holds {value} in row {first + row} of the episode; it must be finite.")
 
 
 def create_part(recording: Path, columns: tuple[Column, ...]) -> PartWriter:

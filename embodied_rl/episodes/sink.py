@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.episodes.buffers import BlobBuffer, Buffer, VideoBuffer
+from embodied_rl.episodes.buffers import SPILL_BYTES, BlobBuffer, Buffer, RowBuffer, VideoBuffer
 from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
 from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.summary import SUMMED, summary_of
 
 if TYPE_CHECKING:
     from embodied_rl.episodes.part import PartWriter
     from embodied_rl.episodes.writer import RecordingWriter
-
-SUMMED = ("reward", "terminated", "truncated", "success")
-"""Columns that the line of the index is summed up from."""
 
 
 class EpisodeSink:
@@ -47,10 +45,16 @@ class EpisodeSink:
         self._writer, self._task, self._instruction, self._metadata = writer, task, instruction, dict(metadata)
         self._films = films
         self._first: dict[str, Any] | None = None
-        self._part: PartWriter | None = None
+        self.part: PartWriter | None = None
+        """Known with the columns."""
+        self.fetch: Callable[[], None] | None = None
+        """Has the rows added that lie elsewhere (`SteadyGroup`); None: there are none."""
+        self._late: list[Mapping[str, np.ndarray]] = []
+        """Rows [t, *shape] of every column, to come behind the first observation and what is in the buffers."""
+        self._late_bytes = 0
         self._snapshots: BlobBuffer | None = None
         self._marks: list[int] = []
-        self._ended = self._closed = False
+        self._ended = self._closed = self.is_discarded = False
 
     def start(
         self,
@@ -140,28 +144,43 @@ class EpisodeSink:
             Its number in its part, or `SKIPPED`.
 
         Raises:
-            RecordingError: it has no step, or holds NaN or infinity.
+            RecordingError: it has no step, or holds NaN or infinity (of one that waits for others, when it is written).
             UserError: it cannot be written.
         """
         self._require(self.num_steps > 0 and not self._closed, "has no steps to write")
-        assert self._part is not None
-        assert self._snapshots is not None
+        assert self.part is not None
         try:
+            about: dict[str, Any] = {
+                "seed": self.seed,
+                "task": self._task,
+                "instruction": self._instruction,
+                "metadata": {**self._metadata, **(metadata or {})},
+            }
+            if self._may_wait():
+                number = self._writer.gather(self, about)
+                if number >= 0:  # its rows are taken later
+                    self._closed = True
+                    self._writer.forget(self)
+                return number
+            if self.fetch is not None:
+                self.fetch()
+            self.make_room()
+            assert self._snapshots is not None
             if self._films is not None:
                 for name in self.filmed:
                     buffer = self.buffers[name]
                     assert isinstance(buffer, VideoBuffer)
                     buffer.take_over(self._films.path(name, self.seed, self.num_steps + 1), self.num_steps + 1)
             summed = {name: np.concatenate(list(self.buffers[name].chunks())) for name in SUMMED}  # type: ignore[union-attr]
-            summary = summary_of(self.seed, self._task, self._instruction, {**self._metadata, **(metadata or {})}, summed)
-            return self._writer.commit(self._part, self.buffers, self._snapshots, self._marks, summary)
+            summary = summary_of(**about, summed=summed)
+            return self._writer.commit(self.part, self.buffers, self._snapshots, self._marks, summary)
         finally:
             self.discard()
 
     def discard(self) -> None:
         """Give the episode up; nothing of it stays. Does nothing where it is finished."""
         if not self._closed:
-            self._closed = True
+            self._closed = self.is_discarded = True
             self._writer.forget(self)
             if self._snapshots is not None:
                 discard(self.buffers, self._snapshots)
@@ -176,9 +195,79 @@ class EpisodeSink:
         assert self._first is not None
         extras = {**optional, **{name: value for name, value in self._first.items() if is_extra(name)}}
         columns = self._writer.columns_for(extras)
-        self._part, self.buffers, self._snapshots = self._writer.begin(columns)
-        self.columns = columns
-        for column in columns:
+        self.begin_as(columns, self._writer.part_for(columns))
+        self.make_room()
+
+    def begin_as(self, columns: tuple[Column, ...], part: PartWriter) -> None:
+        """As `begin`, where the columns are known; room for them is made when it is needed."""
+        self._require(self._first is not None and not self._closed, "has not begun")
+        self.columns, self.part = columns, part
+
+    def add_late(self, rows: Mapping[str, np.ndarray], num_bytes: int) -> None:
+        """Take rows [t, *shape] of every column, of its dtype, that are this episode's from now on; they count as steps already."""
+        self._late.append(rows)
+        self._late_bytes += num_bytes
+        if self._late_bytes > SPILL_BYTES and not self._closed:
+            self.make_room()
+
+    def take_columns(self) -> list[list[np.ndarray]]:
+        """Of each column its rows, in pieces [t, *shape], of an episode of which `_may_wait` holds; nothing of them stays here."""
+        if self.fetch is not None:
+            self.fetch()
+        assert self.columns is not None
+        if not self.buffers and self._begins_as(self.columns):
+            assert self._first is not None
+            # Without buffers, which would take longer than the rest.
+            first, late = self._first, self._late
+            self._first, self._late = {}, []
+            return [
+                [first[column.name][None], *[rows[column.name] for rows in late]]
+                if column.per == "observation"
+                else [rows[column.name] for rows in late]
+                for column in self.columns
+            ]
+        self.make_room()
+        taken = []
+        for buffer in self.buffers.values():
+            assert isinstance(buffer, RowBuffer)
+            taken.append(buffer.take_all())
+        return taken
+
+    def make_room(self) -> None:
+        """Have buffers for what comes next, with all that came before in them."""
+        assert self.columns is not None
+        if not self.buffers:
+            assert self.part is not None
+            self.buffers, self._snapshots = self._writer.room_in(self.part)
+            self._put_first()
+        late, self._late, self._late_bytes = self._late, [], 0
+        for rows in late:
+            for name, part in rows.items():
+                buffer = self.buffers[name]
+                assert isinstance(buffer, RowBuffer)
+                buffer.extend_block(part)
+
+    def _begins_as(self, columns: tuple[Column, ...]) -> bool:
+        """Whether the first observation is what the columns hold, to the dtype; a buffer says what is wrong, or converts it."""
+        first = self._first or {}
+        due = [column for column in columns if column.per == "observation"]
+        return len(due) == len(first) and all(
+            isinstance(value := first.get(column.name), np.ndarray) and value.shape == column.shape and value.dtype.str == column.dtype
+            for column in due
+        )
+
+    def _may_wait(self) -> bool:
+        """Whether all its rows are of fixed size, and in memory."""
+        assert self.columns is not None
+        if not self._writer.gathers or self._marks or any(column.encoding != "array" for column in self.columns):
+            return False
+        return all(isinstance(buffer, RowBuffer) and buffer.is_in_memory for buffer in self.buffers.values())
+
+    def _put_first(self) -> None:
+        """Write the first observation."""
+        assert self.columns is not None
+        assert self._first is not None
+        for column in self.columns:
             if column.per == "observation":
                 self._require(column.name in self._first, f"lacks '{column.name}' at its beginning, and")
                 first = self._first.pop(column.name)
@@ -200,24 +289,6 @@ class EpisodeSink:
 def is_extra(name: str) -> bool:
     """Whether a column is one that the simulator's spec does not speak of."""
     return name in OPTIONAL_COLUMNS or name.startswith(("state.", "images."))
-
-
-def summary_of(
-    seed: int, task: str | None, instruction: str | None, metadata: Mapping[str, Any], summed: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
-    """What the line of the index says about an episode."""
-    reward, success = np.asarray(summed["reward"], np.float32), np.asarray(summed["success"], bool)
-    return {
-        "steps": len(reward),
-        "seed": int(seed),
-        "task": task,
-        "instruction": instruction,
-        "return": float(reward.sum(dtype=np.float64)),
-        "success_once": bool(success.any()),
-        "success_at_end": bool(success[-1]),
-        "complete": bool(summed["terminated"][-1] or summed["truncated"][-1]),
-        "metadata": dict(metadata),
-    }
 
 
 def discard(buffers: Mapping[str, Buffer], snapshots: BlobBuffer) -> None:

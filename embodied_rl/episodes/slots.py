@@ -12,10 +12,13 @@ from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.steady import SteadyGroup
 from embodied_rl.episodes.writer import RecordingWriter
 
 _BLOCK_BYTES = 2**20
 """Of all slots' blocks together, about."""
+_STEADY_BYTES = 2**22
+"""Of all slots' steady rows together, about."""
 _KNOWN_GROUPS = 8
 """Groups of neighbouring slots whose places are kept; there are few, unless whatever is ready steps together."""
 
@@ -28,11 +31,13 @@ class SlotSinks:
 
     Columns of fixed size are gathered in blocks [K, N, *shape] that all slots share, which costs one copy per column and batch where
     the slots of a batch are neighbours that step together, as pipeline groups do. The others go to their slot's sink one by one.
+    Where the arrays of a batch are the same ones every time, as views into shared memory are, `steady` gathers whole batches as bytes.
     """
 
     def __init__(self, writer: RecordingWriter, num_slots: int, films: Films | None = None) -> None:
         """`films`: columns whose pictures are encoded elsewhere; they are due at an episode's beginning alone, for their size."""
         self._writer, self._num_slots, self._films = writer, num_slots, films
+        self._gathering = writer.gathering
         self._sinks: list[EpisodeSink | None] = [None] * num_slots
         self._fresh: set[int] = set()
         """Slots whose episode has had no step."""
@@ -51,6 +56,10 @@ class SlotSinks:
         self._block_rows, self._unknown = 0, 0
         # Rows of each slot in the blocks, and the first that its present episode has not taken yet.
         self._fill, self._taken = [0] * num_slots, [0] * num_slots
+        self._steady: dict[int, SteadyGroup] = {}
+        """{slot: the group that its steps may be in}"""
+        self._full: list[SteadyGroup] = []
+        """Groups that have no more room."""
 
     def start(
         self,
@@ -78,6 +87,8 @@ class SlotSinks:
         self._sinks[slot], self._taken[slot] = sink, self._fill[slot]
         self._fresh.add(slot)
         self._running.add(slot)
+        if (group := self._steady.get(slot)) is not None:
+            group.taken[group.rows[slot]], group.ready = group.fill, False
 
     def step(
         self,
@@ -122,9 +133,9 @@ class SlotSinks:
             self._begin(numbers, {name: rows for name, rows in batch.items() if name in optional})
         if tuple(batch) != self._order:
             self._order_as(batch)
-        if not self._running.issuperset(numbers):
-            idle = min(set(numbers) - self._running)
-            raise RecordingError(f"Slot {idle} has no episode in progress, or its episode has ended.")
+        self._require_running(numbers)
+        for slot in numbers if self._steady else ():
+            self._leave_group(slot)
         if snapshots is not None:
             for slot, snapshot in zip(numbers, snapshots, strict=True):
                 if snapshot is not None:
@@ -138,13 +149,87 @@ class SlotSinks:
             self._running.difference_update(numbers[row] for row in over)
         return over
 
+    def steady(self, slots: np.ndarray, outcome: Mapping[str, np.ndarray], given: Mapping[str, Any]) -> SteadyGroup | None:
+        """A group whose steps leave their outcome in these very arrays, for `step_steady`.
+
+        Args:
+            slots: [n] int64 ascending.
+            outcome: {column: [n, ...]} where rewards, flags and what is seen after a step lie.
+            given: {column: [n, ...]} what else comes with a step, as an example; None: does not come.
+
+        Returns:
+            None where the group's steps must go through `step`: nothing was recorded yet, a column varies in size, or the arrays' memory
+            is not in one piece.
+        """
+        if self._one_by_one or self._names != {*outcome, *(name for name, rows in given.items() if rows is not None)}:
+            return None
+        columns = {column.name: column for column in self._columns}
+        if any(array.shape != (len(slots), *columns[name].shape) for name, array in outcome.items()):
+            return None
+        try:
+            return SteadyGroup(slots.tolist(), outcome, list(given), columns, _STEADY_BYTES * len(slots) // self._num_slots)
+        except ValueError:
+            return None
+
+    def step_steady(
+        self,
+        group: SteadyGroup,
+        given: tuple[Any, ...],
+        over: Sequence[int] = (),
+        final: Mapping[str, np.ndarray] | None = None,
+        absent: Sequence[int] = (),
+    ) -> None:
+        """One step of a steady group, each slot with an episode in progress, but for those that are absent.
+
+        Args:
+            group: see `steady`; the outcome lies in its arrays.
+            given: what else comes with the step, in the order of `steady`.
+            over: the rows whose episode ends; `finish`, `take` or `discard` them before the next step.
+            final: {column: [n, ...]} what to take instead for these.
+            absent: rows of slots that did not step, and whose episode, if there is one, has had no step (see `has_stepped`).
+
+        Raises:
+            RecordingError: as of `step`.
+        """
+        if group.fill == group.max_rows:
+            self._hand_over_group(group)
+        if absent or not group.ready:
+            self._enter_group(group, absent)
+        group.keep(given)
+        for row in absent:
+            group.taken[row] = group.fill
+        for row in over:
+            group.correct(row, {name: rows[row] for name, rows in (final or {}).items()})
+            self._running.discard(group.slots[row])
+            group.ready = False
+        if group.fill == group.max_rows:
+            self._full.append(group)
+
+    def settle(self) -> None:
+        """Do what can wait until the next actions are sent, so that simulators need not: call it after every step.
+
+        Raises:
+            UserError: see `RecordingWriter.flush`.
+        """
+        while self._full:
+            group = self._full.pop()
+            if group.fill == group.max_rows:
+                self._hand_over_group(group)
+        if self._gathering.waiting:
+            self._gathering.flush_due()
+
     def finish(self, slot: int, metadata: Mapping[str, Any] | None = None) -> int:
         """Write the slot's episode. Returns and raises as `EpisodeSink.finish` does."""
         return self.take(slot).finish(metadata)
 
     def take(self, slot: int) -> EpisodeSink:
         """The slot's episode, to be finished or discarded later; the slot is free for the next one."""
-        self._hand_over(slot)
+        group, sink = self._steady.get(slot), self._require(slot)
+        if group is not None and self._writer.gathers:
+            # The rows are fetched with those of many other steps.
+            group.end(group.rows[slot], sink, self._hand_over_group)
+        else:
+            self._hand_over(slot)
         return self._release(slot)
 
     def discard(self, slot: int) -> None:
@@ -154,10 +239,16 @@ class SlotSinks:
     def in_progress(self, slot: int) -> bool:
         return self._sinks[slot] is not None
 
+    def has_stepped(self, slot: int) -> bool:
+        """Whether a slot has an episode in progress that has had a step."""
+        return self._sinks[slot] is not None and slot not in self._fresh
+
     def _release(self, slot: int) -> EpisodeSink:
         sink, self._sinks[slot] = self._require(slot), None
         self._fresh.discard(slot)
         self._running.discard(slot)
+        if (group := self._steady.get(slot)) is not None:
+            group.ready = False
         return sink
 
     def _require(self, slot: int) -> EpisodeSink:
@@ -167,8 +258,13 @@ class SlotSinks:
         return sink
 
     def _steps(self, slot: int) -> int:
-        """Steps of a slot's episode so far."""
+        """Steps of a slot's episode so far; it is in no group."""
         return self._require(slot).num_steps + self._fill[slot] - self._taken[slot]
+
+    def _require_running(self, slots: list[int]) -> None:
+        if not self._running.issuperset(slots):
+            idle = min(set(slots) - self._running)
+            raise RecordingError(f"Slot {idle} has no episode in progress, or its episode has ended.")
 
     def _begin(self, slots: list[int], optional: Batch) -> None:
         """Make room for the episodes of `slots` whose first step this is; the very first one decides the columns."""
@@ -259,13 +355,62 @@ class SlotSinks:
     def _hand_over(self, slot: int) -> None:
         """Give a slot's rows to its sink."""
         first, stop, sink = self._taken[slot], self._fill[slot], self._sinks[slot]
+        group = self._steady.get(slot)
+        if group is not None and sink is not None and group.fill > group.taken[group.rows[slot]]:
+            row = group.rows[slot]
+            sink.num_steps += group.fill - group.taken[row]
+            sink.make_room()
+            for name, rows in group.of_slot(row):
+                _extend(sink, name, rows)
         if sink is not None and stop > first:
             for name, block in self._blocks.items():
-                buffer = sink.buffers[name]
-                assert isinstance(buffer, RowBuffer)
-                buffer.extend_block(block[first:stop, slot].copy())
+                _extend(sink, name, block[first:stop, slot].copy())
             sink.num_steps += stop - first
         self._taken[slot] = stop
+
+    # ---- steady groups ----------------------------------------------------------------------------------------------
+
+    def _enter_group(self, group: SteadyGroup, absent: Sequence[int]) -> None:
+        """Have a group's slots go on in it, whatever they went on in before."""
+        present = [slot for slot, row in group.rows.items() if row not in absent] if absent else group.slots
+        for slot in self._fresh.intersection(present):
+            self._require(slot).begin_as(self._columns, self._writer.part_for(self._columns))
+            self._fresh.discard(slot)
+        self._require_running(present)
+        for slot in group.slots:
+            if self._steady.get(slot) is not group:
+                self._leave_group(slot)
+                self._empty(slot)
+                self._steady[slot], group.taken[group.rows[slot]] = group, group.fill
+        group.ready = not absent
+
+    def _leave_group(self, slot: int) -> None:
+        if slot in self._steady:
+            self._hand_over(slot)
+            self._steady.pop(slot).ready = False
+            if (sink := self._sinks[slot]) is not None and sink.columns is not None:
+                sink.make_room()
+
+    def _hand_over_group(self, group: SteadyGroup) -> None:
+        """Give all rows of a group to the sinks."""
+        fill = group.fill
+        parts = group.ended
+        for slot, row in group.rows.items():
+            sink, first = self._sinks[slot], group.taken[row]
+            if sink is not None and self._steady.get(slot) is group and first < fill:
+                sink.num_steps += fill - first
+                parts.append((sink, row, first, fill))
+        columns = group.of_all()
+        for sink, row, first, stop in parts:
+            if not sink.is_discarded:
+                sink.add_late({name: rows[row, first:stop] for name, rows in columns}, (stop - first) * group.step_bytes)
+            sink.fetch = None
+
+
+def _extend(sink: EpisodeSink, name: str, rows: np.ndarray) -> None:
+    buffer = sink.buffers[name]
+    assert isinstance(buffer, RowBuffer)
+    buffer.extend_block(rows)
 
 
 def _shape_of(rows: Any) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from embodied_rl.episodes.buffers import BlobBuffer, Buffer, Encoder
 from embodied_rl.episodes.films import Films
+from embodied_rl.episodes.gathering import Gathering
 from embodied_rl.episodes.index import INDEX_FILE, Index, read_index
 from embodied_rl.episodes.info import RECORDING_FILE, read_info
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, VideoFormat, layout_for
@@ -22,7 +23,8 @@ from embodied_rl.episodes.part import PartWriter, create_part, resume_part
 from embodied_rl.episodes.pictures import frame_rate
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.sink import SUMMED, EpisodeSink, discard, is_extra, summary_of
+from embodied_rl.episodes.sink import EpisodeSink, discard, is_extra
+from embodied_rl.episodes.summary import SUMMED, summary_of
 from embodied_rl.files import cannot_write, fsync
 
 SKIPPED = -1
@@ -39,9 +41,9 @@ Duplicates = Literal["refuse", "skip", "allow"]
 class RecordingWriter:
     """Writes episodes into `folder`; a context manager, for one thread of one process.
 
-    Every finished episode is readable from then on, by any process, and stays so when this one is killed. Several processes may write
-    into one folder, each with `resume`; they write parts of their own. What a power failure does to the last seconds is the file
-    system's affair: files are flushed to the disk when the writer is closed.
+    Every finished episode is readable from then on (or `gather_s` later), by any process, and stays so when this one is killed. Several
+    processes may write into one folder, each with `resume`; they write parts of their own. What a power failure does to the last seconds
+    is the file system's affair: files are flushed to the disk when the writer is closed.
 
     Args:
         folder: made where it is missing.
@@ -52,6 +54,8 @@ class RecordingWriter:
         duplicates: what to do with an episode of a seed that this policy has played in this task already: refuse it, skip it
             (its number is `SKIPPED`) or add it all the same. Whoever is called ``policy`` in the episode's metadata played it, else
             the recording's.
+        gather_s: how long a finished episode of states may wait for others to be written together with, which takes a fraction of the
+            time. One that waits is lost when the process is killed, as an episode in progress is. 0: every one is written at once.
 
     Raises:
         RecordingError: the folder holds a recording (and `resume` is False), one of another simulator or policy, or a damaged one.
@@ -66,6 +70,7 @@ class RecordingWriter:
         video: VideoFormat = "mp4",
         resume: bool = False,
         duplicates: Duplicates = "refuse",
+        gather_s: float = 0.0,
     ) -> None:
         self.folder, self.info, self.video = Path(folder), info, video
         self._duplicates = duplicates
@@ -74,6 +79,8 @@ class RecordingWriter:
         self._layouts: dict[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[Column, ...]] = {}
         self._resumable: list[Path] = []
         self._encoder = Encoder()
+        self.gathering = Gathering(gather_s)
+        """Finished episodes that are not written yet."""
         self._open: list[EpisodeSink] = []
         self._seeds: set[int] = set()
         self._known: set[tuple[int, str, str]] = set()
@@ -121,7 +128,8 @@ class RecordingWriter:
             return SKIPPED
         columns = episode.columns()
         extras = {name: rows[0] for name, rows in columns.items() if is_extra(name)}
-        part, buffers, snapshots = self.begin(self.columns_for(extras))
+        part = self.part_for(self.columns_for(extras))
+        buffers, snapshots = self.room_in(part)
         try:
             _require_columns(part.columns, columns)
             for name, buffer in buffers.items():
@@ -145,6 +153,16 @@ class RecordingWriter:
             stack.callback(self._encoder.close)
             for sink in list(self._open):
                 stack.callback(sink.discard)
+            stack.callback(self.flush)
+
+    def flush(self) -> None:
+        """Write the finished episodes that wait for others.
+
+        Raises:
+            RecordingError: one holds NaN or infinity; the others are written.
+            UserError: they cannot be written.
+        """
+        self.gathering.flush()
 
     def __enter__(self) -> RecordingWriter:
         return self
@@ -175,8 +193,22 @@ class RecordingWriter:
         """Append a finished episode to a part."""
         if self._refuse_duplicate(summary["seed"], summary["task"], summary["metadata"]):
             return SKIPPED
+        self.flush()
         number = part.commit(buffers, snapshots, marks, summary)
         self._remember(summary["seed"], summary["task"], summary["metadata"])
+        return number
+
+    @property
+    def gathers(self) -> bool:
+        """Whether finished episodes may wait for others."""
+        return self.gathering.max_wait_s > 0
+
+    def gather(self, sink: EpisodeSink, about: Mapping[str, Any]) -> int:
+        """Take a finished episode that may wait for others, `about` as `summary_of` takes it. Returns its number, or `SKIPPED`."""
+        if self._refuse_duplicate(about["seed"], about["task"], about["metadata"]):
+            return SKIPPED
+        number = self.gathering.add(sink, about)
+        self._remember(about["seed"], about["task"], about["metadata"])
         return number
 
     def columns_for(self, extras: Mapping[str, Any]) -> tuple[Column, ...]:
@@ -189,10 +221,9 @@ class RecordingWriter:
             self._layouts[key] = layout_for(self.info.spec, self.video, extras)
         return self._layouts[key]
 
-    def begin(self, columns: tuple[Column, ...]) -> tuple[PartWriter, dict[str, Buffer], BlobBuffer]:
-        """Room for an episode in progress."""
-        part = self.part_for(columns)
-        return part, part.buffers(self._fps, self._encoder), BlobBuffer(SNAPSHOT_COLUMN, part.folder)
+    def room_in(self, part: PartWriter) -> tuple[dict[str, Buffer], BlobBuffer]:
+        """Room for an episode in progress, and for its snapshots."""
+        return part.buffers(self._fps, self._encoder), BlobBuffer(SNAPSHOT_COLUMN, part.folder)
 
     def forget(self, sink: EpisodeSink) -> None:
         self._open.remove(sink)

@@ -1,7 +1,7 @@
 """A simulator whose pictures are encoded where they are drawn, for the recording that its episodes go into.
 
-Every process that simulates encodes its own pictures right after drawing them, while they are in its caches: no other process waits for
-an encoder, and twice as many simulators come with twice as many encoders.
+Every process that simulates encodes its own pictures, some at a time: no other process waits for an encoder, and twice as many
+simulators come with twice as many encoders.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, cast
 import numpy as np
 
 from embodied_rl.config import SimConfig
-from embodied_rl.episodes.films import Filming, Films
+from embodied_rl.episodes.films import Filming, FilmingTools, Films
 from embodied_rl.episodes.layout import Column, picture_column
-from embodied_rl.episodes.pictures import PictureRoom, frame_rate
+from embodied_rl.episodes.pictures import frame_rate
 from embodied_rl.sim.env import SimEnv, SimFactory, SnapshotEnv
 from embodied_rl.sim.instrumented import IMAGE
 from embodied_rl.types import SimSpec, StepBuffers
@@ -71,7 +71,7 @@ class FilmedSim:
         self.spec = self._sim.spec
         self._folder, self._fps = Path(folder), frame_rate(self.spec.control_hz)
         self._columns = filmed_columns(self.spec)
-        self._rooms: dict[tuple[int, ...], PictureRoom] = {}
+        self._tools = FilmingTools()
         self._filming: list[Filming | None] = [None] * num_envs
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
@@ -79,7 +79,7 @@ class FilmedSim:
         if self._columns:
             for i, seed in zip(env_ids, seeds, strict=True):
                 self._give_up(i)
-                self._filming[i] = Filming(self._folder, self._columns, self._fps, int(seed), self._rooms)
+                self._filming[i] = Filming(self._folder, self._columns, self._fps, int(seed), self._tools)
             self._film(env_ids, out)
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:

@@ -20,16 +20,16 @@ import numpy as np
 
 from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.sink import EpisodeSink
-from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
+from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.collector import split_groups
 from embodied_rl.rollout.group_collector import EpisodeNoise
 from embodied_rl.rollout.players import ChunkInPlay, Played, Player
 from embodied_rl.rollout.seed_queue import Outcome, RecordingPlan, SeedQueue
 from embodied_rl.sim.instrumented import IMAGE, Split, plain_snapshot, split
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, Observation, SimSpec, StepBatch
+from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, SimSpec, StepBatch
 
 ATTEMPTS_FILE = "attempts.jsonl"
 """Beside the parts of a recording: a line for each episode that was played and is not recorded, with the reason."""
@@ -112,8 +112,7 @@ class Recorder:
         self._moving: list[list[int]] = [[] for _ in self._groups]
         """Slots of each group that were begun or sent an action."""
         self._films = films
-        self._filmed = films.columns if films else frozenset()
-        self._sinks = SlotSinks(writer, manager.num_slots, films)
+        self._sinks = BatchSinks(writer, manager.num_slots, films)
         self._acted: list[dict[str, Any]] = [{} for _ in self._groups]
         """{column: [rows of the group, ...]} what was done in each group's step that is being simulated."""
         self._finished: dict[int, tuple[EpisodeSink, dict[str, Any]]] = {}
@@ -142,11 +141,13 @@ class Recorder:
                     self._take_in(index, self._manager.recv(_as_range(moving)))
                 self._begin(index)
                 self._act(index)
+                self._sinks.settle()
         for slot, playing in self._playing.items():
             if playing.started:
                 self._sinks.discard(slot)
         for sink, _ in self._finished.values():
             sink.discard()
+        self._writer.flush()
         self._manager.discard()
         first = self._plan.first_seed
         return RecordingResult(
@@ -195,24 +196,25 @@ class Recorder:
         """Note what came of a group's actions, and what is seen now."""
         group, seen = self._groups[index], self._seen[index]
         self._moving[index] = []
-        places = batch.slots - group.start
+        places: Any = batch.slots - group.start if len(batch.slots) < len(group) else ...
         for key, part in batch.observation.items():
             if key in seen:
                 seen[key][places] = part
         summaries = {episode.slot: episode for episode in batch.episodes}
-        now = split(batch.observation)
+        now: Split | None = None
         stepped: list[int] = []
         for row, slot in enumerate(batch.slots.tolist()):
             playing = self._playing[slot]
             if batch.aborted is not None and batch.aborted[row]:
                 self._gave_up(slot, playing)
             elif not playing.started:
+                now = now or split(batch.observation)
                 self._start(slot, playing, now, row)
             else:
                 stepped.append(row)
         if stepped:
             ended = [row for row in stepped if int(batch.slots[row]) in summaries]
-            self._stepped(index, batch, stepped, split(_with_final(batch, ended)) if ended else now)
+            self._stepped(index, batch, stepped)
             for row in ended:
                 slot = int(batch.slots[row])
                 playing = self._playing[slot]
@@ -237,31 +239,16 @@ class Recorder:
         )
         playing.started = True
 
-    def _stepped(self, index: int, batch: StepBatch, rows: list[int], after: Split) -> None:
+    def _stepped(self, index: int, batch: StepBatch, rows: list[int]) -> None:
         """Write down a step of the slots in these rows of a batch."""
-        chosen: Any = slice(None) if len(rows) == len(batch.slots) else rows
-        slots = batch.slots[chosen]
-        places = (slots - self._groups[index].start).tolist()
-        playing = [self._playing[slot] for slot in slots.tolist()]
+        slots, group, acted = batch.slots.tolist(), self._groups[index], self._acted[index]
+        playing = [self._playing[slots[row]] for row in rows]
         snapshots = [one.snapshot for one in playing] if self._plan.snapshot_every is not None else None
-        self._sinks.step(
-            slots,
-            **{name: _rows(column, places) for name, column in self._acted[index].items()},
-            reward=batch.reward[chosen],
-            terminated=batch.terminated[chosen],
-            truncated=batch.truncated[chosen],
-            success=batch.success[chosen],
-            observation=self._to_write("observation", after.observation, chosen),
-            state={key: part[chosen] for key, part in after.state.items()},
-            images=self._to_write("images", after.images, chosen),
-            snapshots=snapshots,
-        )
+        if len(slots) < len(group):
+            acted = {name: _rows(column, [slot - group.start for slot in slots]) for name, column in acted.items()}
+        self._sinks.step_batch(batch, acted, rows=None if len(rows) == len(slots) else rows, snapshots=snapshots)
         for one in playing:
             one.num_steps += 1
-
-    def _to_write(self, room: str, parts: Observation, chosen: Any) -> dict[str, Any]:
-        """Of what is seen, what nobody else writes."""
-        return {key: part[chosen] for key, part in parts.items() if f"{room}.{key}" not in self._filmed}
 
     def _ended(self, slot: int, playing: _Playing, summary: EpisodeSummary) -> None:
         assert summary.seed == playing.seed, "another episode ended"
@@ -385,14 +372,6 @@ def _columns(played: Played, num_rows: int, action: ActionSpec) -> dict[str, Any
         "value": None if played.value is None else np.array(played.value, np.float64),
         "policy_version": None if played.version is None else np.full(num_rows, played.version),
     }
-
-
-def _with_final(batch: StepBatch, rows: list[int]) -> dict[str, Any]:
-    """What is seen after a step: in these rows the episode's last observation, not the next one's first."""
-    after = {key: part.copy() for key, part in batch.observation.items()}
-    for key, part in batch.final_observation.items():
-        after[key][rows] = part[rows]
-    return after
 
 
 def _rows(column: Any, rows: Sequence[int]) -> Any:

@@ -17,9 +17,9 @@ from embodied_rl.config import RecordConfig
 from embodied_rl.episodes.info import RECORDING_FILE
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.generation.base import ActedBatch
+from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.sim.instrumented import split
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import Episode, Observation, StepBatch
@@ -62,7 +62,7 @@ class TrainingRecorder:
         self.num_recorded = len(open_recording(folder)) if resume else 0
         self._writer = RecordingWriter(folder, info, video=config.video, resume=resume, duplicates="skip")
         self._config, self._seeds, self._num_slots = config, EpisodeSeeds.training(seed), num_slots
-        self._sinks = SlotSinks(self._writer, num_slots)
+        self._sinks = BatchSinks(self._writer, num_slots, observations_alone=True)
         self._round = 0
         self._slots: list[_Slot] = []
         self._done: dict[str, np.ndarray] = {}
@@ -73,6 +73,7 @@ class TrainingRecorder:
     def restarted(self, seed_round: int) -> None:
         """All slots begin new episodes, as `EnvManager.reset` counts them; what they were playing is given up."""
         self._give_up()
+        self._sinks.forget_batches()
         self._round, self._slots = seed_round, [_Slot() for _ in range(self._num_slots)]
 
     def acted(self, slots: np.ndarray, observation: Observation, acted: ActedBatch, given: np.ndarray) -> None:
@@ -174,19 +175,9 @@ class TrainingRecorder:
 
     def _write(self, batch: StepBatch, rows: list[int]) -> None:
         """A step of the slots in these rows of a batch."""
-        chosen: Any = slice(None) if len(rows) == len(batch.slots) else rows
-        slots = batch.slots[chosen]
-        after, final = split(batch.observation).observation, split(batch.final_observation).observation
-        self._sinks.step(
-            slots,
-            **{name: column[slots] for name, column in self._done.items()},
-            reward=batch.reward[chosen],
-            terminated=batch.terminated[chosen],
-            truncated=batch.truncated[chosen],
-            success=batch.success[chosen],
-            observation={key: part[chosen] for key, part in after.items()},
-            final_observation={key: part[chosen] for key, part in final.items()} if batch.episodes else None,
-        )
+        done = {name: column[batch.slots] for name, column in self._done.items()}
+        self._sinks.step_batch(batch, done, rows=None if len(rows) == len(batch.slots) else rows)
+        self._sinks.settle()
 
     def _count(self, number: int) -> None:
         self.num_recorded += number != SKIPPED
