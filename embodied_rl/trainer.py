@@ -38,6 +38,7 @@ from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.sim.faults import NonFiniteSimulationError
 from embodied_rl.sim.instrumented import plain_spec
+from embodied_rl.stopping import Stopper, WaitStopped
 from embodied_rl.timeline import Timeline, span, timeline_to
 from embodied_rl.types import EpisodeSummary
 
@@ -45,6 +46,9 @@ _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
 _EPISODE = "episode."
 """Begins the names of running episodes in a checkpoint."""
+_PATIENCE_S, _PATIENCE_WITHIN_S = 5.0, 20.0
+"""For a rollout, or an evaluation, that is not over when the run is to end, before it is given up: schedulers kill after half a minute.
+More where its episodes are to be saved (`checkpoint.within_episodes`)."""
 _INTERIM_SEEDS = 2**28
 """Offset of the seeds of evaluations during a run: choosing a checkpoint by them does not touch the final held-out seeds."""
 
@@ -75,6 +79,8 @@ class Trainer:
         self.best = -np.inf
         self.recent: deque[tuple[bool, float, int]] = deque(maxlen=_WINDOW)
         self.interrupted = False
+        self._stopper = Stopper(_PATIENCE_WITHIN_S if config.checkpoint.within_episodes else _PATIENCE_S)
+        self._gave_up = False
         self._interim_success: float | None = None
         self._interim_return = -np.inf
         self._faults_told = 0
@@ -134,10 +140,10 @@ class Trainer:
         self._begin_episodes()
         if self.config.algorithm.warm_start is not None and self.iteration == 0:
             self.save()  # what was cloned is not to be cloned again
-        with self._interruptible(), self._dump_on_non_finite(), self._profiled():
+        with self._interruptible(), self._dump_on_non_finite(), self._profiled(), self._given_up():
             while not self._finished():
                 started = time.perf_counter()
-                with self.engine.generation(), span("generation", "collect", iteration=self.iteration):
+                with self.engine.generation(), span("generation", "collect", iteration=self.iteration), self._stopper.stoppable():
                     experience = self.method.collect(self.iteration)
                 with self.engine.training(), span("training", "update", iteration=self.iteration):
                     prepared = self.method.prepare(experience)
@@ -244,7 +250,8 @@ class Trainer:
         within = self.config.checkpoint.within_episodes
         running = cast(Any, self.method).episodes() if within and evaluate_now else {}
         if evaluate_now:
-            episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=_INTERIM_SEEDS + self.config.evaluation.seed)
+            with self._stopper.stoppable():
+                episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=_INTERIM_SEEDS + self.config.evaluation.seed)
             success, mean_return = np.mean([e.success_once for e in episodes]), np.mean([e.episode_return for e in episodes])
             figures = {"eval/success": float(success)} if self.manager.spec.reports_success else {}
             figures["eval/return"] = float(mean_return)
@@ -281,7 +288,7 @@ class Trainer:
         self.best = max(self.best, score)
         self.engine.residency.onload_all()
         learner, parts = save_method(self.method, self._writer, self.steps)
-        if self.config.checkpoint.within_episodes:
+        if self.config.checkpoint.within_episodes and not self._gave_up:  # their simulators may not answer
             learner |= {f"{_EPISODE}{slot}": saved for slot, saved in cast(Any, self.method).episodes().items()}
         self._writer.save(
             self.steps,
@@ -395,12 +402,16 @@ class Trainer:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends the run after this iteration, with a checkpoint; the second ends it at once."""
+        """The first Ctrl-C (or SIGTERM) ends the run after this iteration, with a checkpoint; the second ends it at once.
+
+        A rollout that does not come to its end soon is given up, as is an evaluation: the checkpoint is of the last update.
+        """
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
+            self._stopper.stop()
 
         previous: dict[signal.Signals, Any] = {}
         try:
@@ -413,6 +424,14 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+    @contextmanager
+    def _given_up(self) -> Iterator[None]:
+        """Goes on behind the loop when a wait inside it was ended by a signal."""
+        try:
+            yield
+        except WaitStopped:
+            self._gave_up = True
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:

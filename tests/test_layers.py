@@ -16,7 +16,7 @@ import embodied_rl
 
 PACKAGE = Path(embodied_rl.__file__).parent
 
-GROUND = {"", "errors", "types", "registry", "paths", "files", "statistics", "timeline", "versions"}
+GROUND = {"", "errors", "types", "registry", "paths", "files", "statistics", "stopping", "timeline", "versions"}
 """Open to everybody; "" is the package itself, which holds the version."""
 
 FLOORS: dict[str, set[str]] = {
@@ -29,6 +29,7 @@ FLOORS: dict[str, set[str]] = {
     "files": {"errors"},
     "timeline": {"errors", "files"},
     "statistics": {"errors"},
+    "stopping": set(),
     "config": GROUND,
     "video": GROUND,
     "cli": GROUND,
@@ -55,9 +56,10 @@ FLOORS: dict[str, set[str]] = {
     "filming": GROUND | {"config", "episodes", "generation", "sim", "video"},
     "dialogue_films": GROUND | {"agents", "filming", "policies", "proxy", "rollout", "sim"},
     "evaluation_output": GROUND | {"config", "checkpoint", "comparison", "reporting"},
+    "evaluation_play": GROUND | {"config", "evaluation_output", "generation", "progress", "reporting", "rollout", "sim"},
     "evaluate_untrained": GROUND
-    | {"cli", "compose", "config", "checkpoint", "evaluation_output", "generation", "hybrid", "methods", "policies", "progress"}
-    | {"reporting", "rollout", "sim"},
+    | {"cli", "compose", "config", "checkpoint", "evaluation_output", "evaluation_play", "generation", "hybrid", "methods", "policies"}
+    | {"progress", "rollout", "sim"},
     "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies", "resuming"},
     "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
     "offline_report": GROUND | {"episodes", "video"},
@@ -80,6 +82,7 @@ FLOORS: dict[str, set[str]] = {
         "sim",
     },
     "resuming": GROUND | {"config", "checkpoint", "hybrid", "policies"},
+    "probes": GROUND | {"config", "sim"},
     "measuring": GROUND | {"config", "methods", "sim", "trainer"},
 }
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""

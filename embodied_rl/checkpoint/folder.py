@@ -33,7 +33,7 @@ from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card, show
 from embodied_rl.checkpoint.checksums import FileSums, fault_of, sum_of_document, sums_of
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.files import cannot_write, fsync
+from embodied_rl.files import cannot_write, fsync, reset_mode
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
@@ -348,6 +348,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         seen.add(address)
     try:
         save_file(plain, path)
+        reset_mode(path)
     except SafetensorError as error:
         raise OSError(f"{error}") from error
 

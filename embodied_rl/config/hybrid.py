@@ -24,7 +24,7 @@ class ShardingConfig:
     reshard_after_forward: bool = True
     """Free the gathered parameters after each block's forward and gather them again for its backward: less memory, more traffic."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory (GPUs alone)."""
+    """Keep parameters, gradients and optimizer state in host memory; on processors it has no effect, and a run says so."""
     checkpoint_activations: bool = False
     """Compute each block's activations again in the backward instead of keeping them."""
     micro_batch_size: int | None = None
@@ -55,7 +55,7 @@ class RayCpusConfig:
     reward: float = 0.25
     """Of each reward worker."""
     train: float = 0.5
-    """The policy that is trained."""
+    """The policy that is trained: of all its ranks together (sharding), which may be on different nodes."""
 
     def __post_init__(self) -> None:
         for name in ("env", "generation", "reward", "train"):
@@ -70,6 +70,7 @@ class RayGpusConfig:
     generation: float = 0.0
     reward: float = 0.0
     train: float = 0.0
+    """Of all ranks together: each needs a whole one, or as many as the others."""
 
     def __post_init__(self) -> None:
         for name in ("env", "generation", "reward", "train"):

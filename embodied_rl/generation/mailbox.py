@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from embodied_rl.generation.tokens import Completion, GenerationRequest, check_new_ids
+from embodied_rl.stopping import waiting
 
 
 class Mailbox:
@@ -70,4 +71,5 @@ class Mailbox:
                 if enough or (left is not None and left <= 0) or (self._paused and deadline is None):
                     ready, self._ready = self._ready, []
                     return ready
-                self._condition.wait(left)
+                with waiting:
+                    self._condition.wait(left)

@@ -5,9 +5,7 @@ Every method here is collective: each rank calls it, in the same order, with its
 
 from __future__ import annotations
 
-import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.config import AlgorithmConfig, ShardingConfig
 from embodied_rl.hybrid import fsdp
 from embodied_rl.hybrid.policy_updater import PolicyObjective, chosen_rows, parameter_groups
+from embodied_rl.hybrid.rank_hosts import open_store
 from embodied_rl.hybrid.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
 from embodied_rl.hybrid.updater import BETAS, METRICS
 from embodied_rl.policies.language import LanguagePolicy
@@ -67,8 +67,9 @@ class Rank:
         sharded: Any = fsdp.shard(policy.to(device), self.mesh, sharding)
         self.policy = sharded
         self.parameters = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        offloaded = sharding.cpu_offload and device.type == "cuda"
         self.optimizer = torch.optim.Adam(
-            parameter_groups(self.policy, config), lr=config.learning_rate, betas=BETAS, eps=config.adam_eps, fused=not sharding.cpu_offload
+            parameter_groups(self.policy, config), lr=config.learning_rate, betas=BETAS, eps=config.adam_eps, fused=not offloaded
         )
         # Tokens of texts have an objective of their own (`TokenRank`).
         self.objective = None if isinstance(self.policy, LanguagePolicy) else PolicyObjective(self.policy, config, device)
@@ -223,15 +224,12 @@ def without_fillers(batch: Batch) -> Batch:
     return replace(batch, mask=None, unit_mask=units & counted[:, None], value_mask=values & wide)
 
 
-@contextlib.contextmanager
-def rendezvous_file() -> Iterator[Path]:
-    """A place where the ranks of one machine meet."""
-    with tempfile.TemporaryDirectory(prefix="embodied_ranks_") as folder:
-        yield Path(folder) / "store"
+def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
+    """Make the process group of the ranks; gloo listens on the loopback interface unless the environment says otherwise.
 
-
-def join(store: Path | str, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
-    """Make the process group of the ranks of this machine; gloo listens on the loopback interface unless the environment says otherwise.
+    Args:
+        store: where they meet (`rank_hosts.open_store`, or its address).
+        timeout_s: for all to be there, and later for each exchange between them.
 
     Raises:
         RuntimeError: the others did not come in time.
@@ -242,7 +240,7 @@ def join(store: Path | str, rank: int, num_ranks: int, device: torch.device, tim
         torch.cuda.set_device(device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{store}",
+        store=store if isinstance(store, Store) else open_store(str(store), num_ranks, timeout_s),
         rank=rank,
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),

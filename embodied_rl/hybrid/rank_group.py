@@ -14,11 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import os
-import socket
-import subprocess
-import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,20 +23,16 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-import embodied_rl
 from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.link import Link, LinkClosed
-from embodied_rl.hybrid.rank import Rank, join, rendezvous_file
+from embodied_rl.hybrid.link import LinkClosed
+from embodied_rl.hybrid.rank import Rank, join
+from embodied_rl.hybrid.rank_hosts import RankLink, TrainWorkerError, make_host
 from embodied_rl.hybrid.tensor_parallel import check_plan
 from embodied_rl.policies.language import LanguagePolicy
 
 _END_S = 10.0
 _CLOSED_S = 60.0
-
-
-class TrainWorkerError(RuntimeError):
-    """Another rank of the training ended."""
 
 
 class RankGroup:
@@ -60,13 +51,13 @@ class RankGroup:
         """
         assert config.sharding is not None
         self.policy, self.algorithm, self.sharding = policy, algorithm, config.sharding
-        self._links: list[Link] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._is_apart = False
-        _check(self.sharding.num_ranks, device)
+        if dist.is_initialized():
+            raise UserError("torch.distributed is in use in this process already: hybrid.sharding makes its own process group.")
+        self.host = make_host()
         if self.sharding.num_tensor_shards > 1:
             check_plan(policy, self.sharding.num_tensor_shards)
-        self._finalizer = weakref.finalize(self, _end, self._links, self._processes)
+        self._finalizer = weakref.finalize(self, self.host.close)
         try:
             self.rank = self._start(config, torch.device("cuda", 0) if device.type == "cuda" else device)
         except BaseException:
@@ -74,34 +65,27 @@ class RankGroup:
             raise
 
     def _start(self, config: HybridConfig, device: torch.device) -> Rank:
-        sharding = self.sharding
-        with rendezvous_file() as store:
-            for index in range(1, sharding.num_ranks):
-                ours, theirs = socket.socketpair()
-                command = [sys.executable, "-m", "embodied_rl.hybrid.train_worker", str(theirs.fileno())]
-                # A group of its own: Ctrl-C is rank 0's alone, and the others end with it.
-                self._processes.append(
-                    subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_environment(), process_group=0)
-                )
-                theirs.close()
-                self._links.append(Link(ours))
-                setup = {
-                    "rank": index,
-                    "store": str(store),
-                    "timeout_s": sharding.start_timeout_s,
-                    "device": device.type,
-                    "num_threads": config.rank_threads or 1,
-                    "sharding": dataclasses.asdict(sharding),
-                    "algorithm": dataclasses.asdict(self.algorithm),
-                    **description_of(self.policy),
-                }
-                self._links[-1].send(setup, self.policy.state_dict())
-            with self.blaming_workers():
-                for link in self._links:
-                    link.recv(sharding.start_timeout_s)
+        host, sharding = self.host, self.sharding
+        host.start(sharding.num_ranks, device)
+        common = {
+            "timeout_s": sharding.start_timeout_s,
+            "device": device.type,
+            "num_threads": config.rank_threads or 1,
+            "sharding": dataclasses.asdict(sharding),
+            "algorithm": dataclasses.asdict(self.algorithm),
+            **description_of(self.policy),
+        }
+        state = self.policy.state_dict()
+        with self.blaming_workers():
+            for index, link in enumerate(host.links, start=1):
+                link.send({"do": "build", "rank": index, "device_index": host.device_index(index), **common}, state)
+            for link in host.links:
+                link.recv(sharding.start_timeout_s)  # what fails so far is known at once; all wait for each other from here on
+            with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, store):
+                host.tell({"do": "join", "store": where})
                 join(store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
                 rank = Rank(copy.deepcopy(self.policy), self.algorithm, sharding, device)
-                for link in self._links:
+                for link in host.links:
                     link.recv(sharding.start_timeout_s)
         return rank
 
@@ -184,23 +168,23 @@ class RankGroup:
 
     def send_parts(self, what: str, part_of: Callable[[int], tuple[Any, dict[str, Tensor]]]) -> None:
         """Ask each other rank for one step on its part: `part_of` gives what a part's step is (a dataclass), and its tensors."""
-        for index, link in enumerate(self._links, start=1):
+        for index, link in enumerate(self.host.links, start=1):
             step, tensors = part_of(index // self.sharding.num_tensor_shards)
             self.send(link, {"do": what, "step": dataclasses.asdict(step)}, tensors)
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send the same to every other rank."""
-        for link in self._links:
-            self.send(link, message, tensors)
+        with self.blaming_workers():
+            self.host.tell(message, tensors)
 
-    def send(self, link: Link, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+    def send(self, link: RankLink, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send to one rank. Raises TrainWorkerError when it ended."""
         with self.blaming_workers():
             link.send(message, tensors)
 
-    def links(self) -> Iterator[tuple[int, Link]]:
+    def links(self) -> Iterator[tuple[int, RankLink]]:
         """(part of a minibatch, link) of every other rank."""
-        return ((index // self.sharding.num_tensor_shards, link) for index, link in enumerate(self._links, start=1))
+        return ((index // self.sharding.num_tensor_shards, link) for index, link in enumerate(self.host.links, start=1))
 
     @contextlib.contextmanager
     def blaming_workers(self) -> Iterator[None]:
@@ -209,16 +193,15 @@ class RankGroup:
             yield
         except (RuntimeError, LinkClosed, TimeoutError) as error:
             # What closed the connection may be a process that still takes leave of its libraries, on a busy machine for a while.
-            ended = _first_ended(self._processes, _CLOSED_S if isinstance(error, LinkClosed) else _END_S)
+            ended = self.host.ended(_CLOSED_S if isinstance(error, LinkClosed) else _END_S)
             if ended is None:
                 raise
-            status = self._processes[ended].returncode
-            raise TrainWorkerError(f"Train worker of rank {ended + 1} ended with status {status}.") from error
+            raise ended from error
 
     def close(self) -> None:
         """End the other ranks. May be called twice."""
         if self._finalizer.alive and dist.is_initialized():
-            with contextlib.suppress(TrainWorkerError, LinkClosed):
+            with contextlib.suppress(TrainWorkerError, ConnectionError):
                 self.tell({"do": "leave"})
             dist.destroy_process_group()
         self._finalizer()
@@ -230,41 +213,3 @@ def description_of(policy: Any) -> dict[str, Any]:
         return {"policy": dataclasses.asdict(policy.config), "layout": policy.layout}
     config = getattr(policy, "built_from", None) or policy.config
     return {"policy": dataclasses.asdict(config), "spec": policy.spec.to_dict()}
-
-
-def _check(num_ranks: int, device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        raise UserError(
-            f"hybrid.sharding has {num_ranks} ranks, and this machine {torch.cuda.device_count()} GPUs: each rank needs one of its own. "
-            "Choose smaller num_shards, or hybrid.device=cpu."
-        )
-    if dist.is_initialized():
-        raise UserError("torch.distributed is in use in this process already: hybrid.sharding makes its own process group.")
-
-
-def _first_ended(processes: list[subprocess.Popen[bytes]], patience_s: float) -> int | None:
-    """Index of a process that ended; a connection closes a little before its process is gone."""
-    deadline = time.monotonic() + patience_s
-    while processes and time.monotonic() < deadline:
-        for index, process in enumerate(processes):
-            if process.poll() is not None:
-                return index
-        time.sleep(0.01)
-    return None
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with its import path: it may have been started from anywhere."""
-    own = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(own)}
-
-
-def _end(links: list[Link], processes: list[subprocess.Popen[bytes]]) -> None:
-    for link in links:
-        link.close()
-    for process in processes:
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

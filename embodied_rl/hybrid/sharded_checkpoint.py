@@ -31,7 +31,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.files import cannot_write, fsync, write_atomic
+from embodied_rl.files import cannot_write, fsync, replace_folder, reset_mode, write_atomic
 from embodied_rl.hybrid import fsdp
 
 FORMAT_VERSION = 1
@@ -226,6 +226,7 @@ def export_hugging_face(
         for number, bucket in enumerate(buckets(tensors, max_file_bytes)):
             path = partial / f"part-{number}"
             save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket}, path, metadata={"format": "pt"})
+            reset_mode(path)
             files.append((path, [name for name, _ in bucket]))
             total += sum(tensor.nbytes for _, tensor in bucket)
         weight_map: dict[str, str] = {}
@@ -237,7 +238,7 @@ def export_hugging_face(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
         (partial / "config.json").write_text(json.dumps(dict(config), indent=1, default=str), encoding="utf-8")
-        _put_in_place(partial, final)
+        replace_folder(partial, final)
     except OSError as error:
         raise cannot_write(final, error) from error
     finally:
@@ -279,6 +280,7 @@ def _write_part(partial: Path, rank: int, parts: dict[str, Tensor], entries: dic
     partial.mkdir(parents=True, exist_ok=True)
     path = partial / f"rank_{rank:05d}.safetensors"
     save_file(parts, path)
+    reset_mode(path)
     fsync(path)
     # Its being there says that the part is whole.
     write_atomic(partial / f"rank_{rank:05d}.json", json.dumps({"parts": entries, "sha256": _sha256(path), "bytes": path.stat().st_size}))
@@ -330,18 +332,7 @@ def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: d
         "tensors": {name: {**entry, "parts": places[name]} for name, entry in description.items()},
     }
     write_atomic(partial / INDEX_FILE, json.dumps(index, indent=1))
-    _put_in_place(partial, final)
-
-
-def _put_in_place(partial: Path, final: Path) -> None:
-    fsync(partial)
-    old = final.with_name(f"{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    fsync(final.parent)
+    replace_folder(partial, final)
 
 
 def _fill(folder: Path, index: dict[str, Any], name: str, local: Tensor, start: list[int], verified: set[str] | None) -> None:

@@ -24,7 +24,8 @@ from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.hybrid.policy_updater import ROWS, PolicyObjective, chosen_rows, whitened
 from embodied_rl.hybrid.rank import Step
-from embodied_rl.hybrid.rank_group import RankGroup, TrainWorkerError
+from embodied_rl.hybrid.rank_group import RankGroup
+from embodied_rl.hybrid.rank_hosts import TrainWorkerError
 from embodied_rl.hybrid.train_worker import pack
 from embodied_rl.hybrid.updater import METRICS, VALUE_ROWS, Minibatches, raise_if_not_finite
 from embodied_rl.policies.actor_critic import ActorCritic

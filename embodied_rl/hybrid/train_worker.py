@@ -33,13 +33,10 @@ OBSERVATION = "observation."
 
 def main(descriptor: int) -> None:
     """Serve until rank 0 is gone."""
-    link = Link(socket.socket(fileno=descriptor))
+    link, server = Link(socket.socket(fileno=descriptor)), RankServer()
     try:
-        rank = start(link)
-        link.send({"ready": True})
         while True:
-            message, tensors = link.recv()
-            answer = serve(rank, message, tensors)
+            answer = server.do(*link.recv())
             if answer is not None:
                 link.send({}, answer)
     except LinkClosed:
@@ -47,17 +44,37 @@ def main(descriptor: int) -> None:
         os._exit(0)
 
 
-def start(link: Link) -> Rank:
-    """Build this rank's part of the policy as rank 0 says, and join the ranks."""
-    setup, weights = link.recv()
-    torch.set_num_threads(setup["num_threads"])
-    index, sharding = int(setup["rank"]), build(ShardingConfig, setup["sharding"], "hybrid.sharding")
-    device = torch.device("cuda", index) if setup["device"] == "cuda" else torch.device("cpu")
-    policy = build_described(setup)
-    policy.load_state_dict(dict(weights))
-    link.send({"here": True})  # what fails so far is known at once; the others wait for each other from here on
-    join(setup["store"], index, sharding.num_ranks, device, setup["timeout_s"])
-    return Rank(policy, build(AlgorithmConfig, setup["algorithm"], "algorithm"), sharding, device)
+class RankServer:
+    """One rank beside the first: does what rank 0 asks for, in order. ``build`` comes first, then ``join``."""
+
+    def __init__(self) -> None:
+        self._setup: dict[str, Any] = {}
+        self._policy: Any = None
+        self._rank: Rank | None = None
+
+    def do(self, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """What rank 0 waits for (perhaps nothing but that it is done), or None where it does not wait."""
+        what = message["do"]
+        if what == "build":
+            self._build(message, tensors)
+            return {}
+        if what == "join":
+            self._join(message["store"])
+            return {}
+        assert self._rank is not None, "join comes first"
+        return serve(self._rank, message, tensors)
+
+    def _build(self, setup: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        torch.set_num_threads(setup["num_threads"])
+        self._setup, self._policy = dict(setup), build_described(setup)
+        self._policy.load_state_dict(dict(weights))
+
+    def _join(self, store: str) -> None:
+        setup, policy, self._policy = self._setup, self._policy, None
+        sharding = build(ShardingConfig, setup["sharding"], "hybrid.sharding")
+        device = torch.device("cuda", int(setup["device_index"])) if setup["device"] == "cuda" else torch.device("cpu")
+        join(store, int(setup["rank"]), sharding.num_ranks, device, setup["timeout_s"])
+        self._rank = Rank(policy, build(AlgorithmConfig, setup["algorithm"], "algorithm"), sharding, device)
 
 
 def build_described(description: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -30,7 +30,7 @@ class CollectivePublisher:
         """See `WeightTransport.publish`; every other rank runs `receive`."""
         started, count, size = time.perf_counter(), 0, 0
         for bucket in buckets(tensors, self._bucket_bytes):
-            text, payload = _pack(bucket, self._device)
+            text, payload = pack_tensors(bucket, self._device)
             self._broadcast(torch.tensor([len(text), payload.numel(), version], dtype=torch.int64))
             self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self._broadcast(payload)
@@ -57,7 +57,7 @@ class CollectiveReceiver:
             if text_bytes == _END:
                 return
             text = bytes(self._broadcast(text_bytes, torch.uint8).cpu().numpy())
-            yield from _unpack(text, self._broadcast(payload_bytes, torch.uint8))
+            yield from unpack_tensors(text, self._broadcast(payload_bytes, torch.uint8))
 
     def _broadcast(self, size: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(size, dtype=dtype, device=self._device)
@@ -81,7 +81,7 @@ class RayPublisher:
         """See `WeightTransport.publish`."""
         started, count, size, references = time.perf_counter(), 0, 0, []
         for bucket in buckets(tensors, self._bucket_bytes):
-            text, payload = _pack(bucket, torch.device("cpu"))
+            text, payload = pack_tensors(bucket, torch.device("cpu"))
             references.append(self._ray.put((text, payload.numpy())))
             count, size = count + len(bucket), size + payload.numel()
         self.message = (version, references)
@@ -93,7 +93,7 @@ def ray_tensors(references: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     ray = _import_ray()
     for reference in references:
         text, payload = ray.get(reference)
-        yield from _unpack(text, torch.from_numpy(payload.copy()))  # Ray's arrays are read-only
+        yield from unpack_tensors(text, torch.from_numpy(payload.copy()))  # Ray's arrays are read-only
 
 
 def _import_ray() -> Any:
@@ -105,14 +105,15 @@ def _import_ray() -> Any:
 
 
 @torch.no_grad()
-def _pack(bucket: list[tuple[str, Tensor]], device: torch.device) -> tuple[bytes, Tensor]:
-    """Names, shapes and types as JSON, and the contents as one block of bytes."""
+def pack_tensors(bucket: Sequence[tuple[str, Tensor]], device: torch.device) -> tuple[bytes, Tensor]:
+    """Names, shapes and types as JSON, and the contents as one block of bytes, [n] uint8 on `device`."""
     text = json.dumps([[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in bucket]).encode()
     parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
-    return text, torch.cat(parts)
+    return text, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
-def _unpack(text: bytes, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
+def unpack_tensors(text: bytes, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what `pack_tensors` gave."""
     offset = 0
     for name, shape, dtype_name in json.loads(text):
         dtype = getattr(torch, dtype_name)

@@ -105,6 +105,21 @@ def check_roles(config: TrainConfig) -> None:
         _check_players(config)
     if hybrid.publish != "full":
         _check_publish(config)
+    if hybrid.sharding is not None and hybrid.sharding.cpu_offload:
+        _check_cpu_offload(hybrid)
+
+
+def _check_cpu_offload(hybrid: HybridConfig) -> None:
+    """One configuration serves a laptop and a machine with GPUs: what has no effect here is said."""
+    on_ray = hybrid.cluster == "ray"
+    on_gpu = hybrid.ray.gpus.train > 0 if on_ray else resolve_device(hybrid.device).type == "cuda"
+    if not on_gpu:
+        why = "hybrid.ray.gpus.train=0" if on_ray else "hybrid.device=auto finds no GPU"
+        warnings.warn(
+            f"hybrid.sharding.cpu_offload has no effect: training runs on processors here ({why}), where everything lies in host memory "
+            "already.",
+            stacklevel=3,
+        )
 
 
 def _check_publish(config: TrainConfig) -> None:
@@ -222,10 +237,11 @@ def _check_apart(config: TrainConfig) -> None:
             "actor. The nearest possible: hybrid.cluster=local, or hybrid.placement=disaggregated."
         )
     sharding, gpus = config.hybrid.sharding, config.hybrid.ray.gpus.train
-    if config.hybrid.cluster == "ray" and sharding is not None and 0 < gpus < sharding.num_ranks:
+    if config.hybrid.cluster == "ray" and sharding is not None and gpus % sharding.num_ranks:
+        nearest = max(gpus // sharding.num_ranks, 1) * sharding.num_ranks
         raise UserError(
-            f"hybrid.sharding: {sharding.num_ranks} ranks need a GPU each, and hybrid.ray.gpus.train={gpus:g}. The nearest possible: "
-            f"hybrid.ray.gpus.train={sharding.num_ranks}, or fewer ranks."
+            f"hybrid.sharding: {sharding.num_ranks} ranks need a GPU each, or as many whole ones, and hybrid.ray.gpus.train={gpus:g} are "
+            f"divided among them. The nearest possible: hybrid.ray.gpus.train={nearest:g}, or another number of ranks."
         )
     where = "hybrid.cluster=ray" if config.hybrid.cluster == "ray" else f"hybrid.placement={config.hybrid.placement.kind}"
     here = "The nearest possible: hybrid=collocated."

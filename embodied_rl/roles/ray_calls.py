@@ -9,9 +9,11 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
 from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.stopping import waiting
 
 Told = tuple[str, Any]
 """("value", …), ("error", what `failures.told` gives), or ("lost", which other role ended)."""
+_SLICE_S = 0.5
 GONE = (RayActorError, ObjectLostError)
 """How Ray tells of an actor that ended, or of a node with what it held."""
 
@@ -29,6 +31,9 @@ def outcome_of(task: Callable[[], Any]) -> Told:
 def value_of(reference: Any, role: str) -> Any:
     """What an actor's method returned. Raises RoleLost, and what was raised there."""
     try:
+        while not ray.wait([reference], timeout=_SLICE_S)[0]:
+            with waiting:  # in between: what a signal raises inside of Ray comes out as another exception
+                pass
         kind, value = ray.get(reference)
     except GONE as error:
         raise RoleLost(f"The Ray actor {role} has ended: {first_line(error)}") from error

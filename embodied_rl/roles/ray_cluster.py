@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import secrets
 import socket
 import sys
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +19,7 @@ import embodied_rl
 from embodied_rl.config import HybridConfig, RayConfig
 from embodied_rl.config.placement import ClusterConfig, NodesConfig
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.hybrid.placement import Cluster, Role, resolve
+from embodied_rl.hybrid.placement import Cluster, Device, Role, resolve
 
 _HEAD = "node:__internal_head__"
 _KNOCK_S = 10.0
@@ -33,6 +37,11 @@ class Need:
         """Whether so much is free."""
         return self.cpus <= free.get("CPU", 0.0) + 1e-9 and self.gpus <= free.get("GPU", 0.0) + 1e-9
 
+    def copies_in(self, free: Mapping[str, float]) -> int:
+        """How many of these fit what is free."""
+        wanted = ((self.cpus, free.get("CPU", 0.0)), (self.gpus, free.get("GPU", 0.0)))
+        return min(int((amount + 1e-9) / part) for part, amount in wanted if part > 0)
+
     def taken_from(self, free: Mapping[str, float]) -> dict[str, float]:
         """What remains."""
         return {"CPU": free.get("CPU", 0.0) - self.cpus, "GPU": free.get("GPU", 0.0) - self.gpus}
@@ -47,11 +56,21 @@ class Need:
 
 
 def needs_of(config: HybridConfig) -> list[Need]:
-    """What every actor of a run takes: env, generation, train, and each reward worker. Raises UserError for an actor without anything."""
-    roles: list[Role] = ["env", "generation", "train"]
-    if config.reward_worker is not None:
-        roles += ["reward"] * config.reward_worker.num_workers
-    needs = [Need(role, getattr(config.ray.cpus, role), getattr(config.ray.gpus, role)) for role in roles]
+    """What every actor of a run takes: env, generation, each rank of train, and each reward worker.
+
+    Raises:
+        UserError: an actor has nothing.
+    """
+    num_ranks = 1 if config.sharding is None else config.sharding.num_ranks
+    num_rewards = 0 if config.reward_worker is None else config.reward_worker.num_workers
+    needs: list[Need] = []
+    actors: list[tuple[Role, int]] = [("env", 1), ("generation", 1), ("train", num_ranks), ("reward", num_rewards)]
+    for role, num in actors:
+        cpus, gpus = getattr(config.ray.cpus, role), getattr(config.ray.gpus, role)
+        if role == "train":
+            # Divided among the ranks; Ray counts in steps of 0.0001.
+            cpus, gpus = (math.floor(amount / num_ranks * 1e4 + 1e-6) / 1e4 for amount in (cpus, gpus))
+        needs += [Need(role, cpus, gpus)] * num
     for need in needs:
         if not need.bundle:
             raise UserError(f"hybrid.ray gives role {need.role} neither CPUs nor GPUs: it needs some of one of them.")
@@ -70,23 +89,39 @@ def why_never(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]], strat
         whole = Need("env", sum(need.cpus for need in needs), sum(need.gpus for need in needs))
         if not any(whole.fits(node) for node in nodes):
             return f"{whole.cpus:g} CPUs and {whole.gpus:g} GPUs of one node for all roles (collocated, or STRICT_PACK), and none has that"
-    if not _place(sorted(needs, key=lambda need: (-need.gpus, -need.cpus)), list(nodes), strategy == "STRICT_SPREAD"):
+    enough = all(
+        sum(wanted) <= sum(node.get(kind, 0.0) for node in nodes) + 1e-9
+        for kind, wanted in (("CPU", [need.cpus for need in needs]), ("GPU", [need.gpus for need in needs]))
+    )
+    if not enough or not _place(sorted(needs, key=lambda need: (-need.gpus, -need.cpus)), list(nodes), strategy == "STRICT_SPREAD"):
         have = " + ".join(f"{node.get('CPU', 0.0):g} CPUs, {node.get('GPU', 0.0):g} GPUs" for node in nodes)
-        return f"{', '.join(map(str, needs))} at the same time, and the nodes have {have}"
+        return f"{_listed(needs)} at the same time, and the nodes have {have}"
     return None
 
 
-def _place(needs: Sequence[Need], nodes: list[Mapping[str, float]], apart: bool) -> bool:
-    """Whether the actors fit the nodes, by trying; equal nodes are tried once."""
+def _listed(needs: Sequence[Need]) -> str:
+    counts = Counter(map(str, needs))
+    return ", ".join(f"{count} x {need}" if count > 1 else need for need, count in counts.items())
+
+
+def _place(needs: Sequence[Need], nodes: list[Mapping[str, float]], apart: bool, first: int = 0) -> bool:
+    """Whether the actors fit the nodes, by trying; equal nodes are tried once, and equal actors (which follow one another) in order.
+
+    Args:
+        first: the first node that the first actor may have.
+    """
     if not needs:
         return True
+    equal = len(list(itertools.takewhile(lambda need: need == needs[0], needs)))
+    if equal > sum(1 if apart else needs[0].copies_in(node) for node in nodes[first:] if needs[0].fits(node)):
+        return False  # hundreds of ranks would have as many orders to try
     seen: list[Mapping[str, float]] = []
     for place, node in enumerate(nodes):
-        if node in seen or not needs[0].fits(node):
+        if place < first or node in seen or not needs[0].fits(node):
             continue
         seen.append(node)
         rest: list[Mapping[str, float]] = [*nodes[:place], *([] if apart else [needs[0].taken_from(node)]), *nodes[place + 1 :]]
-        if _place(needs[1:], rest, apart):
+        if _place(needs[1:], rest, apart, place if needs[1:] and needs[1] == needs[0] else 0):
             return True
     return False
 
@@ -129,10 +164,10 @@ class RayCluster:
             reason = why_never(self._needs, nodes, self._strategy)
         else:
             there = {node["NodeID"]: node["Resources"] for node in alive}
-            gone = [role for role, node in self._nodes.items() if node not in there]
+            gone = [need.role for need, node in zip(self._needs, self._nodes, strict=True) if node not in there]
             reason = f"the node that hybrid.placement names for {gone[0]}, and it has gone" if gone else None
-            for node in set(self._nodes.values()) & there.keys() if reason is None else ():
-                own = [need for need in self._needs if self._nodes[need.role] == node]
+            for node in set(self._nodes) & there.keys() if reason is None else ():
+                own = [need for need, its in zip(self._needs, self._nodes, strict=True) if its == node]
                 reason = reason or why_never(own, [there[node]], "PACK")
         if reason is not None:
             raise UserError(
@@ -144,11 +179,10 @@ class RayCluster:
         """Of ``Actor.options``: where actor `number` of a role goes, and what it takes there."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-        need = [need for need in self._needs if need.role == role][number]
-        resources = {"num_cpus": need.cpus, "num_gpus": need.gpus}
+        index = [place for place, need in enumerate(self._needs) if need.role == role][number]
+        resources = {"num_cpus": self._needs[index].cpus, "num_gpus": self._needs[index].gpus}
         if self._nodes is not None:
-            return {**resources, "scheduling_strategy": NodeAffinitySchedulingStrategy(self._nodes[role], soft=False)}
-        index = [place for place, other in enumerate(self._needs) if other.role == role][number]
+            return {**resources, "scheduling_strategy": NodeAffinitySchedulingStrategy(self._nodes[index], soft=False)}
         strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
         return {**resources, "scheduling_strategy": strategy}
 
@@ -190,8 +224,8 @@ class RayCluster:
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         return sorted(nodes, key=lambda node: (_HEAD not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]))
 
-    def _chosen_nodes(self) -> dict[Role, str] | None:
-        """The node of each role, where hybrid.placement names devices; None: Ray chooses."""
+    def _chosen_nodes(self) -> list[str] | None:
+        """The node of each of the needs, where hybrid.placement names devices; None: Ray chooses."""
         if self.config.placement.kind != "explicit":
             return None
         alive = self._alive()
@@ -199,15 +233,11 @@ class RayCluster:
             NodesConfig(cores=max(int(node["Resources"].get("CPU", 1)), 1), gpus=int(node["Resources"].get("GPU", 0))) for node in alive
         )
         placement = resolve(self.config.placement, Cluster(ClusterConfig(described, name="the Ray cluster")))
-        chosen: dict[Role, str] = {}
-        for need in self._needs:
-            nodes = sorted({device.node for device in placement[need.role]})
-            if len(nodes) > 1:
-                raise UserError(
-                    f"hybrid.placement gives role {need.role} {len(nodes)} nodes, and with Ray each role is one actor: name one, such as "
-                    f"{need.role}: ['{nodes[0]}/cpu']."
-                )
-            chosen[need.role] = alive[nodes[0]]["NodeID"]
+        chosen: list[str] = []
+        for role, group in itertools.groupby(need.role for need in self._needs):
+            num = len(list(group))
+            numbers = nodes_of_ranks(placement["train"], num) if role == "train" else [_only_node(placement[role], role)] * num
+            chosen += [alive[number]["NodeID"] for number in numbers]
         return chosen
 
     def _reserve(self) -> None:
@@ -215,12 +245,49 @@ class RayCluster:
 
         self._group = placement_group([need.bundle for need in self._needs], strategy=self._strategy)
         timeout_s = self.config.ray.start_timeout_s
-        if not self._group.wait(timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while not self._group.wait(min(1.0, timeout_s)):
+            self.check()  # a node that has just gone is known to have gone after a while
+            if time.monotonic() < deadline:
+                continue
             free = self.ray.available_resources()
             raise UserError(
-                f"hybrid.cluster=ray: {', '.join(map(str, self._needs))} were not free within {timeout_s:g} s "
+                f"hybrid.cluster=ray: {_listed(self._needs)} were not free within {timeout_s:g} s "
                 f"(hybrid.ray.start_timeout_s): others hold them; free are {free.get('CPU', 0.0):g} CPUs, {free.get('GPU', 0.0):g} GPUs."
             )
+
+
+def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
+    """The node of each rank of training: one for each GPU that the role names; or as many on each node, where it names processors.
+
+    Raises:
+        UserError: they cannot be divided so.
+    """
+    nodes = sorted({device.node for device in devices})
+    if devices[0].kind == "gpu" and num_ranks > 1:
+        if len(devices) != num_ranks:
+            raise UserError(
+                f"hybrid.placement gives role train {len(devices)} GPUs, and hybrid.sharding has {num_ranks} ranks: each needs one of its "
+                "own. Name as many GPUs as num_shards x num_replicas x num_tensor_shards."
+            )
+        return [device.node for device in sorted(devices)]
+    if num_ranks % len(nodes):
+        raise UserError(
+            f"hybrid.placement gives role train {len(nodes)} nodes, and training has {num_ranks} "
+            f"{'ranks' if num_ranks > 1 else 'rank (hybrid.sharding is null)'}: as many go to each node. Name fewer nodes, such as "
+            f"train: ['{devices[0].name}'], or set hybrid.sharding.num_shards to a multiple of {len(nodes)}."
+        )
+    return [node for node in nodes for _ in range(num_ranks // len(nodes))]
+
+
+def _only_node(devices: Sequence[Device], role: Role) -> int:
+    nodes = sorted({device.node for device in devices})
+    if len(nodes) > 1:
+        raise UserError(
+            f"hybrid.placement gives role {role} {len(nodes)} nodes, and with Ray this role is one actor (of rewards: on one node): name "
+            f"one, such as {role}: ['{nodes[0]}/cpu']."
+        )
+    return nodes[0]
 
 
 def _knock(address: str) -> None:

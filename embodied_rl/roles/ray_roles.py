@@ -42,6 +42,9 @@ from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.scoring import ScoreLedger, checked_score, load_score
 from embodied_rl.types import Episode
 
+_END_S = 5.0
+"""For simulators to end in order, which may wait for somebody who does not answer."""
+
 
 class RewardWorker:
     """Scores episodes, one at a time."""
@@ -192,7 +195,7 @@ class RayPlayer:
     def close(self) -> None:
         """End the actors: the simulators in order, as long as their actor lives."""
         with contextlib.suppress(*GONE, ray.exceptions.GetTimeoutError):
-            ray.get(self.env.do.remote("end", {}), timeout=10.0)
+            ray.get(self.env.do.remote("end", {}), timeout=_END_S)
         for actor in (self.env, self.generation, *self.rewards):
             ray.kill(actor)
 

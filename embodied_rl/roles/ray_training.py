@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import HybridConfig, LanguageConfig, TrainConfig
+from embodied_rl.hybrid.rank_hosts import ranks_on
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
 from embodied_rl.methods import Experience, make_method
 from embodied_rl.methods.domain_building import build_domains_apart
@@ -22,6 +23,7 @@ from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_m
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.ray_calls import Told, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
+from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
 from embodied_rl.roles.ray_roles import wait_for_start
 from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.collector import CollectorTimes
@@ -34,9 +36,15 @@ class TrainWorker:
     """The learning half of a method."""
 
     def __init__(
-        self, config: TrainConfig, spec: dict[str, Any], num_slots: int, model: ModelFiles | None, specs: Sequence[dict[str, Any]] = ()
+        self,
+        config: TrainConfig,
+        spec: dict[str, Any],
+        num_slots: int,
+        model: ModelFiles | None,
+        specs: Sequence[dict[str, Any]] = (),
+        ranks: Sequence[Any] = (),
     ) -> None:
-        """`model`: of a language agent; `specs`: of several domains (`RemotePlayer.specs`)."""
+        """`model`: of a language agent; `specs`: of several domains (`RemotePlayer.specs`); `ranks`: the `RankWorker` of rank 1, 2, …"""
         self._publisher = RayPublisher()
         self.policy: Any = None
         self.method: Any = None
@@ -52,8 +60,8 @@ class TrainWorker:
             # A warm start is over before it matters here: see `TrainedApart.restart`.
             own = dataclasses.replace(config, hybrid=hybrid, algorithm=dataclasses.replace(config.algorithm, warm_start=None))
             torch.manual_seed(config.seed)
-            # A model's files are read when this is over, by further ranks too: an actor that is killed leaves nothing behind.
-            with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
+            # A model's files are read when this is over: an actor that is killed leaves nothing behind.
+            with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder, ranks_on(RayRanks(ranks)):
                 self.policy, self.method = _learner(own, [SimSpec.from_dict(one) for one in (spec, *specs)], num_slots, model, Path(folder))
             self.method.collector = _NoCollector()
 
@@ -96,7 +104,7 @@ class TrainWorker:
 
     @property
     def _ranks(self) -> Any:
-        """Where `hybrid.sharding` divides the policy over processes of this node; None: it trains in this one."""
+        """Where `hybrid.sharding` divides the policy over actors; None: it trains in this one."""
         return getattr(self.method, "sharded", None)
 
     def ask(self, what: str, *arguments: Any) -> Told:
@@ -115,9 +123,12 @@ class TrainedApart:
         self.learner: Any = method.learner
         """Of this process; it has nothing to do."""
         self._policy = player.policy
+        num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
+        rank: Any = ray.remote(RankWorker)
+        self._ranks = [rank.options(**cluster.options("train", number)).remote(player.model) for number in range(1, num_ranks)]
         actor: Any = ray.remote(TrainWorker).options(**cluster.options("train"))
         specs = [spec.to_dict() for spec in player.specs]
-        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots, player.model, specs)
+        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots, player.model, specs, self._ranks)
         try:
             first = self._worker.load.remote(_on_host(self._policy.state_dict()))
             ranks_s = 0.0 if config.hybrid.sharding is None else config.hybrid.sharding.start_timeout_s
@@ -211,9 +222,9 @@ class TrainedApart:
         self.inner.load_state_dict(state)
 
     def close(self) -> None:
-        """End the worker. May be called twice."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
+        """End the worker and the other ranks. May be called twice."""
+        workers, self._worker, self._ranks = [self._worker, *self._ranks], None, []
+        for worker in filter(None, workers):
             with contextlib.suppress(Exception):  # whatever became of the cluster: this is the end of the run
                 ray.kill(worker)
 

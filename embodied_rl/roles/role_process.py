@@ -16,6 +16,7 @@ import embodied_rl
 from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.roles.failures import RoleLost, as_raised
 from embodied_rl.roles.wire import pack
+from embodied_rl.stopping import waiting
 
 _END_S = 20.0
 
@@ -54,7 +55,8 @@ class RoleProcess:
     def recv(self) -> tuple[Mapping[str, Any], Any]:
         """The next message and its arrays. Raises RoleLost, and what went wrong on the other side."""
         try:
-            message, tensors = self._link.recv()
+            with waiting:
+                message, tensors = self._link.recv()
         except LinkClosed as error:
             raise self._lost() from error
         if "error" in message:

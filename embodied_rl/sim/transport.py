@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from embodied_rl.sim.rooms import INFO_ROOM, Rooms, room_fields
+from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, VariableSpec
 
 IDLE, PENDING, READY, ENDED, ABORTED = 0, 1, 2, 3, 4
@@ -252,7 +253,8 @@ class Bell:
                 left = deadline - time.perf_counter()
                 if left <= 0:
                     return False
-                self._sleep(seen, min(left, _BLOCK_SLICE_S))
+                with waiting:
+                    self._sleep(seen, min(left, _BLOCK_SLICE_S))
                 if on_slice is not None and not ready():
                     on_slice()
         finally:

@@ -82,11 +82,11 @@ def test_cloning_finds_the_function_and_its_noise(distribution: str, loss: str) 
     test = np.linspace(-0.9, 0.9, 50)
     with torch.no_grad():
         mode = policy.act({"state": torch.from_numpy(test[:, None]).float()}, None).action[:, 0].numpy()
-    np.testing.assert_allclose(mode, 0.6 * np.sin(3 * test), atol=0.08)
+    np.testing.assert_allclose(mode, 0.6 * np.sin(3 * test), atol=0.12)
     figures = learner.validate([rows(test, 0.6 * np.sin(3 * test))])
     assert figures["validation_mae"] == pytest.approx(np.abs(mode - 0.6 * np.sin(3 * test)).mean(), abs=1e-6)
     if (distribution, loss) == ("gaussian", "nll"):
-        assert math.exp(policy.head.log_std.item()) == pytest.approx(0.1, rel=0.1)  # type: ignore[operator]
+        assert math.exp(policy.head.log_std.item()) == pytest.approx(0.1, rel=0.2)  # type: ignore[operator]
     after = parameters(policy)
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("critic")), "the critic is not touched"
 

@@ -103,13 +103,13 @@ def test_two_ranks_train_as_one_process_and_go_on_from_its_state() -> None:
         assert learner.update(batch, iteration=0, num_iterations=5, seed=0)["grad_norm"] > 0
         assert int(before["step"]) <= int(learner.state_tensors()["step"])
         # A rank that ends is named.
-        updater._processes[0].kill()
+        updater.host.processes[0].kill()  # type: ignore[attr-defined]
         with pytest.raises(TrainWorkerError, match="rank 1 ended with status -9"):
             learner.update(batch, iteration=0, num_iterations=5, seed=0)
     finally:
         engine.close()
         engine.close()
-    assert all(process.poll() is not None for process in updater._processes)
+    assert all(process.poll() is not None for process in updater.host.processes)  # type: ignore[attr-defined]
 
 
 def test_one_rank_is_the_plain_learner_and_bfloat16_is_near() -> None:
@@ -129,6 +129,39 @@ def test_one_rank_is_the_plain_learner_and_bfloat16_is_near() -> None:
         assert (found["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=1e-6)) == (precision == "float32")
         for name, parameter in parameters(alone).items():
             torch.testing.assert_close(parameters(policy)[name], parameter, rtol=0, atol=1e-5 if precision == "float32" else 5e-3)
+
+
+def test_offloading_to_the_host_changes_nothing_on_a_processor() -> None:
+    policies = [make_policy(), make_policy()]
+    for policy, offload in zip(policies, (False, True), strict=True):
+        batch = make_batch(policy, ROWS)
+        updater = ShardedUpdater(
+            policy, CONFIG, HybridConfig(num_threads=1, sharding=ShardingConfig(cpu_offload=offload)), torch.device("cpu")
+        )
+        try:
+            Learner(policy, CONFIG, num_threads=1, updater=updater).update(batch, iteration=0, num_iterations=5, seed=0)
+            updater.write_back(policy)
+        finally:
+            updater.close()
+    for name, parameter in parameters(policies[0]).items():
+        assert torch.equal(parameters(policies[1])[name], parameter)
+
+
+@pytest.mark.gpu
+def test_offloading_to_the_host_keeps_what_is_trained_there_and_trains_the_same() -> None:
+    policies = [make_policy().cuda(), make_policy().cuda()]
+    for policy, offload in zip(policies, (False, True), strict=True):
+        batch = make_batch(make_policy(), ROWS)
+        updater = ShardedUpdater(policy, CONFIG, HybridConfig(sharding=ShardingConfig(cpu_offload=offload)), torch.device("cuda"))
+        try:
+            Learner(policy, CONFIG, updater=updater).update(batch, iteration=0, num_iterations=5, seed=0)
+            updater.write_back(policy)
+            held = [*updater.rank.parameters.values(), *(state["exp_avg"] for state in updater.optimizer.state.values())]
+            assert {tensor.device.type for tensor in held} == {"cpu" if offload else "cuda"}
+        finally:
+            updater.close()
+    for name, parameter in parameters(policies[0]).items():
+        torch.testing.assert_close(parameters(policies[1])[name], parameter, rtol=0, atol=1e-5)
 
 
 def test_what_cannot_train_on_ranks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def run_with_a_kill(run_dir: Path, overrides: Sequence[str], pid: Callable[[Any]
         method.update = kill_first
         trainer.run()
         assert trainer.manager.num_restarts == 1
+
+
+class Naps:
+    """Pauses of training in which somebody else is to play on: short ones, and long ones as long as nothing was seen of it.
+
+    On a machine that keeps the player from its turn a short one may pass without a step.
+    """
+
+    def __init__(self, short_s: float) -> None:
+        self._short_s, self._taken = short_s, 0
+
+    def take(self, seen: bool) -> None:
+        """`seen`: whether something was played in an earlier one."""
+        time.sleep(self._short_s if seen or self._taken == 0 else min(3.0 * self._taken, 12.0))
+        self._taken += 1
 
 
 def curve(run_dir: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.methods.language_apart import write_model_files
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import TEXTS, assert_same_run, configured, curve, run_with_a_kill, trained
+from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 
 APART = "hybrid=disaggregated"
 
@@ -50,6 +49,7 @@ def test_episodes_go_on_while_training_and_none_is_older_than_allowed(tmp_path: 
     ages: list[int] = []
     numbers: list[int] = []
     behind: list[int] = []
+    naps = Naps(0.5)
     with Trainer(config, tmp_path / "run", command="test") as trainer:
         method: Any = trainer.method
         prepare = method.prepare
@@ -61,7 +61,7 @@ def test_episodes_go_on_while_training_and_none_is_older_than_allowed(tmp_path: 
                 for episode in group.episodes:
                     assert isinstance(episode, AgentEpisode)
                     behind.extend(trainer.iteration - np.concatenate([turn.version for turn in episode.turns]))
-            time.sleep(0.5)
+            naps.take(1 in ages and 1 in behind)
             return prepare(experience)
 
         method.prepare = note

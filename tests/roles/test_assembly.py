@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,25 @@ def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
 )
 def test_allowed(overrides: tuple[str, ...]) -> None:
     check_roles(configured(*overrides))
+
+
+def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("hybrid=fsdp2", "hybrid.sharding.cpu_offload=true", "hybrid.device=auto")
+    on_ray = ("hybrid=ray", "hybrid.sharding={num_shards: 2, cpu_offload: true}", "hybrid.device=auto")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.warns(UserWarning, match=r"cpu_offload has no effect: .*device=auto finds no GPU") as told:
+        check_roles(configured(*words))
+    assert len(told) == 1
+    with pytest.warns(UserWarning, match=r"cpu_offload has no effect: .*hybrid\.ray\.gpus\.train=0"):
+        check_roles(configured(*on_ray))
+    with pytest.raises(UserError, match=r"cpu_offload must be false with hybrid\.device=cpu"):
+        configured(*words[:2])
+    # Where there is one, there is nothing to say.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_roles(configured(*on_ray, "hybrid.ray.gpus.train=2"))
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        check_roles(configured(*words))
 
 
 def test_the_player_has_the_last_gpu() -> None:

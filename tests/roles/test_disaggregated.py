@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import GROUPS, ROLLOUTS, assert_same_run, configured, curve, trained
+from tests.roles.runs import GROUPS, ROLLOUTS, Naps, assert_same_run, configured, curve, trained
 
 APART = "hybrid=disaggregated"
 
@@ -81,6 +80,7 @@ def test_rollouts_go_on_while_training_and_no_group_is_older_than_allowed(tmp_pa
     config = configured(tmp_path / "run", *GROUPS, APART, "algorithm.groups.max_staleness=1", "total_steps=500")
     (tmp_path / "run").mkdir()
     ages: list[list[int]] = []
+    naps = Naps(0.5)
     with Trainer(config, tmp_path / "run", command="test") as trainer:
         method: Any = trainer.method
         prepare = method.prepare
@@ -88,7 +88,7 @@ def test_rollouts_go_on_while_training_and_no_group_is_older_than_allowed(tmp_pa
         def note(experience: Any) -> Any:
             ages.append([group.age(trainer.iteration) for group in experience.data.groups])
             numbers.extend(group.number for group in experience.data.groups)
-            time.sleep(0.5)
+            naps.take(any(1 in batch for batch in ages))
             return prepare(experience)
 
         numbers: list[int] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from embodied_rl.roles.assembly import check_roles
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_multi_domain import COMMON, DOMAINS
-from tests.roles.runs import TEXTS, assert_same_run, configured, curve, run_with_a_kill, trained
+from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 
 APART = "hybrid=disaggregated"
 START = "{{player: 'embodied_rl.sim.text.{}:player', episodes: 4, num_epochs: 1, measured_episodes: 2}}"
@@ -103,6 +102,7 @@ def test_domains_are_played_while_training_and_none_is_older_than_allowed(tmp_pa
     (tmp_path / "run").mkdir()
     ages: set[tuple[str, int]] = set()
     numbers: list[int] = []
+    naps = Naps(0.3)
     with Trainer(configured(tmp_path / "run", *task, APART), tmp_path / "run", command="test") as trainer:
         method: Any = trainer.method
         prepare = method.prepare
@@ -113,7 +113,7 @@ def test_domains_are_played_while_training_and_none_is_older_than_allowed(tmp_pa
                 ages.add((group.domain, group.age(trainer.iteration)))
                 for episode in group.episodes:
                     assert set(trainer.iteration - episode.policy_version) <= {0, 1}
-            time.sleep(0.3)
+            naps.take({("one", 1), ("two", 1)} <= ages)
             return prepare(experience)
 
         method.prepare = note

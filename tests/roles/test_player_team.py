@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from embodied_rl.rollout.groups import GroupQueue, Share
 from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import EpisodeGroup
-from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, run_with_a_kill, trained
+from tests.roles.runs import GROUPS, TEXTS, Naps, assert_same_run, configured, run_with_a_kill, trained
 from tests.rollout.samples import answer
 
 TWO = ["hybrid=disaggregated", "hybrid.players=2"]
@@ -107,6 +106,7 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
     config = configured(tmp_path, *GROUPS, *TWO, "algorithm.groups.max_staleness=1", "total_steps=500")
     ages: set[tuple[int, int]] = set()
     numbers: list[int] = []
+    naps = Naps(0.3)
     with Trainer(config, tmp_path, command="test") as trainer:
         method: Any = trainer.method
         update = method.update
@@ -115,7 +115,7 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
             for group in prepared.batch.groups:
                 numbers.append(group.number)
                 ages.add((group.number % 2, group.age(iteration)))
-            time.sleep(0.3)
+            naps.take({(0, 1), (1, 1)} <= ages)
             return dict(update(prepared, iteration=iteration, steps=steps))
 
         method.update = note

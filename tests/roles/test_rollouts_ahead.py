@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import Rollout
-from tests.roles.runs import ROLLOUTS, configured
+from tests.roles.runs import ROLLOUTS, Naps, configured
 
 APART = "hybrid=disaggregated"
 STEPS, SLOTS = 4, 2
@@ -131,13 +130,14 @@ def test_a_run_collects_the_next_rollout_while_it_learns_from_the_last(tmp_path:
     task = [*ROLLOUTS, APART, "algorithm.max_staleness=1", "total_steps=768", "evaluation.every_steps=384", *options]
     config = configured(tmp_path, *task)
     ages: list[set[int]] = []
+    naps = Naps(0.5)
     with Trainer(config, tmp_path, command="test") as trainer:
         method: Any = trainer.method
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
             ages.append(set((trainer.iteration - experience.data.policy_version).ravel().tolist()))
-            time.sleep(0.5)
+            naps.take(any(1 in found for found in ages))
             return prepare(experience)
 
         method.prepare = note

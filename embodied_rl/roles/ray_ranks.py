@@ -1,0 +1,207 @@
+"""Ranks of training beside the first as actors of a Ray cluster, on any of its nodes: what they are sent goes through the object store.
+
+```
+ TrainWorker (rank 0)                                     RankWorker (rank 1, 2, …), on this node or another
+ part of a minibatch ── Ray: call, object store ────────▶ the same step
+        │  forward, backward ◀══ gloo or NCCL between the nodes: parameters, gradients ══▶
+```
+The driver makes the actors and ends them; rank 0 talks to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from embodied_rl.hybrid.link import LinkClosed
+from embodied_rl.hybrid.rank_hosts import RankLink, TrainWorkerError, listen_on, listening_store
+from embodied_rl.hybrid.train_worker import RankServer
+from embodied_rl.hybrid.weight_transports import pack_tensors, unpack_tensors
+from embodied_rl.methods.language_apart import ModelFiles, write_model_files
+from embodied_rl.roles.failures import RoleLost, as_raised
+from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of
+
+_LOOPBACK = "127.0.0.1"
+_LEAVE_S = 1.0
+"""What a rank that failed needs to tell why, before it ends."""
+_LOOK_S = 0.05
+_CAUSE_S = 10.0
+
+
+class RankWorker:
+    """One rank beside the first."""
+
+    def __init__(self, model: ModelFiles | None) -> None:
+        """`model`: of a language policy, whose files lie on another machine."""
+        self._model, self._server = model, RankServer()
+
+    def address(self) -> str:
+        """Of this actor's node."""
+        return str(ray.util.get_node_ip_address())
+
+    def do(self, message: dict[str, Any], text: bytes, payload: Any) -> Told:
+        """See `RankServer.do`; tensors come as `pack_tensors` gives them, and go as {name: array}."""
+        tensors = dict(unpack_tensors(text, torch.from_numpy(payload.copy()))) if len(payload) else {}  # Ray's arrays are read-only
+
+        def task() -> dict[str, Any] | None:
+            if message["do"] == "build":
+                return self._build(message, tensors)
+            if message["do"] == "join":
+                listen_on(message["address"] or self.address())
+            answer = self._server.do(message, tensors)
+            return None if answer is None else {name: tensor.numpy() for name, tensor in answer.items()}
+
+        told = outcome_of(task)
+        if told[0] != "value":
+            # The others may wait for this rank in an exchange: that ends with its process.
+            threading.Timer(_LEAVE_S, os._exit, (1,)).start()
+        return told
+
+    def _build(self, message: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        if not self._model:
+            return self._server.do(message, tensors) or {}
+        with tempfile.TemporaryDirectory(prefix="embodied_rl_rank_") as folder:
+            write_model_files(self._model, Path(folder))
+            return self._server.do({**message, "policy": {**message["policy"], "model": folder}}, tensors) or {}
+
+
+class RayLink:
+    """The way to one `RankWorker`. Implements `RankLink`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._sent: list[Any] = []
+        """References to what is not known to be done, in order."""
+
+    def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """See `Link.send`."""
+        self.send_packed(message, *_packed(tensors))
+
+    def send_packed(self, message: Mapping[str, Any], text: Any, payload: Any) -> None:
+        """`text` and `payload`: of `pack_tensors`, or references to them. Raises LinkClosed."""
+        self._forget_done()
+        self._sent.append(self._actor.do.remote(dict(message), text, payload))
+
+    def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What the last message is answered with. Raises as `Link.recv`, and UserError for what is one there."""
+        try:
+            told = ray.get(self._sent[-1], timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise TimeoutError(str(error)) from error
+        except GONE as error:
+            raise LinkClosed(first_line(error)) from error
+        if told[0] != "value":
+            raise _raised(told)
+        return {}, {name: torch.from_numpy(array.copy()) for name, array in (told[1] or {}).items()}
+
+    def failure(self, patience_s: float) -> tuple[bool, str] | None:
+        """(whether its process is gone without a word, what happened) of a rank that failed within the time; None: it goes on."""
+        deadline = time.monotonic() + patience_s
+        while self._sent:
+            try:
+                kind, value = ray.get(self._sent[0], timeout=max(deadline - time.monotonic(), 0.0))
+            except GetTimeoutError:
+                return None
+            except GONE as error:
+                return True, first_line(error)
+            if kind != "value":
+                return False, str(value["message"] if kind == "error" else value)
+            self._sent.pop(0)
+        return None
+
+    def _forget_done(self) -> None:
+        done = set(ray.wait(self._sent, num_returns=len(self._sent), timeout=0)[0]) if self._sent else set()
+        for reference in done:
+            try:
+                told = ray.get(reference)
+            except GONE as error:
+                raise LinkClosed(first_line(error)) from error
+            if told[0] != "value":
+                raise LinkClosed(str(told[1]))
+        self._sent = [reference for reference in self._sent if reference not in done]
+
+
+class RayRanks:
+    """Actors, each on its node. Implements `RankHost`; made in the process of rank 0."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = list(actors)
+        self._links = [RayLink(actor) for actor in actors]
+        self._addresses: list[str] = []
+        self._address: str | None = None
+        """Where ranks listen: None, each at its node's."""
+
+    @property
+    def links(self) -> list[RankLink]:
+        """See `RankHost.links`."""
+        return list(self._links)
+
+    def start(self, num_ranks: int, device: torch.device) -> None:
+        """See `RankHost.start`: the driver has begun them."""
+        assert num_ranks == len(self._actors) + 1, "the driver makes as many as the configuration says"
+        self._addresses = ray.get([actor.address.remote() for actor in self._actors])
+
+    def device_index(self, rank: int) -> int:
+        """See `RankHost.device_index`: an actor sees its own alone."""
+        return 0
+
+    @contextlib.contextmanager
+    def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
+        """See `RankHost.meeting`: at the address of this node, or within it where all ranks are on one."""
+        own = str(ray.util.get_node_ip_address())
+        self._address = _LOOPBACK if set(self._addresses) <= {own} else None
+        listen_on(self._address or own)
+        yield listening_store(self._address or own, num_ranks, timeout_s)
+
+    def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """See `RankHost.tell`: the tensors lie in the object store once."""
+        text, payload = _packed(tensors)
+        if message["do"] == "join":
+            message = {**message, "address": self._address}
+        shared = ray.put(payload) if len(payload) else payload
+        for link in self._links:
+            link.send_packed(message, text, shared)
+
+    def ended(self, patience_s: float) -> Exception | None:
+        """See `RankHost.ended`. RoleLost for one whose process or node is gone; the others then fail too."""
+        failed: dict[int, str] = {}
+        deadline = time.monotonic() + patience_s
+        while len(failed) < len(self._links) and time.monotonic() < deadline:
+            for index, link in enumerate(self._links, start=1):
+                if index in failed or (found := link.failure(_LOOK_S)) is None:
+                    continue
+                gone, what = found
+                if gone:
+                    return RoleLost(f"{self._named(index)} has ended: {what}")
+                if not failed:  # perhaps another one's end is the cause, and not known yet
+                    deadline = min(deadline, time.monotonic() + _CAUSE_S)
+                failed[index] = what
+        return TrainWorkerError("\n".join(f"{self._named(index)}: {what}" for index, what in failed.items())) if failed else None
+
+    def _named(self, index: int) -> str:
+        return f"Rank {index} of training (node {self._addresses[index - 1]})"
+
+    def close(self) -> None:
+        """See `RankHost.close`: the driver ends them."""
+        self._links = []
+
+
+def _packed(tensors: Mapping[str, Tensor] | None) -> tuple[bytes, Any]:
+    text, payload = pack_tensors(list((tensors or {}).items()), torch.device("cpu"))
+    return text, payload.numpy()
+
+
+def _raised(told: Told) -> Exception:
+    return LinkClosed(str(told[1])) if told[0] == "lost" else as_raised(told[1])
