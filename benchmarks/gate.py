@@ -107,7 +107,7 @@ class GatedProcess:
         with contextlib.suppress(OSError, ValueError):
             self._send(0)
         try:
-            self._process.wait(20)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -25,6 +25,11 @@ class MissingExtraError(UserError):
 class MissingAssetsError(UserError):
     """A simulator task whose meshes, textures or data sets are not on this machine."""
 
+    def __init__(self, message: str, fetch: str = "") -> None:
+        """`fetch` is the command that brings them, which the message holds too."""
+        super().__init__(message)
+        self.fetch = fetch
+
 
 class IncompatibleCheckpointError(UserError):
     """A checkpoint that is damaged, or was made for another simulator, policy or format version."""

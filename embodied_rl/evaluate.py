@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from embodied_rl.generation.base import Generator
     from embodied_rl.policies.base import Policy
     from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.types import EpisodeSummary, Observation, SimSpec
+    from embodied_rl.types import Observation, SimSpec
 
 EVALUATION_FILE, COMPARISON_FILE = "evaluation.json", "comparison.json"
 MAX_CHECKPOINTS = 64
@@ -125,50 +125,38 @@ def evaluate_players(
         IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.
         UserError, SimFault: from the simulator.
     """
-    from embodied_rl.errors import UserError
-    from embodied_rl.evaluation_output import EvaluationResult
+    from embodied_rl.evaluation_play import play_and_sum_up
     from embodied_rl.progress import progress_bar
-    from embodied_rl.reporting import summarise
-    from embodied_rl.rollout.evaluation import evaluate
     from embodied_rl.rollout.program_manager import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
-    started = time.perf_counter()
+    started: float | None = time.perf_counter()  # the first one's time includes the simulators' start
     wanted = players[0][0].config.sim if sim is None else sim
     # More slots than episodes would start simulators for nothing.
     slots = min(wanted.num_slots, num_episodes)
     results: list[EvaluationResult] = []
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
     with make_manager(wanted, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=longest) as manager:
-        spec = manager.spec
         # All are made first: a checkpoint that does not fit is told before anything is played.
         generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
-        with progress_bar(spec.task, num_episodes * len(players)) as advance:
+        with progress_bar(manager.spec.task, num_episodes * len(players)) as advance:
             for (checkpoint, policy), generator in zip(players, generators, strict=True):
-                finished: list[bool] = []
-
-                def on_episode(episode: EpisodeSummary, finished: list[bool] = finished) -> None:
-                    finished.append(episode.success_once)
-                    advance(1, f"success {np.mean(finished):.0%}" if spec.reports_success else "")
-
-                # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
-                later = bool(results)
                 own = checkpoint.config.evaluation.temperature if temperature is None else temperature or None
-                heat = own if policy == "checkpoint" else None
-                episodes = evaluate(
+                result = play_and_sum_up(
                     manager,
                     generator,
-                    num_episodes,
+                    advance,
+                    sim=wanted,
+                    label=policy,
+                    num_episodes=num_episodes,
                     first_seed=seed,
-                    reconfigure=later,
-                    temperature=heat,
-                    on_episode=on_episode,
+                    temperature=own if policy == "checkpoint" else None,
+                    # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
+                    reconfigure=bool(results),
+                    started=started,
                 )
-                if not episodes:
-                    raise UserError(f"None of the {num_episodes} episodes could be finished: the simulator failed in every one.")
-                figures = summarise(episodes, spec.reports_success)
-                results.append(EvaluationResult(wanted, spec, policy, episodes, figures, time.perf_counter() - started, heat))
-                started = time.perf_counter()
+                results.append(result)
+                started = None
     return results
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from embodied_rl.cli import command_line
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from embodied_rl.evaluation_output import EvaluationResult
     from embodied_rl.generation.base import Generator
     from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.types import EpisodeSummary
 
 _OWN = ("num_episodes", "seed", "output", "temperature")
 """Arguments of the command that are no overrides of a configuration."""
@@ -122,11 +119,8 @@ def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]
     """
     import torch
 
-    from embodied_rl.errors import UserError
-    from embodied_rl.evaluation_output import EvaluationResult
+    from embodied_rl.evaluation_play import play_and_sum_up
     from embodied_rl.progress import progress_bar
-    from embodied_rl.reporting import summarise
-    from embodied_rl.rollout.evaluation import evaluate
     from embodied_rl.rollout.program_manager import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
@@ -134,23 +128,23 @@ def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]
     wanted = config.evaluation
     torch.manual_seed(config.seed)
     seeds, slots = EpisodeSeeds.held_out(wanted.seed), min(config.sim.num_slots, wanted.num_episodes)
-    with make_manager(config.sim, seeds, num_slots=slots, chunk_size=config.policy.chunk_size) as manager:
-        spec = manager.spec
-        with _generator(player, manager) as generator, progress_bar(spec.task, wanted.num_episodes) as advance:
-            finished: list[bool] = []
-
-            def on_episode(episode: EpisodeSummary) -> None:
-                finished.append(episode.success_once)
-                advance(1, f"success {np.mean(finished):.0%}" if spec.reports_success else "")
-
-            episodes = evaluate(
-                manager, generator, wanted.num_episodes, first_seed=wanted.seed, temperature=wanted.temperature, on_episode=on_episode
-            )
-            shares = generator.figures() if hasattr(generator, "figures") else {}
-    if not episodes:
-        raise UserError(f"None of the {wanted.num_episodes} episodes could be finished: the simulator failed in every one.")
-    figures = summarise(episodes, spec.reports_success)
-    result = EvaluationResult(config.sim, spec, player.label, episodes, figures, time.perf_counter() - started, wanted.temperature)
+    with (
+        make_manager(config.sim, seeds, num_slots=slots, chunk_size=config.policy.chunk_size) as manager,
+        _generator(player, manager) as generator,
+        progress_bar(manager.spec.task, wanted.num_episodes) as advance,
+    ):
+        result = play_and_sum_up(
+            manager,
+            generator,
+            advance,
+            sim=config.sim,
+            label=player.label,
+            num_episodes=wanted.num_episodes,
+            first_seed=wanted.seed,
+            temperature=wanted.temperature,
+            started=started,
+        )
+        shares = generator.figures() if hasattr(generator, "figures") else {}
     return result, {"answers": shares} if shares else {}
 
 

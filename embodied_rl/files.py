@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import stat
+import threading
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -27,6 +30,7 @@ def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
+        reset_mode(temporary)
         fsync(temporary)
         os.replace(temporary, path)
     except OSError as error:
@@ -35,6 +39,37 @@ def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
         if temporary.exists():
             temporary.unlink()
     return path
+
+
+def replace_folder(whole: Path, folder: Path) -> Path:
+    """Put a finished folder, written beside, in the place of another. That one goes first: renaming takes no place that is not empty."""
+    fsync(whole)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    whole.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    fsync(folder.parent)
+    return folder
+
+
+def reset_mode(*paths: Path) -> None:
+    """Give files (of folders: all below) that their owner alone may read the mode of files made by `open`: what the user's umask says.
+
+    safetensors writes through a temporary file that is private whatever the umask.
+    """
+    for file in (file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])):
+        if not file.is_file() or file.stat().st_mode & 0o077:
+            continue
+        # Asking for the umask means to change it, for all threads; a file that is made tells it too.
+        probe = file.with_name(f".mode-{os.getpid()}-{threading.get_ident()}")
+        descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666)
+        try:
+            file.chmod(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        finally:
+            os.close(descriptor)
+            probe.unlink(missing_ok=True)
 
 
 def require_writable(folder: Path) -> Path:

@@ -141,6 +141,7 @@ def record(
         SimFault: the simulator failed and its configuration says to stop.
     """
     from embodied_rl.episodes.films import films_folder, keep_films
+    from embodied_rl.episodes.gathering import GATHER_S
     from embodied_rl.episodes.writer import RecordingWriter
     from embodied_rl.rollout.filmed import filmed, films_of
     from embodied_rl.sim.instrumented import instrumented, plain_spec
@@ -161,7 +162,8 @@ def record(
         player, who = _player(policy, spec, sim, checkpoint=checkpoint, expert=target, sample=sample, noise_seed=plan.noise_seed)
         info = _info(spec, sim, who, plan, showing, command, checkpoint)
         films = None if videos is None else films_of(manager.spec, videos)
-        with RecordingWriter(folder, info, video=video, resume=resume) as writer, keep_films(films.folder) if films else nullcontext():
+        writing = RecordingWriter(folder, info, video=video, resume=resume, gather_s=GATHER_S)
+        with writing as writer, keep_films(films.folder) if films else nullcontext():
             result = _play(manager, player, writer, plan, num_groups=min(sim.pipeline_groups, slots), films=films)
     return Recorded(folder, spec, result, time.perf_counter() - started)
 

@@ -16,17 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from functools import cache
 from typing import IO
 
 from embodied_rl.errors import UserError
 
+_READ_S = 30.0
+"""For what a program has printed before it ended to be read, on a busy machine."""
 _NO_NAMESPACE = 97
 """Exit status of the runner where the kernel gives it no namespaces."""
 _LAUNCH = """
@@ -162,7 +166,18 @@ class _Output:
 
     def text(self) -> str:
         self._thread.join(1.0)
+        # On a busy machine the reader may not have had its turn. (A process that outlived the program may hold an empty pipe open.)
+        until = time.monotonic() + _READ_S
+        while self._thread.is_alive() and self._has_more() and time.monotonic() < until:
+            self._thread.join(0.05)
         if not self._thread.is_alive() and self._stream is not None:
             self._stream.close()
         more = f"\n… {self._dropped} bytes were thrown away" if self._dropped else ""
         return self._kept.decode("utf-8", "replace") + more
+
+    def _has_more(self) -> bool:
+        """Whether there is something in the pipe, or its end."""
+        assert self._stream is not None, "a reader of nothing ends at once"
+        poll = select.poll()
+        poll.register(self._stream.fileno(), select.POLLIN)
+        return bool(poll.poll(0))

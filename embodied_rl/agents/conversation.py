@@ -96,7 +96,8 @@ class Prompts:
             tools: what is said about the tools, before the system's text.
 
         Raises:
-            UserError: the context leaves no room for a prompt, or the model has no (usable) chat template.
+            UserError: the context leaves no room for a prompt, or less than `max_prompt_tokens`; system text and templates alone fill it;
+                or the model has no (usable) chat template.
         """
         self.config, self.tokenizer = config, tokenizer
         self.instruction = instruction or ""
@@ -105,11 +106,35 @@ class Prompts:
             raise UserError(
                 f"agent.max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's context of {max_context} tokens."
             )
-        self.limit = room if config.max_prompt_tokens is None else min(config.max_prompt_tokens, room)
+        if config.max_prompt_tokens is not None and config.max_prompt_tokens > room:
+            raise UserError(
+                f"agent.max_prompt_tokens={config.max_prompt_tokens} is more than the {room} tokens that agent.max_new_tokens="
+                f"{config.max_new_tokens} leaves of the model's context of {max_context}: make one of them smaller, or set "
+                "agent.max_prompt_tokens=null (all that is left)."
+            )
+        self.limit = config.max_prompt_tokens or room
         """Most tokens of a prompt."""
         self._template = _template(config)
         self._system = tools + _about_summary(config) + config.system.format(instruction=self.instruction)
+        self._check_room(max_context)
         self.begin()  # a template that cannot be used is told now
+
+    def _check_room(self, max_context: int) -> None:
+        """Raises UserError where nothing can be observed, because what stands around an observation fills every prompt."""
+        try:
+            needed = len(self.opening(self.message(".", 1)))
+        except UserError:  # of the chat template: told with the first prompt, for a program may write prompts without it
+            return
+        if needed <= self.limit:
+            return
+        if self.config.max_prompt_tokens is not None:
+            said = f"agent.max_prompt_tokens={self.limit} is"
+        else:
+            said = f"The {self.limit} tokens that agent.max_new_tokens={self.config.max_new_tokens} leaves of {max_context} of context are"
+        raise UserError(
+            f"{said} too few for a prompt: agent.system, agent.template, what is said of tools and the model's chat template make {needed} "
+            "of an observation of one letter. Allow more, or shorten these texts."
+        )
 
     def begin(self) -> Conversation:
         """A new episode's conversation."""

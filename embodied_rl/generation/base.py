@@ -55,6 +55,30 @@ class Generator(Protocol):
         ...
 
 
+class WrappedGenerator:
+    """Passes everything on to another generator: the base of those that change how it is asked. Implements `Generator`."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    @property
+    def version(self) -> int:
+        return self._generator.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._generator.version = version
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        self._generator.send(slots, observation, noise)
+
+    def recv(self) -> ActedBatch:
+        return self._generator.recv()
+
+    def publish(self, version: int) -> None:
+        self._generator.publish(version)
+
+
 @runtime_checkable
 class EpisodicGenerator(Generator, Protocol):
     """A generator that remembers an episode's past, and so must be told where a new one begins; it acts only for slots that play."""

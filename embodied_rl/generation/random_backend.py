@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.base import ActedBatch, Generator, WrappedGenerator
 from embodied_rl.types import Observation, SimSpec
 
 _erf = np.frompyfunc(math.erf, 1, 1)
@@ -51,19 +51,12 @@ class RandomGenerator:
         self.version = version
 
 
-class NoisyGenerator:
+class NoisyGenerator(WrappedGenerator):
     """Draws the noise that a deterministic caller does not give, so that random actions are random. Implements `Generator`."""
 
     def __init__(self, generator: Generator, spec: SimSpec, seed: int) -> None:
-        self._generator, self._action, self._random = generator, spec.action, np.random.default_rng(seed)
-
-    @property
-    def version(self) -> int:
-        return self._generator.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._generator.version = version
+        super().__init__(generator)
+        self._action, self._random = spec.action, np.random.default_rng(seed)
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         if noise is None:
@@ -73,10 +66,4 @@ class NoisyGenerator:
                 if self._action.kind == "discrete"
                 else self._random.standard_normal(shape, np.float32)
             )
-        self._generator.send(slots, observation, noise)
-
-    def recv(self) -> ActedBatch:
-        return self._generator.recv()
-
-    def publish(self, version: int) -> None:
-        self._generator.publish(version)
+        super().send(slots, observation, noise)

@@ -168,7 +168,8 @@ class TokenBackend(Protocol):
     """Continues prompts request by request; nobody waits for the slowest.
 
     Every submitted request comes back from `poll` exactly once, in whatever way it ended. A backend may also have
-    ``sampled_so_far(request_ids) -> {request_id: token ids}`` of those that are being sampled, for who shows an answer while it grows.
+    ``sampled_so_far(request_ids) -> {request_id: token ids}`` of those that are being sampled, for who shows an answer while it grows, and
+    ``watch(request_ids)``, where it must know before `submit` whose tokens will be asked for.
     """
 
     @property

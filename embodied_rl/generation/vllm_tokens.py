@@ -338,6 +338,8 @@ class AsyncVLLMTokens(Sleeps):
 
         self._options, self._version = options, options.version
         self._mailbox, self._paused_before = Mailbox(), False
+        self._watched: set[int] = set()
+        self._growing: dict[int, _Answer] = {}
         self._loop = BackgroundLoop("vllm")
 
         async def start() -> Any:
@@ -372,6 +374,8 @@ class AsyncVLLMTokens(Sleeps):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`: the engine begins at once."""
+        watched = self._watched.intersection(request.request_id for request in requests)
+        self._watched -= watched
         for request in requests:
             _check(request, self._vision)
         self._mailbox.expect(requests)
@@ -380,26 +384,41 @@ class AsyncVLLMTokens(Sleeps):
             if isinstance(room, Failure):
                 self._mailbox.put(Completion.failed(request.request_id, room))
             else:
-                self._loop.start(self._answer(_Answer(request, room)))
+                self._loop.start(self._answer(_Answer(request, room), request.request_id in watched))
 
-    async def _answer(self, answer: _Answer) -> None:
+    def watch(self, request_ids: Iterable[int]) -> None:
+        """See `TokenBackend`: the engine hands over every token of these by itself, which costs more than an answer as a whole."""
+        self._watched.update(request_ids)
+
+    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
+        """See `TokenBackend`; of those that are watched."""
+        growing = dict(self._growing)  # the loop's thread adds to it
+        return {number: list(growing[number].token_ids) for number in request_ids if number in growing}
+
+    async def _answer(self, answer: _Answer, watched: bool) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        number = answer.request.request_id
         try:
-            parameters = _sampling(answer.request, answer.room, self._options, "FINAL_ONLY")
+            parameters = _sampling(answer.request, answer.room, self._options, "DELTA" if watched else "FINAL_ONLY")
+            if watched:
+                self._growing[number] = answer
             prompt = _prompt(answer.request, self._version, self._vision)
-            async for output in self._engine.generate(prompt, parameters, str(answer.request.request_id)):
+            async for output in self._engine.generate(prompt, parameters, str(number)):
                 if self._vision is not None:
                     self._vision.check_read(answer.request, output.prompt_token_ids)
                 part = output.outputs[0]
                 answer.add(part)
                 for span in part.weight_versions or ():
                     answer.version += [int(span.version)] * (span.end - span.start)
-                self._mailbox.put(answer.completion(_REASONS[part.finish_reason]))
+                if output.finished:
+                    self._mailbox.put(answer.completion(_REASONS[part.finish_reason]))
         except EngineDeadError as error:
             self._mailbox.break_down(error)
         except Exception as error:  # whatever one request raises must not silence the others
-            self._mailbox.put(Completion.failed(answer.request.request_id, Failure("server_error", f"{type(error).__name__}: {error}")))
+            self._mailbox.put(Completion.failed(number, Failure("server_error", f"{type(error).__name__}: {error}")))
+        finally:
+            self._growing.pop(number, None)
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
         """See `TokenBackend.poll`. Raises RuntimeError when the engine's process has died."""

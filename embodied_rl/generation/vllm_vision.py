@@ -14,7 +14,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import GenerationRequest
-from embodied_rl.policies.model_folder import import_transformers, is_vision_language
+from embodied_rl.policies.model_folder import check_tokenizer, import_transformers, is_vision_language
 from embodied_rl.policies.vision_inputs import VisionInputs
 
 _WITHOUT_TORCHVISION = ("llava",)
@@ -39,7 +39,10 @@ class VLLMVision:
     def of(folder: Path) -> VLLMVision | None:
         """Of a model folder; None: it reads texts alone. Raises UserError as the constructor."""
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return VLLMVision(folder, config) if is_vision_language(config) else None
+        if not is_vision_language(config):
+            return None
+        check_tokenizer(folder)  # vLLM's processor of pictures writes their placeholders with it
+        return VLLMVision(folder, config)
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's EngineArgs."""

@@ -6,34 +6,24 @@ from typing import Literal
 
 import numpy as np
 
-from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.base import ActedBatch, Generator, WrappedGenerator
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.types import Observation, SimSpec
 
 
-class SwitchedGenerator:
+class SwitchedGenerator(WrappedGenerator):
     """Passes on to `generator`, to random actions where `way` is "random", and without noise where it is "mode". Implements `Generator`."""
 
     def __init__(self, generator: Generator, spec: SimSpec, way: Literal["noisy", "mode", "random"] = "noisy") -> None:
+        super().__init__(generator)
         self.way: Literal["noisy", "mode", "random"] = way
-        self._generator, self._random = generator, RandomGenerator(spec)
-
-    @property
-    def version(self) -> int:
-        return self._generator.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._generator.version = version
+        self._random = RandomGenerator(spec)
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         self._present().send(slots, observation, None if self.way == "mode" else noise)
 
     def recv(self) -> ActedBatch:
         return self._present().recv()
-
-    def publish(self, version: int) -> None:
-        self._generator.publish(version)
 
     def _present(self) -> Generator:
         return self._random if self.way == "random" else self._generator

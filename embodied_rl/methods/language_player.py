@@ -136,8 +136,8 @@ def _make_sight(policy: Speaking, spec: SimSpec) -> Sight | None:
 
 def make_agent_generator(config: TrainConfig, policy: LanguagePolicy, spec: SimSpec, run_dir: Path) -> AgentGenerator:
     """The agent with its own token backend, which `publish` fills with the policy's weights."""
+    agent = make_agent(config.agent, policy, spec)  # first: what cannot be is told before an engine is started
     backend = make_backend(config.generation, policy, run_dir, seed=config.seed)
-    agent = make_agent(config.agent, policy, spec)
     if is_program(config.sim):
         return ProgramGenerator(agent, policy.tokenizer, backend, policy.named_weights, secrets.token_urlsafe(24))
     return AgentGenerator(agent, backend, policy.named_weights)

@@ -21,7 +21,15 @@ from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies import language_weights
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.policies.model_folder import context_limit, empty_model, is_vision_language, load_model, text_config
+from embodied_rl.policies.model_folder import (
+    check_model_folder,
+    check_tokenizer,
+    context_limit,
+    empty_model,
+    is_vision_language,
+    load_model,
+    text_config,
+)
 from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
 from embodied_rl.policies.vision_inputs import VisionInputs
 
@@ -303,6 +311,9 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
         UserError: something in the folder is missing or damaged, or the configuration does not fit the model.
         MissingExtraError: transformers or peft is not installed.
     """
+    if weights:
+        check_model_folder(Path(config.folder))
+    check_tokenizer(Path(config.folder))  # before gigabytes are read
     if weights:
         model = load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
     else:

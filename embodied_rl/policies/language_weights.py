@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.files import write_atomic_with
+from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
 from embodied_rl.policies.model_folder import check_safetensors, first_line
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ def save_model(policy: LanguagePolicy, folder: Path) -> Path:
         if (source / name).is_file():
             shutil.copyfile(source / name, beside / name)
     _save_value_head(policy.value_head, beside)
-    return _replace(beside, folder)
+    reset_mode(beside)
+    return replace_folder(beside, folder)
 
 
 def save_adapter(policy: LanguagePolicy, folder: Path) -> Path:
@@ -145,7 +146,8 @@ def save_adapter(policy: LanguagePolicy, folder: Path) -> Path:
     beside = _fresh(folder)
     policy.model.save_pretrained(str(beside), safe_serialization=True)
     _save_value_head(policy.value_head, beside)
-    return _replace(beside, folder)
+    reset_mode(beside)
+    return replace_folder(beside, folder)
 
 
 def load_value_head(head: nn.Module, folder: Path) -> bool:
@@ -174,14 +176,3 @@ def _fresh(folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"Cannot write '{folder}': {error.strerror or error}. Choose another folder.") from error
     return beside
-
-
-def _replace(beside: Path, folder: Path) -> Path:
-    """Swap the finished folder in. The old one goes first: a folder cannot be renamed over one that is not empty."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    beside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    return folder

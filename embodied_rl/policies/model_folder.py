@@ -74,11 +74,11 @@ def check_safetensors(folder: Path, prefix: str) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises UserError when no tokenizer's file is there."""
+    """Raises UserError when no tokenizer's file is there. Cheap: ask before weights are loaded."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(
-            f"Model folder '{folder}' holds no tokenizer (none of {', '.join(_TOKENIZERS)}). Copy the model's tokenizer files beside its "
-            "weights, or name a folder that has them: tokenizer=…"
+            f"Model folder '{folder}' holds no tokenizer (none of {', '.join(_TOKENIZERS)}). Copy its files from the model that these "
+            f"weights were trained from: hf download OWNER/MODEL --include 'tokenizer*' 'vocab*' 'merges*' --local-dir {folder}"
         )
 
 

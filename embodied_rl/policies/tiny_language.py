@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.files import reset_mode
 from embodied_rl.policies.model_folder import import_transformers
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -124,4 +125,5 @@ def make_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
+    reset_mode(folder)
     return folder

@@ -157,6 +157,8 @@ class BackendPump:
         return False
 
     def _submit(self, asked: _Asked) -> None:
+        if asked.told is not None and (watch := getattr(self._backend, "watch", None)) is not None:
+            watch([asked.request.request_id])
         try:
             self._backend.submit([asked.request])
         except ValueError as error:  # UserError among them: this request is refused, others go on

@@ -34,6 +34,7 @@ from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
 from embodied_rl.rollout.silence import SilenceWatch
 from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.stopping import waiting
 from embodied_rl.types import StepBatch
 
 _GLANCE_S = 0.002
@@ -327,10 +328,11 @@ class AgentCollector(SlotPump[_Playing]):
         """Take what the tools gave as turns without a reward, and ask for the answers that follow; all of them together in lockstep."""
         if not self._tools:
             return
-        if self._overlaps:
-            wait(self._tools.values(), 0.0 if self._in_step or self._requests else patience_s, FIRST_COMPLETED)
-        else:
-            wait(self._tools.values())
+        with waiting:
+            if self._overlaps:
+                wait(self._tools.values(), 0.0 if self._in_step or self._requests else patience_s, FIRST_COMPLETED)
+            else:
+                wait(self._tools.values())
         ready = {slot: self._tools.pop(slot).result() for slot in sorted(self._tools) if self._tools[slot].done()}
         asking = []
         for slot in ready:

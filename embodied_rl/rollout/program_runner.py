@@ -30,6 +30,7 @@ from embodied_rl.sim.text.program import (
     program_environment,
 )
 from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
+from embodied_rl.stopping import waiting
 
 _LINES = 6
 """Of a program's last words that a fault keeps."""
@@ -155,7 +156,8 @@ class ProgramRunner:
             for descriptor, events in one.process.watched():
                 poll.register(descriptor, events)
         wait_s = 0.0 if ended or not self._running else max(0.0, min(timeout_s, nearest - now))
-        poll.poll(1000 * wait_s)
+        with waiting:
+            poll.poll(1000 * wait_s)
         for one in list(self._running.values()):
             over = one.process.is_over()
             if over or time.monotonic() >= one.process.deadline:

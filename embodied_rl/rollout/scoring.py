@@ -15,6 +15,7 @@ import numpy as np
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
+from embodied_rl.stopping import waiting
 from embodied_rl.types import Episode
 
 Score = Callable[[Episode], float]
@@ -160,7 +161,8 @@ class ThreadScorer:
 
     def wait(self, timeout_s: float) -> None:
         """See `Scorer.wait`."""
-        self._some.wait(timeout_s)
+        with waiting:
+            self._some.wait(timeout_s)
 
     def metrics(self) -> dict[str, float]:
         """See `Scorer.metrics`."""

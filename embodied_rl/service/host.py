@@ -136,6 +136,7 @@ def _live_with_server(life_fd: int, connection: socket.socket) -> None:
     """End this process when the server lets go or dies, even in the middle of a step."""
 
     def watch() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the main thread alone is to say where it is
         with contextlib.suppress(OSError):
             os.read(life_fd, 1)  # returns only when the server's end is closed
         with contextlib.suppress(OSError):

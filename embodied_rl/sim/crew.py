@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.process import WorkerProcess
 from embodied_rl.sim.transport import MANAGER_YIELDS, Bell, Slab, memory_of, slab_layout
@@ -38,6 +39,11 @@ class CrewPlan:
     spare_workers: int = 0
     """Workers built ahead that take a failed one's place without the time that building takes."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for chunks of less than one step."""
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
+
     @property
     def runs(self) -> list[list[range]]:
         """Slots of each worker: a contiguous run of each group, as equal as can be."""
@@ -53,6 +59,17 @@ class CrewPlan:
                     runs[worker].append(range(first, first + size))
                 first, load[worker] = first + size, load[worker] + size
         return runs
+
+
+def crew_size(num_workers: int | None, num_slots: int) -> int:
+    """Processes for so many slots: as many as asked for, or as there are cores; never more than slots. Warns of more than cores."""
+    cores = available_cores()
+    size = min(num_workers or cores, num_slots)
+    if size > cores:
+        warnings.warn(
+            f"num_workers={size} is more than the {cores} cores this process may use; workers will wait for each other.", stacklevel=3
+        )
+    return size
 
 
 class Crew:

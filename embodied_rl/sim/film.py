@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,21 @@ def filmed(config: SimConfig, size: int, cameras: Sequence[str] = ()) -> SimConf
         "cameras": list(cameras) or [DEFAULT_CAMERA],
     }
     return dataclasses.replace(config, target="embodied_rl.sim.film:FilmedSim", task=None, kwargs=kwargs, on_fault="stop")
+
+
+@contextmanager
+def drawing(task: str) -> Iterator[None]:
+    """Raises UserError for whatever a driver raises within."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # drivers fail in their own ways: OpenGL, Vulkan, GLFW and pygame share no base class
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"Task '{task}' cannot be drawn on this machine ({reason}). "
+            "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
+        ) from error
 
 
 class FilmedSim:
@@ -80,17 +96,9 @@ class FilmedSim:
         Raises:
             UserError: the task or this machine cannot draw, or there is no such camera.
         """
-        try:
+        with drawing(self.spec.task):
             # Some simulators hand out the buffer that they draw the next picture into.
             views = [np.array(self._view(env_id, camera), np.uint8) for camera in self._cameras]
-        except UserError:
-            raise
-        except Exception as error:  # drivers fail in their own ways: OpenGL, Vulkan, GLFW and pygame share no base class
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                f"Task '{self.spec.task}' cannot be drawn on this machine ({reason}). "
-                "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
-            ) from error
         return _stacked(views)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import CameraEnv, PhysicsEnv, SimEnv, SimFactory, SnapshotEnv
-from embodied_rl.sim.film import DEFAULT_CAMERA
+from embodied_rl.sim.film import DEFAULT_CAMERA, drawing
 from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec
@@ -274,20 +274,12 @@ class InstrumentedSim:
                 observation[EXPERT][i] = expert({key: observation[key][i] for key in self._plain})
 
     def _draw(self, env_id: int, camera: str) -> np.ndarray:
-        try:
+        with drawing(self._sim.spec.task):
             if camera == DEFAULT_CAMERA:
                 return np.asarray(self._sim.render(env_id), np.uint8)
             if not isinstance(self._sim, CameraEnv) or not self._sim.film_cameras(env_id):
                 raise UserError(f"Task '{self._sim.spec.task}' has no camera '{camera}': it is drawn in one way, cameras=default.")
             return np.asarray(self._sim.film_from(env_id, camera), np.uint8)
-        except UserError:
-            raise
-        except Exception as error:  # drivers fail in their own ways: OpenGL, Vulkan, GLFW and pygame share no base class
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                f"Task '{self._sim.spec.task}' cannot be drawn on this machine ({reason}). "
-                "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
-            ) from error
 
 
 def expert_maker(target: str) -> Callable[[SimEnv, int], Expert]:

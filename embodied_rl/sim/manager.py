@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import SimConfig
-from embodied_rl.sim.affinity import PlacementPolicy, available_cores, place_workers
+from embodied_rl.sim.affinity import PlacementPolicy, place_workers
 from embodied_rl.sim.batches import Slots, ViewsOfSlots, ascending
-from embodied_rl.sim.crew import Crew, CrewPlan
+from embodied_rl.sim.crew import Crew, CrewPlan, crew_size
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultPolicy, FaultRecord
 from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
@@ -49,6 +48,7 @@ class EnvManager:
     spec: SimSpec
     last_drift: dict[int, float | None]
     """{slot: largest difference between the saved observation and the replayed one} of the last `restore`; None: not replayed."""
+    _crew: Crew | None = None
 
     def __init__(
         self,
@@ -88,18 +88,9 @@ class EnvManager:
             step_timeout_s: a worker that does nothing for so long while it should step has failed.
             start_timeout_s: the same for building, resetting and restoring.
         """
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-        cores = available_cores()
         self.num_slots, self.chunk_size, self.autoreset = num_slots, chunk_size, autoreset
-        self.num_workers = min(num_workers or cores, num_slots)
-        if self.num_workers > cores:
-            warnings.warn(
-                f"num_workers={self.num_workers} is more than the {cores} cores this process may use; workers will wait for each other.",
-                stacklevel=2,
-            )
-        self._seeds = seeds if seeds is not None else EpisodeSeeds.training(0)
-        self._policy = faults or FaultPolicy()
+        self.num_workers = crew_size(num_workers, num_slots)
+        self._seeds, self._policy = seeds or EpisodeSeeds.training(0), faults or FaultPolicy()
         self._plan = CrewPlan(
             num_slots=num_slots,
             num_workers=self.num_workers,
@@ -116,17 +107,8 @@ class EnvManager:
         self._processes: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(self, close_all, self._processes)
         self._pool: dict[str, Crew] = {}
-        self._offloaded = False
-        self._sends = 0
-        self._polled_at = 0.0
-        self._crew: Crew | None = None
-        try:
-            crew = Crew(factory, self._plan, self._processes)
-            crew.begin()
-            self._take_crew(crew)
-        except BaseException:
-            self.close()
-            raise
+        self._offloaded, self._sends, self._polled_at = False, 0, 0.0
+        self._start(factory)
 
     @staticmethod
     def from_config(
@@ -408,6 +390,11 @@ class EnvManager:
     # ---- what happened ----------------------------------------------------------------------------------------------
 
     @property
+    def seeds(self) -> EpisodeSeeds:
+        """Of the episodes where `reset` is given none."""
+        return self._seeds
+
+    @property
     def fault_records(self) -> list[FaultRecord]:
         """All faults so far, oldest first; one that is being recovered from comes when its worker is back."""
         self._supervisor.catch_up()
@@ -448,6 +435,15 @@ class EnvManager:
         self.close()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _start(self, factory: SimFactory) -> None:
+        try:
+            crew = Crew(factory, self._plan, self._processes)
+            crew.begin()
+            self._take_crew(crew)
+        except BaseException:
+            self.close()
+            raise
 
     def _take_crew(self, crew: Crew) -> None:
         if crew.slab is None:

@@ -24,7 +24,7 @@ _STACK_S = 1.0
 """For a hanging worker to write down where it is."""
 _STACK_ENDS = (b" in _run_module_as_main\n", b"\n  ...\n")
 """The outermost call of ``python -m``, or what stands for it where there are too many."""
-_REAP_S = 10.0
+_REAP_S = 60.0
 """For a process whose socket is closed already to end, on a busy machine: its status tells why."""
 
 
@@ -112,7 +112,7 @@ class WorkerProcess:
             while not self._read(before).endswith(_STACK_ENDS) and time.monotonic() < until:
                 time.sleep(0.005)
         return SimFault(
-            FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:g} s while it should {doing}.\n{self._output_tail()}"
+            FaultKind.TIMED_OUT, self.index, f"No answer within {timeout_s:.4g} s while it should {doing}.\n{self._output_tail()}"
         )
 
     def release(self) -> None:

@@ -25,7 +25,7 @@ MIN_LAVAPIPE_API = (1, 4)
 lavapipe reports driver version 1 whatever Mesa it came with, so its Vulkan version is what tells them apart.
 """
 
-PROBE_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 60.0
 
 _ICD_FOLDERS = ("/etc/vulkan/icd.d", "/usr/local/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/usr/share/vulkan/icd.d")
 _EGL_VENDOR_FOLDERS = ("/usr/share/glvnd/egl_vendor.d", "/etc/glvnd/egl_vendor.d")

@@ -147,6 +147,17 @@ class SlotRunner:
         return part
 
     def _step_some(self, ids: list[int]) -> None:
+        # After a fault: one at a time, with a mark that outlives this process, so that the culprit is known if it happens again.
+        if self._cautious and not self.sim.spec.steps_together:
+            for env_id in ids:
+                self.mark_stepping(env_id)
+                self._step_these([env_id])
+            self.mark_stepping(None)
+        else:
+            self._step_these(ids)
+        self._cautious = False
+
+    def _step_these(self, ids: list[int]) -> None:
         # A new episode first: what was to be given up in its slot is gone with the old one.
         if beginning := [env_id for env_id in ids if self._begin[env_id]]:
             self._abort_due.difference_update(beginning)
@@ -155,15 +166,8 @@ class SlotRunner:
         for env_id in [env_id for env_id in ids if env_id in self._abort_due]:
             self._abort(env_id)
             ids.remove(env_id)
-        if self._cautious and not self.sim.spec.steps_together:
-            # After a fault: one at a time, with a mark that outlives this process, so that the culprit is known if it happens again.
-            for env_id in ids:
-                self.mark_stepping(env_id)
-                self._step(_Part(self, [env_id]))
-            self.mark_stepping(None)
-        elif ids:
+        if ids:
             self._step(_Part(self, ids))
-        self._cautious = False
 
     def _step(self, part: _Part) -> None:
         out, ids, rows = self.out, part.ids, part.rows

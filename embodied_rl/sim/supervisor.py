@@ -52,6 +52,12 @@ class _Watch:
     open_faults: list[FaultRecord] = field(default_factory=list)
     noticed_at: float = 0.0
     items: list[dict[str, Any]] = field(default_factory=list)
+    back_at: int = -1
+    """Its progress when it came back from a fault."""
+
+    def is_cautious(self, progress: int) -> bool:
+        """Whether it has not finished a step since it came back."""
+        return progress == self.back_at
 
 
 class Supervisor:
@@ -148,7 +154,7 @@ class Supervisor:
         worker, arrays = self.crew.workers[index], self._arrays()
         worker.check(bool(arrays["failed"][index, 0]))
         state = self.crew.state
-        progress = int(arrays["progress"][index, 0])
+        progress = self._progress(index)
         if progress != watch.progress or all(state[slot] != PENDING for slot in self.crew.slots_of[index]):
             watch.progress, watch.moved_at = progress, now
         elif now - watch.moved_at > self.crew.plan.step_timeout_s:
@@ -189,7 +195,8 @@ class Supervisor:
 
     def _is_back(self, index: int, watch: _Watch, drift: Mapping[str, float | None], now: float) -> None:
         watch.phase, watch.moved_at = _Phase.LIVE, now
-        watch.progress = int(self._arrays()["progress"][index, 0])
+        watch.progress = self._progress(index)
+        watch.back_at = watch.progress if watch.open_faults else -1
         slots = tuple(
             SlotFault(
                 slot=item["slot"],
@@ -215,7 +222,7 @@ class Supervisor:
         if fault.kind in self.policy.stop_on:
             raise fault
         arrays = self._arrays()
-        progress = int(arrays["progress"][index, 0])
+        progress = self._progress(index)
         if not arrays["progress"][:, 0].any() and fault.kind in _AT_ONCE:
             raise fault
         watch.failures = 1 if progress != watch.progress_at_failure else watch.failures + 1
@@ -238,13 +245,21 @@ class Supervisor:
         watch.phase, watch.deadline = _Phase.PAUSED, time.perf_counter() + self.policy.pause_s(watch.failures)
 
     def _culprits(self, index: int, fault: SimFault) -> list[int]:
-        """Slots that the worker was stepping: as it says, or as it left word, or all that were pending."""
-        slots = self.crew.slots_of[index]
+        """Slots that the worker was stepping: as it left word, or as it says, or all that were pending.
+
+        A worker on its way back, or in its first step after that, leaves word of every slot that it touches: one that is killed there
+        without having done so was stepping none, and no episode is to blame.
+        """
+        slots, watch = self.crew.slots_of[index], self._watches[index]
         alone = int(self._arrays()["stepping"][index, 0])
         if alone >= 0:
             return [alone]
-        pending = [slot for slot in slots if self.crew.state[slot] == PENDING]
-        return [slot for slot in fault.slots if slot in slots] or pending
+        if told := [slot for slot in fault.slots if slot in slots]:
+            return told
+        waits = watch.phase is not _Phase.LIVE
+        if waits or (watch.is_cautious(self._progress(index)) and not self.crew.spec.steps_together):
+            return []
+        return [slot for slot in slots if self.crew.state[slot] == PENDING]
 
     def _judge(self, index: int, culprits: list[int]) -> None:
         """Decide which episodes are given up: those that failed at the same point before, and all that cannot be restored."""
@@ -282,6 +297,10 @@ class Supervisor:
         self._arrays()["control_pending"][index, 0] = 1
         self.crew.bells[index].ring()
         self.crew.workers[index].request(message, payload)
+
+    def _progress(self, index: int) -> int:
+        """Batches of slots that the worker of this number has stepped; who takes its place goes on counting."""
+        return int(self._arrays()["progress"][index, 0])
 
     def _arrays(self) -> dict[str, np.ndarray]:
         assert self.crew.slab is not None, "the manager is closed"

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, StepBatch, TensorSpec, VariableSpec
 
 Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
@@ -34,16 +34,18 @@ class ManagerVectorEnv(VectorEnv):
             manager: whose slots are shown.
             autoreset_mode: SAME_STEP: the step that ends an episode gives the next one's first observation, and the last one in
                 ``infos["final_obs"]``. NEXT_STEP, gymnasium's own default, which some of its wrappers insist on: it gives the last
-                observation; the next step ignores the slot's action and gives the first one, with reward 0.
+                observation; the next step ignores the slot's action and gives the first one, with reward 0. DISABLED: a slot whose episode
+                is over must be begun by ``reset(options={"reset_mask": …})`` before the next step; the manager is one with
+                ``autoreset=False``.
 
         Raises:
-            UserError: DISABLED, a manager without autoreset or with chunks, or observations or actions without a fixed space.
+            UserError: a manager whose `autoreset` does not fit the mode, or with chunks, or observations or actions without a fixed space.
         """
         mode = AutoresetMode(autoreset_mode)
-        if mode is AutoresetMode.DISABLED:
-            raise UserError("The manager begins the next episode itself: autoreset_mode must be SAME_STEP or NEXT_STEP, got DISABLED.")
-        if not manager.autoreset:
-            raise UserError("A gymnasium.vector.VectorEnv begins its next episodes itself: the manager was made with autoreset=False.")
+        if manager.autoreset == (mode is AutoresetMode.DISABLED):
+            needed = "DISABLED needs a manager that was made with autoreset=False (EnvManager(…, autoreset=False))"
+            other = "SAME_STEP and NEXT_STEP need one that begins the next episodes itself (autoreset=True)"
+            raise UserError(f"autoreset_mode {mode.name} does not fit this manager: {needed}; {other}.")
         if manager.chunk_size > 1:
             raise UserError(
                 f"A gymnasium.vector.VectorEnv steps once a call: the manager's chunk_size must be 1, got {manager.chunk_size}."
@@ -61,10 +63,13 @@ class ManagerVectorEnv(VectorEnv):
         self.render_mode = "rgb_array" if spec.can_render else None
         self._seeds: EpisodeSeeds | None = None
         self._seed_round = 0
-        self._at_next_step = mode is AutoresetMode.NEXT_STEP
+        self._mode = mode
         self._over = np.zeros(self.num_envs, bool)
         self._current: dict[str, np.ndarray] = {}
-        """NEXT_STEP: {key: [N, ...]} of the running episodes; where one is over, the first of the next."""
+        """NEXT_STEP: {key: [N, ...]} of the running episodes; where one is over, the first of the next. DISABLED: what was shown last."""
+        self._streams: list[SeedStream] = []
+        self._index = np.zeros(self.num_envs, np.int64)
+        """DISABLED: the seeds of each slot's episodes, and the number there of the present one."""
 
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes in all slots.
@@ -72,13 +77,19 @@ class ManagerVectorEnv(VectorEnv):
         Args:
             seed: one, from which every slot's and every later episode's seed follows; or a list with that of each slot's next episode
                 (None: one that follows from the others), from which those of later episodes follow; None: go on with new ones.
-            options: ``{"reconfigure": True}`` also forgets what the simulator keeps between episodes.
+            options: ``{"reconfigure": True}`` also forgets what the simulator keeps between episodes. DISABLED alone:
+                ``{"reset_mask": [N] bool}`` begins new episodes in these slots, and leaves the others where they are; `seed` is then
+                of these slots.
 
         Raises:
-            UserError: a list of another length, a seed out of [0, 2**31), or any other option.
+            UserError: a list of another length, a seed out of [0, 2**31), a mask of another shape or kind, or any other option.
         """
-        if unknown := sorted(set(options or {}) - {"reconfigure"}):
-            raise UserError(f"reset takes the option 'reconfigure', got {', '.join(map(repr, unknown))}.")
+        disabled = self._mode is AutoresetMode.DISABLED
+        known = ["reconfigure", *(["reset_mask"] if disabled else [])]
+        if unknown := sorted(set(options or {}) - set(known)):
+            raise UserError(f"reset takes the option {' or '.join(map(repr, known))}, got {', '.join(map(repr, unknown))}.")
+        if "reset_mask" in (options or {}):
+            return self._reset_some(seed, **(options or {})), {}
         self._seed_round = 0 if seed is not None else self._seed_round + 1
         if isinstance(seed, SupportsIndex):
             self._seeds = EpisodeSeeds.training(int(seed))
@@ -86,18 +97,56 @@ class ManagerVectorEnv(VectorEnv):
             self._seeds = _seeds_of_slots(seed, self.num_envs)
         batch = self.manager.reset(self._seeds, seed_round=self._seed_round, reconfigure=bool((options or {}).get("reconfigure")))
         self._over[:] = False
-        if self._at_next_step:
+        if self._mode is not AutoresetMode.SAME_STEP:
             self._current = {key: part.copy() for key, part in batch.observation.items()}
+        if disabled:
+            self._index[:] = 0
+            seeds = self._seeds or self.manager.seeds
+            self._streams = [SeedStream(seeds, self._seed_round, slot, self.num_envs) for slot in range(self.num_envs)]
         return self._copy(batch.observation), {}
+
+    def _reset_some(self, seed: int | Sequence[int | None] | None, reset_mask: np.ndarray, reconfigure: bool = False) -> Any:
+        """New episodes in some slots. Returns the observations of all."""
+        if (
+            not isinstance(reset_mask, np.ndarray)
+            or reset_mask.dtype != bool
+            or reset_mask.shape != (self.num_envs,)
+            or not reset_mask.any()
+        ):
+            told = f"{reset_mask.dtype} {list(reset_mask.shape)}" if isinstance(reset_mask, np.ndarray) else type(reset_mask).__name__
+            raise UserError(f"options['reset_mask'] must be a numpy array [{self.num_envs}] of bool with at least one True, got {told}.")
+        if reconfigure:
+            raise UserError("reset takes the option 'reconfigure' for all slots together: leave 'reset_mask' out.")
+        if not self._streams:
+            raise UserError("The first reset begins episodes in all slots: leave 'reset_mask' out.")
+        slots = np.flatnonzero(reset_mask)
+        self._index[slots] += 1
+        if seed is not None:
+            seeds = EpisodeSeeds.training(int(seed)) if isinstance(seed, SupportsIndex) else _seeds_of_slots(seed, self.num_envs)
+            for slot in slots.tolist():
+                self._streams[slot], self._index[slot] = SeedStream(seeds, 0, slot, self.num_envs), 0
+        self.manager.begin(slots, [self._streams[slot].seed(int(self._index[slot])) for slot in slots])
+        for key, part in self.manager.recv(slots).observation.items():
+            self._current[key][slots] = part
+        self._over[slots] = False
+        return self._copy(self._current)
 
     def step(self, actions: np.ndarray) -> Stepped:
         """One step of every slot with actions in the simulator's units."""
         rows = np.asarray(actions).reshape(self.num_envs, -1)
-        if self._at_next_step:
+        if self._mode is AutoresetMode.NEXT_STEP:
             return self._step_or_begin(rows)
+        if self._over.any():  # DISABLED alone
+            over = np.flatnonzero(self._over).tolist()
+            raise UserError(f"The episodes of slots {over} are over: begin new ones first, reset(options={{'reset_mask': …}}).")
         batch = self.manager.step(rows)
         infos = self._infos(batch, np.arange(self.num_envs))
-        if batch.done.any():
+        if self._mode is AutoresetMode.DISABLED:
+            self._over = batch.done.copy()
+            self._current = {key: part.copy() for key, part in batch.observation.items()}
+            if batch.episodes:
+                infos |= self._final_info(batch.episodes)
+        elif batch.done.any():
             done = batch.done
             final = np.full(self.num_envs, None, dtype=object)
             for slot in np.flatnonzero(done):

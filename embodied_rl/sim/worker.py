@@ -126,6 +126,8 @@ def _live_with_parent(life_fd: int, die_with_thread: bool, released: threading.E
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
     def watch() -> None:
+        if hasattr(signal, "pthread_sigmask"):  # where it hangs, the main thread alone is to say
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         with contextlib.suppress(OSError):
             os.read(life_fd, 1)  # returns only when the manager's end is closed
         released.set()

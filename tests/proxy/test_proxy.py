@@ -357,7 +357,7 @@ def test_what_is_captured_is_what_training_recomputes(folder: Path, tmp_path: Pa
     evaluated = policy.evaluate([TokenSequence(row.token_ids, row.mask) for row in rows])
     for number, row in enumerate(rows):
         recomputed = evaluated.log_prob[number].detach().numpy()[: len(row.token_ids)]
-        np.testing.assert_allclose(recomputed[row.mask], row.log_prob[row.mask], atol=2e-5)
+        np.testing.assert_allclose(recomputed[row.mask], row.log_prob[row.mask], atol=1e-4)
         np.testing.assert_allclose(row.log_prob, row.sampling_log_prob, atol=1e-6)  # policy_sampling
         assert not row.log_prob[~row.mask].any()
     again = CapturedSession.from_dict(json.loads(json.dumps(sessions[0].to_dict())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 
 import gymnasium
@@ -158,6 +159,90 @@ def test_a_reset_without_a_seed_goes_on_from_the_last_one() -> None:
             vector.reset(options={"reset_mask": np.array([True, False, False])})
 
 
+def single_cartpole() -> gymnasium.Env:
+    return gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
+
+
+@pytest.fixture
+def by_hand() -> Iterator[ManagerVectorEnv]:
+    """Three cart-poles whose next episodes are begun by whoever steps them."""
+    manager = EnvManager(SimFactory("embodied_rl.sim.robots.gymnasium:make", "CartPole-v1"), 3, num_workers=2, autoreset=False)
+    with closing(ManagerVectorEnv(manager, AutoresetMode.DISABLED)) as vector:
+        yield vector
+
+
+def test_without_autoreset_it_is_gymnasiums_own(by_hand: ManagerVectorEnv) -> None:
+    """The same seeds in the same resets: every row of every step is SyncVectorEnv's."""
+    seeds = np.random.default_rng(1)
+    with closing(SyncVectorEnv([single_cartpole] * 3, autoreset_mode=AutoresetMode.DISABLED)) as theirs:
+        first = [5, 6, 7]
+        np.testing.assert_array_equal(by_hand.reset(seed=first)[0], theirs.reset(seed=first)[0])
+        actions, over, partial = np.random.default_rng(0), np.zeros(3, bool), 0
+        for step in range(120):
+            if over.any() or step == 30:  # at step 30: an episode that is going on is left for another
+                mask = over | (step == 30) * np.array([False, True, False])
+                chosen = [int(seed) for seed in seeds.integers(0, 2**30, 3)]
+                ours, told = by_hand.reset(seed=chosen, options={"reset_mask": mask})
+                np.testing.assert_array_equal(ours, theirs.reset(seed=chosen, options={"reset_mask": mask})[0])
+                assert told == {}
+                partial += not mask.all()
+            row = actions.integers(0, 2, 3)
+            ours, expected = by_hand.step(row), theirs.step(row)
+            for part, reference in zip(ours[:4], expected[:4], strict=True):
+                np.testing.assert_array_equal(part, reference)
+                assert part.dtype == reference.dtype
+            over = expected[2] | expected[3]
+            assert ("episode" in ours[4]) == ("episode" in expected[4]) == bool(over.any())
+            if over.any():
+                np.testing.assert_array_equal(ours[4]["_episode"], over)
+                np.testing.assert_array_equal(ours[4]["episode"]["l"][over], expected[4]["episode"]["l"][over])
+                np.testing.assert_array_equal(ours[4]["episode"]["r"][over], expected[4]["episode"]["r"][over])
+        assert partial > 5
+
+
+def test_masked_resets_without_seeds_go_through_each_slots_own(by_hand: ManagerVectorEnv) -> None:
+    seeds = EpisodeSeeds.training(3)
+
+    def first_of(seed: int) -> np.ndarray:
+        return gymnasium.make("CartPole-v1").reset(seed=seed)[0]
+
+    begun, _ = by_hand.reset(seed=3)
+    for mask, index in (([True, False, True], [1, 0, 1]), ([True, False, False], [2, 0, 1]), ([True, True, True], [3, 1, 2])):
+        begun, _ = by_hand.reset(options={"reset_mask": np.array(mask)})
+        np.testing.assert_array_equal(begun, [first_of(seeds.seed(slot, index[slot], 3)) for slot in range(3)])
+    other = EpisodeSeeds.training(8)
+    begun, _ = by_hand.reset(seed=8, options={"reset_mask": np.array([False, False, True])})
+    np.testing.assert_array_equal(begun[2], first_of(other.seed(2, 0, 3)))
+    begun, _ = by_hand.reset(options={"reset_mask": np.array([False, True, True])})
+    np.testing.assert_array_equal(begun[2], first_of(other.seed(2, 1, 3)))
+    np.testing.assert_array_equal(begun[1], first_of(seeds.seed(1, 2, 3)))
+
+
+def test_steps_and_masks_that_make_no_sense(by_hand: ManagerVectorEnv) -> None:
+    mask = np.array([True, False, False])
+    with pytest.raises(UserError, match="first reset begins episodes in all slots"):
+        by_hand.reset(options={"reset_mask": mask})
+    by_hand.reset(seed=1)
+    for wrong, told in (
+        ([True, False, False], "got list"),
+        (mask[:2], r"got bool \[2\]"),
+        (mask.astype(int), r"got int64 \[3\]"),
+        (mask & False, ""),
+    ):
+        with pytest.raises(UserError, match=r"must be a numpy array \[3\] of bool with at least one True" + f".*{told}"):
+            by_hand.reset(options={"reset_mask": wrong})
+    with pytest.raises(UserError, match="'reconfigure' for all slots together"):
+        by_hand.reset(options={"reset_mask": mask, "reconfigure": True})
+    over = np.zeros(3, bool)
+    while not over.any():
+        _, _, terminated, truncated, _ = by_hand.step(np.zeros(3, int))
+        over = terminated | truncated
+    with pytest.raises(UserError, match=rf"slots \{np.flatnonzero(over).tolist()} are over: begin new ones first".replace("]", r"\]", 1)):
+        by_hand.step(np.zeros(3, int))
+    by_hand.reset(options={"reset_mask": over})
+    by_hand.step(np.zeros(3, int))
+
+
 def test_wrappers_that_insist_on_next_step_take_it() -> None:
     statistics = wrappers.RecordEpisodeStatistics(wrappers.NormalizeObservation(cartpoles(autoreset_mode=AutoresetMode.NEXT_STEP)))
     with closing(statistics) as vector:
@@ -179,8 +264,8 @@ def test_what_has_no_such_view_is_refused() -> None:
     factory = SimFactory("embodied_rl.sim.robots.gymnasium:make", "CartPole-v1")
     for options, mode, message in (
         ({"chunk_size": 2}, "SameStep", "chunk_size must be 1, got 2"),
-        ({"autoreset": False}, "SameStep", "autoreset=False"),
-        ({}, "Disabled", "SAME_STEP or NEXT_STEP, got DISABLED"),
+        ({"autoreset": False}, "SameStep", "SAME_STEP does not fit this manager"),
+        ({}, "Disabled", r"DISABLED does not fit .* made with autoreset=False"),
     ):
         with EnvManager(factory, 1, **options) as manager, pytest.raises(UserError, match=message):
             ManagerVectorEnv(manager, mode)

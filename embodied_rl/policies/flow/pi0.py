@@ -22,12 +22,12 @@ from torch import Tensor
 
 from embodied_rl.config import PI0PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.files import write_atomic
+from embodied_rl.files import reset_mode, write_atomic
 from embodied_rl.policies.base import TensorObservation
 from embodied_rl.policies.flow.options import FlowOptions
 from embodied_rl.policies.flow.pi0_model import PI0Model
 from embodied_rl.policies.flow.policy import FlowPolicy
-from embodied_rl.policies.model_folder import check_model_folder, first_line, import_transformers
+from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.images import check_images
 from embodied_rl.policies.openvla.projector import ValueHead
@@ -195,6 +195,7 @@ class PI0Policy(FlowPolicy):
         with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
             self.model.pi0.save_pretrained(temporary)
             self.inputs.tokenizer.save_pretrained(temporary)
+            reset_mode(Path(temporary))
             for path in sorted(Path(temporary).iterdir()):
                 os.replace(path, directory / path.name)
         save_state(self.critic.state_dict(), directory / VALUE_HEAD)
@@ -229,6 +230,7 @@ def load_pi0_policy(
     data = check_model_folder(folder)
     if data["model_type"] != "pi0":
         raise UserError(f"'{folder}' holds a model of type '{data['model_type']}', not pi0.")
+    check_tokenizer(folder)
     transformers = import_transformers()
     try:
         pi0, report = transformers.PI0ForConditionalGeneration.from_pretrained(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
-from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, missing_assets, registered_tasks
+from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, check_arguments, missing_assets, registered_tasks
 from embodied_rl.sim.robots.maniskill_cameras import film_cameras, film_from
 from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
 from embodied_rl.sim.robots.maniskill_patches import fast_tensors, no_asset_prompt, no_render_materials, quick_rebuild
@@ -89,9 +89,7 @@ class ManiSkillSim:
         made: dict[str, Any] = {"obs_mode": "state", **kwargs}
         made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
         observes_pictures = check_mode(task, made["obs_mode"])
-        if made["reward_mode"] not in (known := registered.cls.SUPPORTED_REWARD_MODES):
-            mode = str(made["reward_mode"])
-            raise UserError(f"ManiSkill task '{task}' has no reward_mode '{mode}'.{did_you_mean(mode, known)}")
+        check_arguments(task, made)
         self._render = observes_pictures or render
         if self._render:
             require_vulkan(task)

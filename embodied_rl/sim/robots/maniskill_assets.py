@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from embodied_rl.errors import MissingExtraError
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 
 UNDECLARED_NEEDS = ("SceneManipulation", "OpenCabinetDoor", "DrawSVG", "PushT", "WidowXAI")
 """Tasks that need more than ManiSkill's registry says (scene data sets, svgpathtools, a renderer, a robot): left out of `tasks`."""
@@ -54,3 +54,20 @@ def assets_message(task: str, missing: Sequence[str]) -> str:
         f"ManiSkill task '{task}' needs assets that are not on this machine: {named}. "
         f"Get them: python -m mani_skill.utils.download_asset {task}"
     )
+
+
+def check_arguments(task: str, made: Mapping[str, Any]) -> None:
+    """Raises UserError for a ``reward_mode`` that the task has not, and ``robot_uids`` (a name, or several) that ManiSkill has not."""
+    cls, mode = registered_tasks()[task].cls, str(made["reward_mode"])
+    if made["reward_mode"] not in cls.SUPPORTED_REWARD_MODES:
+        raise UserError(f"ManiSkill task '{task}' has no reward_mode '{mode}'.{did_you_mean(mode, cls.SUPPORTED_REWARD_MODES)}")
+    if (robots := made.get("robot_uids")) is None:
+        return
+    from mani_skill.agents.registration import REGISTERED_AGENTS
+
+    names = [robots] if isinstance(robots, str) else list(robots) if isinstance(robots, Iterable) else [robots]
+    for name in names:
+        if name not in REGISTERED_AGENTS:
+            supported = cls.SUPPORTED_ROBOTS or REGISTERED_AGENTS
+            choices = {robot for entry in supported for robot in ((entry,) if isinstance(entry, str) else entry)}
+            raise UserError(f"ManiSkill has no robot '{name}' (robot_uids) for task '{task}'.{did_you_mean(str(name), choices)}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.sim.robots.maniskill import INSTRUCTIONS, REWARD_MODES, require_vulkan, tasks
-from embodied_rl.sim.robots.maniskill_assets import assets_message, missing_assets, registered_tasks
+from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, missing_assets, registered_tasks
 from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
 from embodied_rl.sim.robots.maniskill_patches import no_asset_prompt, no_render_materials
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
@@ -142,6 +142,7 @@ class ManiSkillGpuSim:
         registered = registered_tasks()[task]
         made: dict[str, Any] = {"obs_mode": "state", **kwargs}
         made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
+        check_arguments(task, made)
         self._render = check_mode(task, made["obs_mode"]) or render
         made |= _rendering(task, backend, render_size, camera_size, made) if self._render else {"render_backend": "none"}
         made |= {"sim_backend": backend, "num_envs": num_envs, "reconfiguration_freq": 0}

@@ -65,13 +65,7 @@ class Drawing:
     def _new(self, height: int, width: int) -> Any:
         buffer = self.model.vis.global_
         buffer.offheight, buffer.offwidth = max(buffer.offheight, height), max(buffer.offwidth, width)
-        try:
-            renderer = self._mujoco.Renderer(self.model, height, width)
-        except Exception as error:  # what fails without a driver differs: ImportError, AttributeError, RuntimeError, mujoco.FatalError
-            raise UserError(
-                f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
-                "`python -m embodied_rl.doctor` says what is there."
-            ) from error
+        renderer = new_renderer(self._mujoco, self.model, height, width)
         if not self._renderers:
             # Runs before MuJoCo takes its display down, which registered earlier; a drawing that is gone by then has closed itself.
             atexit.register(_close, weakref.ref(self))
@@ -89,3 +83,14 @@ def _close(reference: weakref.ref[Drawing]) -> None:
 def _close_all(renderers: dict[tuple[int, int], Any]) -> None:
     while renderers:
         renderers.popitem()[1].close()
+
+
+def new_renderer(mujoco: Any, model: Any, height: int, width: int) -> Any:
+    """``mujoco.Renderer``. Raises UserError where this machine cannot draw."""
+    try:
+        return mujoco.Renderer(model, height, width)
+    except Exception as error:  # what fails without a driver differs: ImportError, AttributeError, RuntimeError, mujoco.FatalError
+        raise UserError(
+            f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
+            "`python -m embodied_rl.doctor` says what is there."
+        ) from error

@@ -14,6 +14,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.paths import assets_dir
+from embodied_rl.sim.robots.mujoco_drawing import new_renderer
 from embodied_rl.sim.robots.mujoco_state import DataState
 from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
@@ -155,13 +156,7 @@ class PixelReach:
         renderer.render(out=frame)
 
     def _new_renderer(self, size: int) -> Any:
-        try:
-            renderer = self._mujoco.Renderer(self.model, size, size)
-        except Exception as error:  # what fails without a driver differs: ImportError, AttributeError, RuntimeError, mujoco.FatalError
-            raise UserError(
-                f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
-                "`python -m embodied_rl.doctor` says what is there."
-            ) from error
+        renderer = new_renderer(self._mujoco, self.model, size, size)
         for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE"):
             renderer.scene.flags[getattr(self._mujoco.mjtRndFlag, flag)] = 0
         self._renderers[size] = renderer

@@ -96,7 +96,7 @@ def game_files(folder: Path, split: str, task: str) -> list[Path]:
         if kind in (TASK_TYPES if task == "all" else (task,)) and json.loads(path.read_text(encoding="utf-8")).get("solvable"):
             found.append(path)
     if not found:
-        raise MissingAssetsError(f"ALFWorld: no games of split '{split}' for task '{task}' below '{root}'. Fetch them: {_FETCH}.")
+        raise MissingAssetsError(f"ALFWorld: no games of split '{split}' for task '{task}' below '{root}'. Fetch them: {_FETCH}.", _FETCH)
     return found
 
 

@@ -76,10 +76,10 @@ def task_ids(appworld: Any, dataset: str) -> list[str]:
         found = list(appworld.load_task_ids(dataset))
     except Exception as error:  # AppWorld says it in several ways
         raise MissingAssetsError(
-            f"AppWorld's data set '{dataset}' cannot be read ({type(error).__name__}: {error}). Fetch it: {_FETCH}."
+            f"AppWorld's data set '{dataset}' cannot be read ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH
         ) from error
     if not found:
-        raise MissingAssetsError(f"AppWorld's data set '{dataset}' is empty here. Fetch it: {_FETCH}.")
+        raise MissingAssetsError(f"AppWorld's data set '{dataset}' is empty here. Fetch it: {_FETCH}.", _FETCH)
     return found
 
 

@@ -63,7 +63,7 @@ def import_webshop() -> Any:
     try:
         return importlib.import_module("web_agent_site.envs.web_agent_text_env").WebAgentTextEnv
     except (ImportError, OSError) as error:
-        raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.") from error
+        raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH) from error
 
 
 class ShopGame:
@@ -73,7 +73,7 @@ class ShopGame:
         try:
             self._env = cls(**options)
         except (OSError, KeyError, AssertionError) as error:
-            raise MissingAssetsError(f"WebShop's products or index cannot be read ({error!r}). Fetch them: {_FETCH}.") from error
+            raise MissingAssetsError(f"WebShop's products or index cannot be read ({error!r}). Fetch them: {_FETCH}.", _FETCH) from error
         self._show_actions = show_actions
 
     def reset(self, seed: int) -> str:

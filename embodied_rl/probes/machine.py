@@ -1,0 +1,134 @@
+"""The machine itself: cores, memory, folders, NUMA nodes, and the packages that are installed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodied_rl.probes.base import Check, Status, extra_fix, installed_version
+
+MIN_FREE_DISK_GIB = 1.0
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution that is looked up by name."""
+
+    name: str
+    extra: str | None = None
+    """The extra that brings it; None: it comes with the project itself."""
+
+    @property
+    def fix(self) -> str:
+        return extra_fix(self.extra) if self.extra else "pip install embodied-rl"
+
+
+PACKAGES = (
+    *map(Package, ("torch", "numpy", "numba", "gymnasium", "mujoco", "hydra-core", "safetensors", "rich", "tensorboard", "av", "imageio")),
+    Package("mani-skill", "maniskill"),
+    Package("sapien", "maniskill"),
+    Package("metaworld", "metaworld"),
+    Package("gymnasium-robotics", "robotics"),
+    Package("gym-pusht", "pusht"),
+    Package("transformers", "language"),
+    Package("wandb", "wandb"),
+    Package("ray", "ray"),
+)
+
+
+def package_checks() -> list[Check]:
+    """A row for each of `PACKAGES`."""
+    checks = []
+    for package in PACKAGES:
+        found = installed_version(package.name)
+        needed = package.extra is None
+        status: Status = "ok" if found else "missing"
+        checks.append(Check("packages", package.name, status, found or "not installed", "" if found else package.fix, required=needed))
+    return checks
+
+
+def system_checks(folder: Path | None = None) -> list[Check]:
+    """Python, cores, memory and whether `folder` (None: the current one) can be written."""
+    from embodied_rl.sim.affinity import available_cores
+
+    cores = available_cores()
+    return [
+        Check("machine", "python", "ok", f"{platform.python_version()} ({sys.prefix})"),
+        Check("machine", "system", "ok", f"{_distribution()}, Linux {platform.release()}, {platform.machine()}"),
+        Check("machine", "cores", "ok", f"{cores} usable of {os.cpu_count()} (affinity and container limits)"),
+        Check("machine", "memory", "ok", memory()),
+        _shared_memory(),
+        writable(folder or Path.cwd()),
+    ]
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "unknown distribution")
+    except OSError:
+        return "unknown distribution"
+
+
+def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> list[Check]:
+    """NUMA nodes and GPUs, and where `num_workers` (None: as many as there are cores) would run."""
+    from embodied_rl.errors import UserError
+    from embodied_rl.sim import affinity
+
+    cgroup = root / "sys/fs/cgroup"
+    try:
+        topology = affinity.Topology.read(root)
+    except UserError as error:
+        return [Check("placement", "topology", "failed", str(error), "sim.placement=none")]
+    chosen = affinity.choose_policy(topology, cgroup_root=cgroup)
+    # What the default does here, and what else could be asked for: near the GPU where there is one.
+    other: affinity.PlacementPolicy = "near_gpu" if topology.gpus else "spread"
+    rows = [*affinity.describe_topology(topology), ("sim.placement=auto", f"means {chosen} here")]
+    for policy in dict.fromkeys((chosen, other)):
+        plan = affinity.plan_placement(topology, num_workers or affinity.available_cores(cgroup), policy)
+        rows += [(f"{policy}: {where}", text) for where, text in affinity.describe_placements(plan)]
+    return [Check("placement", name, "ok", text) for name, text in rows]
+
+
+def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    text = f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} free"
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limit = int((cgroup / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit < memory.total:
+            text += f"; this container may use {limit / 2**30:.1f}"
+    return text
+
+
+def _shared_memory(path: Path = Path("/dev/shm")) -> Check:
+    if not path.is_dir():
+        return Check("machine", "/dev/shm", "missing", "not there", "mount a tmpfs on /dev/shm")
+    free = shutil.disk_usage(path).free / 2**20
+    if free < 64:
+        fix = "in a container: docker run --shm-size=2g …"
+        return Check("machine", "/dev/shm", "failed", f"{free:.0f} MiB free; several processes of torch or Ray need more", fix)
+    return Check("machine", "/dev/shm", "ok", f"{free / 1024:.1f} GiB free")
+
+
+def writable(folder: Path) -> Check:
+    """Runs are written below the current folder: write a file there, and look at the space."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+        free = shutil.disk_usage(folder).free / 2**30
+    except OSError as error:
+        fix = "cd to a folder of yours, or name one: run_dir=/path/to/folder"
+        return Check("machine", "current folder", "failed", f"{folder} cannot be written: {error.strerror}", fix, required=True)
+    status: Status = "ok" if free >= MIN_FREE_DISK_GIB else "failed"
+    fix = "" if status == "ok" else "free some space, or name another folder: run_dir=/path/to/folder"
+    return Check("machine", "current folder", status, f"writable, {free:.0f} GiB free", fix, required=True)

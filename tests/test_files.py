@@ -1,0 +1,72 @@
+"""Who may read what is written: the user's umask decides, whatever library wrote the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied_rl.files import reset_mode, write_atomic
+
+ROOT = Path(__file__).parents[1]
+WRITERS = """
+import sys
+from pathlib import Path
+import torch
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.hybrid.sharded_checkpoint import export_hugging_face, save_sharded
+from embodied_rl.policies.language import build_language_policy
+from embodied_rl.policies.openvla.checkpoint import save_state
+from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
+from tests.short_run import train_shortly
+
+folder = Path(sys.argv[1])
+train_shortly(folder / "run", "experiment=cartpole", "evaluation.num_episodes=2", "video.enabled=no")
+save_state({"weight": torch.zeros(3)}, folder / "state.safetensors")
+model = make_tiny_model(folder / "tiny", ["a b c"], shape=TinyShape(max_context=32))
+policy = build_language_policy(LanguageConfig(str(model), lora_rank=2, value_head="linear"))
+policy.save_model(folder / "whole")
+policy.save_adapter(folder / "adapter")
+export_hugging_face(policy.named_weights(), folder / "streamed", config={"model_type": "llama"})
+save_sharded(folder / "sharded", {"weight": torch.ones(4)})
+"""
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
+def test_files_have_the_mode_that_the_umask_says(umask: int, tmp_path: Path) -> None:
+    """A run with its checkpoints, and each way of writing a model's folder; compared with a file that `open` made."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITERS, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, umask=umask, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    names = {path.name for path in files}
+    assert {"policy.safetensors", "results.json", "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"} <= names
+    assert {"run", "whole", "adapter", "tiny", "streamed", "sharded"} <= {path.relative_to(tmp_path).parts[0] for path in files}
+    modes = {str(path.relative_to(tmp_path)): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
+    expected = {0o022: "0o644", 0o077: "0o600"}[umask]
+    assert {name: mode for name, mode in modes.items() if mode != expected} == {}
+    folders = {oct(stat.S_IMODE(path.stat().st_mode)) for path in tmp_path.rglob("*") if path.is_dir() and not path.is_symlink()}
+    assert folders == {{0o022: "0o755", 0o077: "0o700"}[umask]}
+
+
+def test_only_private_files_are_touched(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        shared, private, nested = tmp_path / "shared", tmp_path / "private", tmp_path / "deep" / "private"
+        nested.parent.mkdir()
+        for path, mode in ((shared, 0o664), (private, 0o600), (nested, 0o400)):
+            path.write_bytes(b"x")
+            path.chmod(mode)
+        reset_mode(tmp_path)
+        assert [oct(stat.S_IMODE(path.stat().st_mode)) for path in (shared, private, nested)] == ["0o664", "0o640", "0o640"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "private", "shared"], "nothing is left behind"
+        written = write_atomic(tmp_path / "new.json", json.dumps({}))
+        assert oct(stat.S_IMODE(written.stat().st_mode)) == "0o640"
+    finally:
+        os.umask(before)
