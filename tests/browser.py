@@ -43,7 +43,7 @@ class Browser:
     Raises TimeoutError when the browser does not answer.
     """
 
-    def __init__(self, executable: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, executable: str, timeout_s: float = 240.0) -> None:
         self.console: list[str] = []
         """Errors and warnings of the page's console, and exceptions of its scripts."""
         self.requests: list[str] = []
@@ -107,7 +107,7 @@ class Browser:
             raise RuntimeError(f"{script}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def until(self, script: str, timeout_s: float = 20.0) -> None:
+    def until(self, script: str, timeout_s: float = 120.0) -> None:
         """Wait until an expression is true."""
         deadline = time.monotonic() + timeout_s
         while not self.run(script):

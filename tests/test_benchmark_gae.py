@@ -7,26 +7,28 @@ import re
 import pytest
 
 from tests.test_benchmark_runs import run_script
-from tests.test_benchmarks import columns
+from tests.test_benchmarks import agree, columns, over, printed
 
 
 def test_gae_runs() -> None:
     lines = run_script("gae.py", "--steps", "128", "--slots", "64", "--rounds", "15", "--truncated", "0.02")
     table = columns(lines, below="side")
     assert {"ours, numba", "ours, scan on the CPU", "torch loop", "numpy loop", "memory floor"} <= table.keys()
-    milliseconds = {name: float(cells[0]) for name, cells in table.items()}
+    milliseconds = {name: printed(cells[0]) for name, cells in table.items()}
     figure = re.fullmatch(
         r"figure: torch loop / ours = ([\d.]+)x, fastest rounds ([\d.]+)x \(reach: 10x, (kept|missed)\); "
         r"numpy loop / ours = ([\d.]+)x; memory floor / ours = (\d+)%",
         lines[-1],
     )
     assert figure is not None
-    # Printed to a microsecond, of some fifty.
-    assert float(figure[1]) == pytest.approx(milliseconds["torch loop"] / milliseconds["ours, numba"], rel=0.05)
-    assert float(figure[4]) == pytest.approx(milliseconds["numpy loop"] / milliseconds["ours, numba"], rel=0.05, abs=0.06)
-    assert (figure[3] == "kept") == (min(float(figure[1]), float(figure[2])) >= 10.0)
-    # Whatever else runs here: a loop that launches 4 operations for each of 128 steps is slower than one compiled pass.
-    assert milliseconds["torch loop"] > milliseconds["ours, numba"]
+    assert agree(printed(figure[1]), over(milliseconds["torch loop"], milliseconds["ours, numba"]))
+    assert agree(printed(figure[4]), over(milliseconds["numpy loop"], milliseconds["ours, numba"]))
+    low, high = (min(bounds) for bounds in zip(printed(figure[1]), printed(figure[2]), strict=True))
+    assert high >= 10.0 if figure[3] == "kept" else low <= 10.0
+    # Whatever else runs here: of 15 rounds the fastest of a loop that launches 4 operations for each of 128 steps is slower than that of
+    # one compiled pass.
+    fastest = {name: float(cells[1]) for name, cells in table.items()}
+    assert fastest["torch loop"] > fastest["ours, numba"]
     (agreement,) = re.findall(r"largest difference of any side ([\d.e+-]+)$", "\n".join(lines), re.MULTILINE)
     assert float(agreement) < 1e-4
 

@@ -33,15 +33,15 @@ def test_the_table_and_the_figure_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.ci_sample
 def test_it_runs() -> None:
-    """Parts of a synchronous iteration add up to its time, within what medians of different iterations may differ."""
+    """Parts of an iteration in one process are parts of its time."""
     short = ["--iterations", "3", "--skipped", "1", "--overrides", "sim.num_slots=4", "sim.num_workers=2", "algorithm.rollout_steps=16"]
     chosen = ["--experiments", "pendulum", "--placements", "in one process", "player apart"]
     lines = run_script("placements.py", *chosen, *short, "algorithm.minibatch_size=32")
     rows = [re.split(r" {2,}", line.strip()) for line in lines if line.startswith("pendulum ")]
     assert [row[1] for row in rows] == ["in one process", "player apart"]
     for row in rows:
-        whole, parts = float(row[2]), [float(cell) for cell in row[4:]]
-        assert whole > 0
-        assert min(parts) >= 0
-        assert max(parts) <= 2 * whole
+        assert float(row[2]) > 0
+        assert all(float(cell) >= 0 for cell in row[4:])
+    # In one process no part of any iteration is longer than the whole, so no median is: printed to 0.1 ms.
+    assert max(float(cell) for cell in rows[0][4:]) <= float(rows[0][2]) + 0.1
     assert re.fullmatch(r"figure: .*pendulum: player apart \d+\.\d\dx", lines[-1])

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from tests.test_benchmark_runs import run_script
-from tests.test_benchmarks import columns, scripts_can_be_imported  # noqa: F401 (a fixture that this module uses too)
+from tests.test_benchmarks import agree, columns, minus, over, printed, scripts_can_be_imported  # noqa: F401 (a fixture that this module uses too)
 
 pytest.importorskip("transformers")
 
@@ -26,21 +26,19 @@ def vla() -> Iterator[ModuleType]:
 def test_vla_runs_on_a_cpu() -> None:
     lines = run_script("vla.py", "--cpu", "--rounds", "8")
     table = columns(lines, below="a decision")
-    ms = {name: float(cells[0]) for name, cells in table.items()}
+    ms = {name: printed(cells[0]) for name, cells in table.items()}
     assert set(ms) == {"ours", "transformers' generate", "images and prompt alone", "ours, without them"}
     figure = re.fullmatch(
         r"figure: transformers' generate / ours = ([\d.]+)x per action, fastest rounds ([\d.]+)x \(reach: 3x, (kept|missed)\); "
-        r"without images and prompt ([\d.]+)x",
+        r"without images and prompt (-?[\d.]+)x",  # below 0 where the machine stood still for the images alone
         lines[-1],
     )
     assert figure is not None
-    # Printed to 0.01 ms and 0.1x.
-    assert float(figure[1]) == pytest.approx(ms["transformers' generate"] / ms["ours"], rel=0.01, abs=0.06)
-    language = ms["transformers' generate"] - ms["images and prompt alone"]
-    assert float(figure[4]) == pytest.approx(language / ms["ours, without them"], rel=0.02, abs=0.06)
-    assert (figure[3] == "kept") == (min(float(figure[1]), float(figure[2])) >= 3.0)
-    # Whatever else runs here: `generate` does all that ours does, and its bookkeeping for each token.
-    assert ms["transformers' generate"] > 1.3 * ms["ours"]
+    assert agree(printed(figure[1]), over(ms["transformers' generate"], ms["ours"]))
+    language = minus(ms["transformers' generate"], ms["images and prompt alone"])
+    assert agree(printed(figure[4]), over(language, ms["ours, without them"]))
+    low, high = (min(bounds) for bounds in zip(printed(figure[1]), printed(figure[2]), strict=True))
+    assert high >= 3.0 if figure[3] == "kept" else low <= 3.0
     (difference,) = re.findall(r"results differ by ([\d.e+-]+) at most", "\n".join(lines))
     assert float(difference) < 1e-3
 
@@ -52,20 +50,22 @@ def test_vla_training_runs() -> None:
     lines = run_script("vla_training.py", "--device", "cpu", "--shape", "tiny", "--rows", "2", "--rounds", "1", "--rank", "8")
     table = columns(lines, below="training step")
     assert list(table) == ["all weights", "all weights, checkpointing", "LoRA", "LoRA, checkpointing"]
-    trained, ms, tokens_per_s, mib = ({way: float(cells[index].replace(",", "")) for way, cells in table.items()} for index in range(4))
+    trained = {way: int(cells[0].replace(",", "")) for way, cells in table.items()}
+    ms, tokens_per_s, mib = ({way: printed(cells[index]) for way, cells in table.items()} for index in (1, 2, 3))
     assert trained["all weights"] == trained["all weights, checkpointing"] == 2_351_215
     # Rank 8 on the vocabulary's output layer: 8 * (32 + 32064) of the weights, whatever the others add.
     assert 8 * (32 + 32064) < trained["LoRA"] == trained["LoRA, checkpointing"] < 0.25 * trained["all weights"]
     for way in table:
-        # Two rows of 256 patches, 35 tokens of the prompt and six of the seven actions; ms are printed to 0.1, tokens/s to 1.
-        assert tokens_per_s[way] == pytest.approx(2 * 297 / (1e-3 * ms[way]), rel=0.01, abs=1.0)
-        assert mib[way] > 0
+        # Two rows of 256 patches, 35 tokens of the prompt and six of the seven actions.
+        tokens = 1e3 * 2 * 297
+        assert agree(tokens_per_s[way], over((tokens, tokens), ms[way]))
+        assert mib[way][0] > 0
     ratios = re.findall(r"([\d.]+)x the time, ([\d.]+)x the memory", lines[-1])
     assert lines[-1].startswith("figure: LoRA against all weights ")
     pairs = [("LoRA", "all weights"), ("all weights, checkpointing", "all weights"), ("LoRA, checkpointing", "LoRA")]
-    for (seconds, memory), (over, under) in zip(ratios, pairs, strict=True):
-        assert float(seconds) == pytest.approx(ms[over] / ms[under], rel=0.02, abs=0.02)
-        assert float(memory) == pytest.approx(mib[over] / mib[under], rel=0.1, abs=0.02)
+    for (seconds, memory), (one, other) in zip(ratios, pairs, strict=True):
+        assert agree(printed(seconds), over(ms[one], ms[other]))
+        assert agree(printed(memory), over(mib[one], mib[other]))
 
 
 def test_chunks_are_decided_as_on_a_gpu(vla: ModuleType) -> None:

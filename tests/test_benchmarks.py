@@ -43,6 +43,46 @@ def columns(lines: list[str], *, below: str) -> dict[str, list[str]]:
     return rows
 
 
+Range = tuple[float, float]
+
+
+def printed(text: str) -> Range:
+    """What a figure can have been that is printed so: "1,234" is 1233.5 to 1234.5, "0.1x" is 0.05 to 0.15.
+
+    With it, what follows from figures holds whatever they are, also on a machine that stood still while one of them was measured.
+    """
+    number = text.replace(",", "").rstrip("x%")
+    half = 0.5000001 * 10.0 ** -len(number.partition(".")[2])
+    return float(number) - half, float(number) + half
+
+
+def minus(first: Range, second: Range) -> Range:
+    return first[0] - second[1], first[1] - second[0]
+
+
+def over(first: Range, second: Range) -> Range:
+    """A quotient; anything where the divisor may be 0."""
+    if second[0] <= 0:
+        return -math.inf, math.inf
+    corners = [one / other for one in first for other in second]
+    return min(corners), max(corners)
+
+
+def agree(first: Range, second: Range) -> bool:
+    """Whether both can be the same number."""
+    return first[0] <= second[1] and second[0] <= first[1]
+
+
+def test_figures_are_as_exact_as_they_are_printed() -> None:
+    assert printed("1,234") == pytest.approx((1233.5, 1234.5))
+    assert printed("-0.10x") == pytest.approx((-0.105, -0.095))
+    assert agree(over(printed("10.0"), printed("4")), printed("2.8x"))  # 10.05 / 3.5 is 2.87
+    assert not agree(over(printed("10.0"), printed("4")), printed("2.0x"))
+    assert agree(over(printed("5"), printed("0")), printed("7.0"))
+    assert minus(printed("3"), printed("1.0")) == pytest.approx((1.45, 2.55))
+    assert over((-1.0, 2.0), (2.0, 4.0)) == (-0.5, 1.0)
+
+
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +390,6 @@ def test_curves_are_read_and_averaged_where_all_have_points(tmp_path: Path) -> N
 
 def test_unknown_experiment_names_the_nearest() -> None:
     command = [sys.executable, str(BENCHMARKS / "learning_curves.py"), "--experiments", "cartpol"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: Experiment 'cartpol' is not known. Did you mean 'cartpole'?")

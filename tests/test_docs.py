@@ -30,7 +30,7 @@ def test_configuration_page_is_what_the_code_says() -> None:
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="mkdocs-material is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     missing = [page for page in pages if page.name != "README.html" and not (tmp_path / "site" / page).is_file()]

@@ -53,7 +53,7 @@ def test_help_of_all_and_of_each(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_module_is_a_command_line(native: Path) -> None:
     command = [sys.executable, "-m", "embodied_rl.episodes", "info", str(native), "json=true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert (data["format"], data["task"], data["num_episodes"], data["num_steps"]) == ("native", "Push-v1", 6, sum(range(3, 9)))

@@ -197,7 +197,7 @@ def test_a_real_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureF
     assert results["return_mean"] == pytest.approx(sum(returns) / 5)
     assert f"Return on 5 held-out seeds: {sum(returns) / 5:.4g}" in text
     assert results["steps"] == 256
-    assert 0 < results["train_wall_clock_s"] < results["wall_clock_s"] < 120
+    assert 0 < results["train_wall_clock_s"] < results["wall_clock_s"] < 3600
     listed = [Path(line.split()[1]) for line in text.split("Next:")[0].splitlines() if line.startswith("  ")]
     assert {path.suffix for path in listed} == {"", ".png", ".mp4", ".gif", ".html", ".json"}
     assert all(path.exists() for path in listed)

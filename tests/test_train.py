@@ -99,7 +99,7 @@ def test_other_seeds_give_other_runs(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
-    overrides = [*PENDULUM, "total_steps=100000", "run_dir=run", "checkpoint.every_steps=null", "logger=quiet"]
+    overrides = [*PENDULUM, "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null", "logger=quiet"]
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied_rl.train", *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -11,7 +11,7 @@ from typing import Any
 TOOLS = [
     {"name": "add", "description": "Add two numbers.", "inputSchema": {"type": "object", "properties": {"a": {}, "b": {}}}},
     {"name": "files/env", "description": "A variable of the environment."},
-    {"name": "sleep", "description": "Say nothing for a while."},
+    {"name": "sleep", "description": "Say nothing until there is a file."},
     {"name": "die", "description": "End."},
 ]
 
@@ -28,7 +28,8 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if name == "files/env":
         return {"content": [{"type": "text", "text": os.environ.get(arguments["name"], "not set")}]}
     if name == "sleep":
-        time.sleep(arguments["seconds"])
+        while not os.path.exists(arguments["until"]):
+            time.sleep(0.01)
         return {"content": [{"type": "text", "text": "awake"}]}
     sys.exit(3)
 

@@ -198,6 +198,23 @@ def test_a_context_without_room_is_told_before_anything_is_played() -> None:
         make(8)
 
 
+def test_prompts_that_no_observation_fits_into_are_told_before_anything_is_played() -> None:
+    # A context of 500 less an answer of 8.
+    assert make(max_prompt_tokens=492).begin().prompt("x" * 600) == PromptTooLong(608, 492)
+    told = "agent.max_prompt_tokens=493 is more than the 492 tokens that agent.max_new_tokens=8 leaves of the model's context of 500"
+    with pytest.raises(UserError, match=told):
+        make(max_prompt_tokens=493)
+    # "<s>s:Win.</s>\n", "<s>u:.</s>\n" and "<s>a:" are 9 + 6 + 3 tokens.
+    assert isinstance(make(system="Win.", max_prompt_tokens=18).begin().prompt("o"), Prompt)
+    with pytest.raises(UserError, match=r"agent.max_prompt_tokens=17 is too few for a prompt: .* make 18 of an observation of one letter"):
+        make(system="Win.", max_prompt_tokens=17)
+    with pytest.raises(UserError, match=r"The 17 tokens that agent.max_new_tokens=8 leaves of 25 of context are too few.* make 18 of"):
+        make(25, system="Win.")
+    assert isinstance(make(26, system="Win.").begin().prompt("o"), Prompt)
+    # Memory and summary are dropped first: they may fill the rest, and need no room.
+    assert isinstance(make(max_prompt_tokens=1, strategy="memory", chat=False).begin().prompt("o"), Prompt)
+
+
 def test_a_request_says_how_to_sample_and_what_was_seen() -> None:
     agent = make(temperature=0.7, top_p=0.9, top_k=5)
     prompt = agent.begin().prompt("one")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.openai_http import RetryPolicy, retry_after_s
+from embodied_rl.generation import openai_tokens
+from embodied_rl.generation.openai_http import Reply, RetryPolicy, retry_after_s
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.tokens import Completion, GenerationRequest, derive_seed
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
@@ -33,7 +34,7 @@ def serve() -> Iterator[Callable[..., tuple[TokenServer, OpenAITokens]]]:
     def make(plan: Callable[[Exchange], None], tokenizer: ChatTokenizer | None = None, **options: Any) -> tuple[TokenServer, OpenAITokens]:
         server = TokenServer(plan)
         made.append(server)
-        settings = {"retry": QUICK, "timeout_s": PATIENCE_S, **options}
+        settings = {"retry": QUICK, "timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S, **options}
         backend = OpenAITokens(OpenAIOptions(server.base_url, "toy", **settings), tokenizer)
         made.append(backend)
         return server, backend
@@ -382,12 +383,19 @@ def endless(exchange: Exchange) -> None:
         time.sleep(0.005)
 
 
-def test_abort_keeps_the_part_and_closes_the_connection(serve: Any) -> None:
+def test_abort_keeps_the_part_and_closes_the_connection(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies: list[Reply] = []
+
+    def noted() -> Reply:
+        replies.append(Reply())
+        return replies[-1]
+
+    monkeypatch.setattr(openai_tokens, "Reply", noted)
     server, backend = serve(endless, max_concurrent=2)
     backend.submit([request(1), request(2), request(3)])
     assert backend.poll(timeout_s=0.1) == []
-    # Of a hundred pieces that were sent, some have arrived.
-    wait_until(lambda: len(server.exchanges) == 2 and min(exchange.num_sent for exchange in server.exchanges) >= 100)
+    wait_until(lambda: sum(len(reply.token_ids) > 3 for reply in replies) == 2)
+    assert len(server.exchanges) == 2
     backend.abort([1, 3, 50])
     found = {completion.request_id: completion for completion in backend.poll(min_ready=2, timeout_s=PATIENCE_S)}
     assert found.keys() == {1, 3}

@@ -95,7 +95,7 @@ def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path],
             for number, row in enumerate(rows):
                 sampled = np.flatnonzero(row.mask)
                 np.testing.assert_allclose(
-                    together[number, sampled], prepared.tokens.behaviour_log_prob[number, sampled].numpy(), atol=2e-5
+                    together[number, sampled], prepared.tokens.behaviour_log_prob[number, sampled].numpy(), atol=1e-4
                 )
                 alone = trainer.policy.evaluate([row]).log_prob[0].numpy()
                 np.testing.assert_allclose(together[number, sampled], alone[sampled], atol=1e-5)

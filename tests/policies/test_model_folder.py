@@ -98,7 +98,8 @@ def test_tokenizer_is_missing_or_damaged(folder: Path) -> None:
     with pytest.raises(UserError, match="Cannot read the tokenizer"):
         build_language_policy(LanguageConfig(str(folder)))
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="holds no tokenizer"):
+    (folder / "model.safetensors").write_bytes(b"not even read")
+    with pytest.raises(UserError, match=r"holds no tokenizer \(none of tokenizer.json, .* hf download OWNER/MODEL"):
         build_language_policy(LanguageConfig(str(folder)))
     with pytest.raises(UserError, match="does not exist"):
         ChatTokenizer.read(folder / "nowhere")

@@ -97,7 +97,7 @@ def test_sampled_log_probs_are_those_of_the_policy_in_every_strategy(tmp_path: P
                 evaluated = policy.evaluate([TokenSequence(row.token_ids, row.mask) for row in rows])
             for number, row in enumerate(rows):
                 found = evaluated.log_prob[number, : len(row.mask)].numpy()
-                np.testing.assert_allclose(found[row.mask], row.log_prob[row.mask], atol=2e-5)
+                np.testing.assert_allclose(found[row.mask], row.log_prob[row.mask], atol=1e-4)
 
 
 def test_lockstep_with_a_model_is_repeatable_to_the_bit(tmp_path: Path, lake: EnvManager) -> None:

@@ -41,9 +41,8 @@ def lake() -> Iterator[EnvManager]:
 
 def make_agent(folder: Path, strategy: Any = "full", **options: Any) -> Agent:
     tools = options.pop("tools", ("calculator",))
-    config = dataclasses.replace(
-        PLAIN, strategy=strategy, invalid_penalty=0.5, tools=tools, tool_options=ToolsConfig(describe=False, **options), max_new_tokens=400
-    )
+    tool_options = ToolsConfig(describe=False, python_timeout_s=240.0, **options)
+    config = dataclasses.replace(PLAIN, strategy=strategy, invalid_penalty=0.5, tools=tools, tool_options=tool_options, max_new_tokens=400)
     # Bytes: any text can be written.
     return Agent(config, ChatTokenizer.read(make_tiny_model(folder / "model", [])), instruction=None, max_context=8192)
 

@@ -57,7 +57,7 @@ def play(hosts: list[SimHost], num_episodes: int, multiplexer: Multiplexer | Non
         for host in hosts:
             if not host.num_in_flight:
                 continue
-            keys, batch = host.recv(min_ready=1, timeout_s=30.0)
+            keys, batch = host.recv(min_ready=1, timeout_s=240.0)
             done = []
             for row, key in enumerate(keys):
                 observation = b"".join(part[row].tobytes() for _, part in sorted(batch.observation.items()))

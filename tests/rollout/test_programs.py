@@ -33,12 +33,16 @@ from embodied_rl.sim.text.program import TARGET, ProgramOptions, TaskBook
 from tests.rollout.programs import options, program, running, says, tokenizer
 
 
-def play(runner: ProgramRunner, *seeds: int) -> list[Played]:
+def play(runner: ProgramRunner, *seeds: int, hangs: Path | None = None) -> list[Played]:
+    """The time of all programs is over as soon as there is a file `hangs`."""
     for seed in seeds:
         runner.start(seed, seed, SessionSampling(seed))
     ended: dict[Hashable, Played] = {}
     while runner.num_running:
-        ended |= {played.tag: played for played in runner.wait(60.0)}
+        if hangs is not None and hangs.exists():
+            for one in runner._running.values():
+                one.process.deadline = 0.0
+        ended |= {played.tag: played for played in runner.wait(60.0 if hangs is None else 0.05)}
     return [ended[seed] for seed in seeds]
 
 
@@ -74,9 +78,9 @@ FAILING: list[tuple[str, str, str, dict[str, Any], ProgramFaultKind]] = [
     ("signal", "ask('say'); reward(1.0)\nos.kill(os.getpid(), 9)", "", {}, ProgramFaultKind.CRASHED),
     (
         "hangs",
-        "ask('say'); reward(1.0); print('still here', flush=True); time.sleep(600)",
+        "ask('say'); reward(1.0); print('still here', flush=True); open('HANGS', 'w').close(); time.sleep(600)",
         "still here",
-        {"timeout_s": 8.0},
+        {},
         ProgramFaultKind.TIMED_OUT,
     ),
     ("silent", "ask('say')", "", {}, ProgramFaultKind.NO_REWARD),
@@ -90,9 +94,9 @@ FAILING: list[tuple[str, str, str, dict[str, Any], ProgramFaultKind]] = [
 def test_what_goes_wrong_is_a_typed_record_and_never_a_reward(
     tmp_path: Path, body: str, told: str, more: dict[str, Any], kind: ProgramFaultKind
 ) -> None:
-    words = tokenizer()
-    with running(says(words, "red"), words, options(program(tmp_path, body), **more)) as runner:
-        (played,) = play(runner, 7)
+    words, hangs = tokenizer(), tmp_path / "hangs"
+    with running(says(words, "red"), words, options(program(tmp_path, body.replace("HANGS", str(hangs))), **more)) as runner:
+        (played,) = play(runner, 7, hangs=hangs if kind is ProgramFaultKind.TIMED_OUT else None)
         assert runner.proxy._book.sessions == {}, "its session is gone with it"
     record = fault(played)
     assert (record.kind, record.seed, played.reward) == (kind, 7, 0.0)

@@ -23,13 +23,18 @@ from embodied_rl.sim.text.served_program import ProgramPool, ServeLimits
 from tests.rollout.programs import lasting, options, running, says, tokenizer
 
 
-def play(runner: ProgramRunner, *seeds: int, at_a_time: int = 1) -> list[Played]:
+def play(runner: ProgramRunner, *seeds: int, at_a_time: int = 1, hangs: Path | None = None) -> list[Played]:
+    """The time of all programs that run when there is a file `hangs` is over, and the file is taken away."""
     waiting, ended = list(seeds)[::-1], dict[Hashable, Played]()
     while len(ended) < len(seeds):
         while waiting and runner.num_running < at_a_time:
             seed = waiting.pop()
             runner.start(seed, seed, SessionSampling(seed))
-        ended |= {played.tag: played for played in runner.wait(60.0)}
+        if hangs is not None and hangs.exists():
+            hangs.unlink()
+            for one in runner._running.values():
+                one.process.deadline = 0.0
+        ended |= {played.tag: played for played in runner.wait(60.0 if hangs is None else 0.05)}
     return [ended[seed] for seed in seeds]
 
 
@@ -76,15 +81,16 @@ def test_a_crash_costs_its_episode_alone(tmp_path: Path) -> None:
         "    if seed == 2: print('so it ends', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)\n"
         "    if seed == 3: sys.exit(0)\n"
         "    if seed == 4: return {'error': 'KeyError: 4'}\n"
-        "    if seed == 5: time.sleep(600)\n"
+        "    if seed == 5: open('HANGS', 'w').close(); time.sleep(600)\n"
         "    if seed == 6: return {'done': True}\n"
         "    if seed == 8: import subprocess; subprocess.Popen(['sleep', '600']); os._exit(4)  # a child holds the output open\n"
         "    if seed == 7: return {'done': True, 'reward': 'much'}\n"
         "    return {'done': True, 'reward': float(os.getpid())}\n"
         "serve(play)\n"
     )
-    with running(says(words, "red"), words, served(lasting(tmp_path, body), timeout_s=8.0)) as runner:
-        found = {played.seed: played for played in play(runner, *range(1, 11))}
+    hangs = tmp_path / "hangs"
+    with running(says(words, "red"), words, served(lasting(tmp_path, body.replace("HANGS", str(hangs))))) as runner:
+        found = {played.seed: played for played in play(runner, *range(1, 11), hangs=hangs)}
         pool = runner._pool
         assert pool is not None
         assert pool.num_started == 5  # the first; and after seeds 2, 3, 5 and 8

@@ -6,14 +6,19 @@ import itertools
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from embodied_rl.config import SimConfig
 from embodied_rl.http_server import HttpProblem, HttpRequest, HttpServer, Reply
 from embodied_rl.service.app import EnvironmentService
 from embodied_rl.service.environment import ServiceLimits
+from embodied_rl.sim import remote_client
 
 SIMULATORS = {
     "puck": SimConfig("puck", "tests.sim.check_toys:Puck"),
@@ -32,6 +37,17 @@ def served(*, max_body_bytes: int = 32 * 2**20, token: str | None = None, **limi
         yield service
     finally:
         service.close()
+
+
+def pauses_take_no_time(monkeypatch: pytest.MonkeyPatch, longer_by_s: float = 0.0) -> None:
+    """A client's pauses between its attempts pass at once (and are longer than it meant): deadlines of minutes are over soon."""
+    ahead_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal ahead_s
+        ahead_s += seconds + longer_by_s
+
+    monkeypatch.setattr(remote_client, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, sleep=sleep))
 
 
 class LosingProxy:

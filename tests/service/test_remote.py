@@ -26,7 +26,7 @@ from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.sim.text.gem_tasks import registered
 from embodied_rl.types import StepBuffers
-from tests.service.servers import SIMULATORS, LosingProxy, RockServer, served
+from tests.service.servers import SIMULATORS, LosingProxy, RockServer, pauses_take_no_time, served
 from tests.sim.runs import Trace, play_lockstep
 
 REMOTE = "embodied_rl.sim.remote:make"
@@ -100,7 +100,7 @@ def test_check_sim_passes(service: EnvironmentService) -> None:
 def test_a_lost_answer_neither_repeats_nor_loses_a_step(service: EnvironmentService) -> None:
     proxy = LosingProxy(int(service.url.rpartition(":")[2]))
     try:
-        sim = make(2, proxy.url, "count", attempt_s=60.0, deadline_s=120.0)
+        sim = make(2, proxy.url, "count", attempt_s=120.0, deadline_s=240.0)
         assert isinstance(sim, RemoteSim)
         out = StepBuffers.allocate(sim.spec, 2)
         sim.reset([0, 1], [7, 8], out)
@@ -118,7 +118,7 @@ def test_a_lost_answer_neither_repeats_nor_loses_a_step(service: EnvironmentServ
 def test_a_client_goes_on_with_its_episode_after_an_outage(service: EnvironmentService) -> None:
     proxy = LosingProxy(int(service.url.rpartition(":")[2]))
     try:
-        sim = make(1, proxy.url, "count", deadline_s=60.0)
+        sim = make(1, proxy.url, "count", deadline_s=240.0)
         out = StepBuffers.allocate(sim.spec, 1)
         sim.reset([0], [7], out)
         proxy.down = True
@@ -185,7 +185,7 @@ def test_a_service_that_was_started_anew_knows_no_environments() -> None:
     first, second = EnvironmentService(SIMULATORS), EnvironmentService(SIMULATORS)
     proxy = LosingProxy(int(first.url.rpartition(":")[2]))  # one address for both: a port that was let go may be somebody else's
     try:
-        sim = make(1, proxy.url, "count", deadline_s=60.0)
+        sim = make(1, proxy.url, "count", deadline_s=240.0)
         assert isinstance(sim, RemoteSim)
         sim.reset([0], [1], out := StepBuffers.allocate(sim.spec, 1))
         first.close()
@@ -201,10 +201,11 @@ def test_a_service_that_was_started_anew_knows_no_environments() -> None:
         second.close()
 
 
-def test_a_busy_server_is_asked_again_and_a_broken_one_given_up() -> None:
+def test_a_busy_server_is_asked_again_and_a_broken_one_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_take_no_time(monkeypatch)
     answers: list[Reply] = []
     server = HttpServer(lambda request: answers.pop(0) if len(answers) > 1 else answers[0])
-    client = JsonClient(server.url, patience=Patience(deadline_s=60.0))
+    client = JsonClient(server.url, patience=Patience(deadline_s=240.0))
     try:
         busy = Reply({"error": "later", "kind": "too_many_environments"}, 429, {"Retry-After": "0.2"})
         answers[:] = [busy, Reply({}, 503), Reply(b"<html>", 200), Reply({"ok": 1})]
@@ -215,7 +216,7 @@ def test_a_busy_server_is_asked_again_and_a_broken_one_given_up() -> None:
         for hopeless, kind in ((busy, "too_many_environments"), (Reply([1]), "bad_response")):
             answers[:] = [hopeless]
             with pytest.raises(RemoteFault, match=r"No answer from .* after \d+ attempts?: ") as fault:
-                client.call("GET", "/", deadline_s=2.0)
+                client.call("GET", "/")
             assert fault.value.kind == kind
         answers[:] = [Reply(b"<html>"), Reply({})]
         with pytest.raises(RemoteFault, match="after 1 attempt: its answer is not"):
@@ -225,17 +226,18 @@ def test_a_busy_server_is_asked_again_and_a_broken_one_given_up() -> None:
         server.close()
 
 
-def test_what_a_server_has_said_is_told_where_it_had_no_time_to_say_it_again() -> None:
+def test_what_a_server_has_said_is_told_where_it_had_no_time_to_say_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses_take_no_time(monkeypatch, longer_by_s=120.0 - 0.3)  # which leaves next to nothing to the second attempt
     given_up, asked = threading.Event(), list[int]()
 
     def answer(request: HttpRequest) -> Reply:
         asked.append(1)
         if len(asked) > 1:
-            given_up.wait(60)
+            given_up.wait(240)
         return Reply({"error": "later", "kind": "too_many_environments"}, 429, {"Retry-After": "0.1"})
 
     server = HttpServer(answer)
-    client = JsonClient(server.url, patience=Patience(deadline_s=2.0))
+    client = JsonClient(server.url, patience=Patience(deadline_s=120.0, attempt_s=60.0))
     try:
         with pytest.raises(RemoteFault, match="after 2 attempts: later") as fault:
             client.call("GET", "/")

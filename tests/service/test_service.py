@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,13 @@ from PIL import Image
 
 from embodied_rl import serve_envs
 from embodied_rl.errors import UserError
+from embodied_rl.service import environment as environment_module
 from embodied_rl.service.app import EnvironmentService, offered_simulators
+from embodied_rl.service.environment import Environment, Outcome
+from embodied_rl.sim import process
 from embodied_rl.sim.snapshots import decode_state
 from tests.service.servers import SIMULATORS, served
+from tests.sim.runs import hangs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -200,14 +205,35 @@ def test_wrong_actions_are_refused_and_the_episode_goes_on(service: EnvironmentS
     assert ask(service.url, f"{env}/step", {"action": [1.0]})[1]["observation"]["state"] == [1, 1, 1]
 
 
+def time_is_over_when_it_hangs(monkeypatch: pytest.MonkeyPatch, once: Path) -> None:
+    """Of the request number 3; and the environment has minutes to say where it hangs."""
+    finish = Environment.finish
+
+    def finish_later(environment: Environment) -> Outcome:
+        deadline = time.monotonic() + 240
+        while environment.number == 3 and not hangs(once) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if environment.number == 3:
+            environment._deadline = 0.0
+        return finish(environment)
+
+    monkeypatch.setattr(Environment, "finish", finish_later)
+    monkeypatch.setattr(process, "_STACK_S", 120.0)
+
+
 @pytest.mark.parametrize(
     ("misbehave", "kind", "part"),
     [("raise", "raised", "the gripper fell off"), ("exit", "died", "exit status 7"), ("hang", "timed_out", "_hang_here"),
      ("nan_reward", "non_finite", "NaN"), ("nan_observation", "non_finite", "'state'"), ("leak", "out_of_memory", "200 MB")],
 )  # fmt: skip
-def test_an_environment_that_fails_is_a_typed_error_and_stays_one(misbehave: str, kind: str, part: str) -> None:
-    with served(step_timeout_s=4.0 if misbehave == "hang" else 30.0, memory_mb=200.0) as running:
-        env = f"/v1/environments/{make(running.url, 'count', kwargs={'misbehave': misbehave, 'at': 2})}"
+def test_an_environment_that_fails_is_a_typed_error_and_stays_one(
+    misbehave: str, kind: str, part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    once = tmp_path / "once"
+    if misbehave == "hang":
+        time_is_over_when_it_hangs(monkeypatch, once)
+    with served(step_timeout_s=3600.0, memory_mb=200.0) as running:
+        env = f"/v1/environments/{make(running.url, 'count', kwargs={'misbehave': misbehave, 'at': 2, 'once': str(once)})}"
         other = f"/v1/environments/{make(running.url, 'count')}"
         for path in (env, other):
             ask(running.url, f"{path}/reset", {"seed": 1, "number": 1})
@@ -229,12 +255,15 @@ def test_cpu_time_is_limited() -> None:
         assert (status, answer["kind"]) == (500, "cpu_limit"), answer
 
 
-def test_idle_environments_are_closed_and_places_are_limited() -> None:
-    with served(idle_s=3.0, max_environments=2) as running:
+def test_idle_environments_are_closed_and_places_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_s = 0.0
+    monkeypatch.setattr(environment_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
+    with served(idle_s=3600.0, max_environments=2) as running:
         first = make(running.url, "count", count=2)
         status, answer = ask(running.url, "/v1/environments", {"sim": "count"})
         assert (status, answer["kind"]) == (429, "too_many_environments")
-        until = time.monotonic() + 120
+        ahead_s = 3601.0
+        until = time.monotonic() + 240
         while running.hub.num_environments and time.monotonic() < until:
             time.sleep(0.05)
         status, answer = ask(running.url, f"/v1/environments/{first}/reset", {"seed": 1})

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+from embodied_rl.sim import process, supervisor
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.transport import PENDING
 from embodied_rl.types import StepBatch
 
 Trace = dict[int, list[tuple]]
@@ -74,3 +80,43 @@ def assert_same(one: Trace, other: Trace) -> None:
                 if a is not None:
                     for key in a:
                         np.testing.assert_array_equal(a[key], b[key], err_msg=f"slot {slot}, message {number}, {key}")
+
+
+class PassingTime:
+    """The clock by which the manager judges its workers: real time, and hours more from the moment that a test chooses.
+
+    So a deadline is over when it should be, and not because the machine stood still for a while.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead_s, self._hung, self._looks = 0.0, lambda: False, 0
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(perf_counter=self._now, sleep=time.sleep))
+        monkeypatch.setattr(process, "_STACK_S", 120.0)  # for a worker to say where it hangs, whenever the machine lets it
+
+    def pass_hours(self) -> None:
+        self._ahead_s += 2 * 3600.0
+
+    def pass_hours_when_hanging(self, manager: EnvManager, once: Path) -> None:
+        """As soon as the simulator that was given this `once` hangs, and no other worker has anything to do."""
+
+        def hung() -> bool:
+            crew = manager._crew
+            if crew is None or not hangs(once):
+                return False
+            pending = {int(crew.worker_of[slot]) for slot in range(manager.num_slots) if crew.state[slot] == PENDING}
+            return len(pending) == 1
+
+        self._hung = hung
+
+    def _now(self) -> float:
+        if self._hung():
+            self._looks += 1
+            if self._looks == 3:  # it was seen to do nothing before
+                self._hung = lambda: False
+                self.pass_hours()
+        return time.perf_counter() + self._ahead_s
+
+
+def hangs(once: Path) -> bool:
+    """Whether the simulator that was given this `once` hangs (`tests.sim.toy.CountingSim`)."""
+    return once.with_name(f"{once.name}.hangs").exists()

@@ -365,7 +365,7 @@ except FileNotFoundError:
     pass  # a kernel without NUMA
 print(json.dumps(result))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)  # type: ignore[no-any-return]
 

@@ -19,16 +19,19 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, NonFiniteSimulationError, SimFault
 from embodied_rl.sim.manager import EnvManager
+from tests.sim.runs import PassingTime
 
 COUNTING = "tests.sim.toy:CountingSim"
 
 
-def run_until_fault(misbehave: str, **options) -> tuple[SimFault, list[int]]:
-    manager = EnvManager(
-        SimFactory(COUNTING, kwargs={"misbehave": misbehave, "at": 3, "length": 10}), 2, num_workers=2, faults=FaultPolicy.stop(), **options
-    )
+def run_until_fault(misbehave: str, once: Path | None = None, passing: PassingTime | None = None, **options) -> tuple[SimFault, list[int]]:
+    """`passing` passes when the simulator of `once` hangs."""
+    kwargs = {"misbehave": misbehave, "at": 3, "length": 10, "once": None if once is None else str(once)}
+    manager = EnvManager(SimFactory(COUNTING, kwargs=kwargs), 2, num_workers=2, faults=FaultPolicy.stop(), **options)
     pids = manager.worker_pids()
     with manager:
+        if passing is not None and once is not None:
+            passing.pass_hours_when_hanging(manager, once)
         manager.reset()
         for _ in range(2):
             manager.step(np.ones((2, 1)))
@@ -68,10 +71,10 @@ def test_a_dead_worker_is_noticed_at_once() -> None:
     assert_gone(pids)
 
 
-def test_a_hanging_worker_misses_its_deadline_and_says_where_it_hangs() -> None:
-    fault, pids = run_until_fault("hang", step_timeout_s=3.0)
+def test_a_hanging_worker_misses_its_deadline_and_says_where_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, pids = run_until_fault("hang", tmp_path / "happened", PassingTime(monkeypatch), step_timeout_s=3600.0)
     assert fault.kind is FaultKind.TIMED_OUT
-    assert "No answer within 3 s" in str(fault)
+    assert "No answer within 3600 s" in str(fault)
     assert "_hang_here" in str(fault)
     assert_gone(pids)
 

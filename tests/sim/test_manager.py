@@ -120,9 +120,14 @@ def test_no_end_of_an_episode_is_ever_missed() -> None:
 def test_misuse_is_told() -> None:
     with make() as manager:
         manager.reset()
+        workers = manager.worker_pids()
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)  # a step that is over may be sent again, and a step takes microseconds
         manager.send(range(2), np.zeros((2, 1)))
         with pytest.raises(ValueError, match="not been received yet"):
             manager.send(range(2), np.zeros((2, 1)))
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
         manager.recv(range(2))
         with pytest.raises(ValueError, match="without any slot"):
             manager.recv()

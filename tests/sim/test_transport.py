@@ -133,7 +133,7 @@ def test_bell_gives_up_at_its_deadline(patience_s: float) -> None:
     started = time.perf_counter()
     assert not bell.wait(lambda: bool(flag[0]), started + patience_s)
     waited = time.perf_counter() - started
-    assert patience_s <= waited < patience_s + 60.0  # late on a busy machine, but not for ever
+    assert waited >= patience_s
     assert slab.arrays["waiting"][0] == 0  # nobody need ring any more
 
 
@@ -161,17 +161,17 @@ def test_blocked_waiter_looks_after_its_peer() -> None:
 
 @pytest.mark.skipif(transport._FUTEX_SYSCALL is None, reason="no futex here: waiters nap instead")
 def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ring and nothing else: a block would last 30 s."""
-    monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 30.0)
+    """By the ring and nothing else: a block would last beyond the test."""
+    monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 3600.0)
     slab, bell, flag = make_bell()
-    outcome: list[tuple[bool, float]] = []
+    outcome: list[bool] = []
 
     def wait() -> None:
-        outcome.append((bell.wait(lambda: bool(flag[0]), time.perf_counter() + 60.0), time.perf_counter()))
+        outcome.append(bell.wait(lambda: bool(flag[0]), time.perf_counter() + 3600.0))
 
-    waiter = threading.Thread(target=wait)
+    waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    limit = time.perf_counter() + 20.0
+    limit = time.perf_counter() + 240.0
     while not slab.arrays["waiting"][0] and time.perf_counter() < limit:
         time.sleep(0.001)
     time.sleep(0.05)  # from announcing to sleeping
@@ -181,12 +181,9 @@ def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.05)
     assert waiter.is_alive()
     flag[0] = 1
-    rung = time.perf_counter()
     bell.ring()
-    waiter.join(20.0)
-    assert outcome
-    assert outcome[0][0] is True
-    assert outcome[0][1] - rung < 15.0
+    waiter.join(240.0)
+    assert outcome == [True]
     assert slab.arrays["waiting"][0] == 0
 
 
@@ -198,12 +195,12 @@ transport._BLOCK_SLICE_S = float(sys.argv[2])
 slab = Slab(Layout({"word": (0, (1,), "uint32"), "waiting": (64, (1,), "uint32"), "flag": (128, (1,), "uint8")}, 192), int(sys.argv[1]))
 flag = slab.arrays["flag"]
 print("here", flush=True)
-found = Bell(slab.arrays["word"], slab.arrays["waiting"]).wait(lambda: flag[0] == 7, time.perf_counter() + 60.0)
+found = Bell(slab.arrays["word"], slab.arrays["waiting"]).wait(lambda: flag[0] == 7, time.perf_counter() + 3600.0)
 print(found, flush=True)
 """
 
 
-@pytest.mark.parametrize("slice_s", [30.0, 0.02])
+@pytest.mark.parametrize("slice_s", [3600.0, 0.02])
 def test_ring_wakes_another_process(slice_s: float) -> None:
     """Once by the ring alone, and once as it is, where the slices also bound a wake-up that was missed."""
     if slice_s > 1 and transport._FUTEX_SYSCALL is None:
@@ -215,16 +212,14 @@ def test_ring_wakes_another_process(slice_s: float) -> None:
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == "here\n"
-            limit = time.perf_counter() + 20.0
+            limit = time.perf_counter() + 240.0
             while not slab.arrays["waiting"][0] and time.perf_counter() < limit:
                 time.sleep(0.001)
             assert slab.arrays["waiting"][0] == 1
             time.sleep(0.05)
             flag[0] = 7
-            rung = time.perf_counter()
             bell.ring()
-            assert process.stdout.readline() == "True\n"
-            assert time.perf_counter() - rung < 15.0
+            assert process.communicate(timeout=240)[0] == "True\n"
         finally:
             process.kill()
     slab.close()
@@ -232,11 +227,11 @@ def test_ring_wakes_another_process(slice_s: float) -> None:
 
 def test_two_sides_hand_over_without_losing_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 turns each way, by rings alone where there is a futex: a block would last beyond the deadline, and so would a lost wake-up."""
-    monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 600.0)
+    monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 3600.0)
     slab = Slab.create(Layout.of(dict.fromkeys(("word_a", "wait_a", "word_b", "wait_b", "turn"), ((1,), "uint32"))))
     arrays = slab.arrays
     ours, theirs, turn = Bell(arrays["word_a"], arrays["wait_a"]), Bell(arrays["word_b"], arrays["wait_b"]), arrays["turn"]
-    deadline = time.perf_counter() + 120.0
+    deadline = time.perf_counter() + 400.0
     late = []
 
     def other() -> None:
@@ -253,7 +248,7 @@ def test_two_sides_hand_over_without_losing_a_turn(monkeypatch: pytest.MonkeyPat
         turn[0] = 2 * number + 1
         theirs.ring()
         assert ours.wait(lambda number=number: turn[0] == 2 * number + 2, deadline), f"turn {number} did not come back"
-    thread.join(120.0)
+    thread.join(400.0)
     assert not late
     assert turn[0] == 800
 
@@ -353,21 +348,21 @@ def test_messages_come_in_order_and_whole(ends: tuple[Channel, Channel]) -> None
     sender = threading.Thread(target=send)
     sender.start()
     for message, payload in sent:
-        got = right.recv(20.0)
+        got = right.recv(240.0)
         assert got[0] == message
         assert got[1] == payload
-    sender.join(10.0)
+    sender.join(240.0)
     right.send({"back": 1})
-    assert left.recv(5.0) == ({"back": 1}, b"")
+    assert left.recv(240.0) == ({"back": 1}, b"")
 
 
 def test_closed_peer_is_told_after_its_last_words(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
     left.send({"last": "words"})
     left.close()
-    assert right.recv(5.0) == ({"last": "words"}, b"")
+    assert right.recv(240.0) == ({"last": "words"}, b"")
     with pytest.raises(ChannelClosed, match="closed the connection"):
-        right.recv(5.0)
+        right.recv(240.0)
     with pytest.raises(ChannelClosed):
         right.send({"anybody": "there"}, bytes(1 << 20))
 
@@ -377,7 +372,7 @@ def test_peer_that_dies_in_the_middle_of_a_message_is_told(ends: tuple[Channel, 
     left.socket.sendall((20).to_bytes(4, "little") + (5).to_bytes(4, "little") + b'{"kind"')  # 7 of 20 bytes
     left.close()
     with pytest.raises(ChannelClosed):
-        right.recv(5.0)
+        right.recv(240.0)
 
 
 @pytest.mark.parametrize("begun", [b"", (20).to_bytes(4, "little") + (5).to_bytes(4, "little") + b'{"kind"'])
@@ -387,7 +382,7 @@ def test_nothing_whole_in_time_is_a_timeout(ends: tuple[Channel, Channel], begun
     started = time.perf_counter()
     with pytest.raises(TimeoutError):
         right.recv(0.2)
-    assert 0.15 < time.perf_counter() - started < 30.0
+    assert time.perf_counter() - started > 0.15
 
 
 def test_descriptor_travels(ends: tuple[Channel, Channel]) -> None:

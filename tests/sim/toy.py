@@ -21,7 +21,7 @@ class CountingSim:
 
     `misbehave` says what happens at step `at`: raise, exit, hang, leak, nan_observation, nan_reward. With `once`, the path of a
     file that does not exist yet, it happens a single time, whichever process comes first; with `victim`, only in the episode of
-    that seed.
+    that seed. With `once`, a file of that name and ``.hangs`` says that it hangs.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CountingSim:
     def _misbehave(self, env_id: int) -> None:
         if self.misbehave == "leak":
             self.leaked = b"x" * (400 * 2**20)  # written to, so that it is resident
-            time.sleep(10)
+            time.sleep(600)  # until it is noticed, however late
         if self.misbehave == "raise":
             raise RuntimeError("the gripper fell off")
         if self.misbehave == "exit":
@@ -104,6 +104,8 @@ class CountingSim:
             self.state[env_id, 2] = np.nan
 
     def _hang_here(self) -> None:
+        if self.once is not None:
+            open(f"{self.once}.hangs", "w").close()
         while True:
             time.sleep(0.01)
 

@@ -227,6 +227,13 @@ def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_folder_without_tokenizer_is_refused_before_its_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to(folder / "config.json")
+    (tmp_path / "model.safetensors").write_bytes(b"not even read")
+    with pytest.raises(UserError, match=r"holds no tokenizer \(none of tokenizer.json"):
+        load(tmp_path)
+
+
 def test_a_run_is_configured_with_it_by_name(folder: Path) -> None:
     config = PI0PolicyConfig(path=str(folder), cameras=("rgb", "wrist"), chunk=2, num_steps=STEPS, method="flow_sde", prompt_tokens=12)
     torch.manual_seed(0)

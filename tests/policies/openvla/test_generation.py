@@ -35,8 +35,8 @@ def test_log_probs_equal_the_training_pass(model: OpenVLA, batch: Embedded, temp
     sampled = generate(model, batch, noise, 7, temperature)
     logits, at_prompt = model.teacher_forced(batch, sampled.choices + model.tokens.first_token)
     recomputed = TokenDistribution.from_logits(logits, temperature)
-    torch.testing.assert_close(recomputed.log_prob(sampled.choices), sampled.log_prob, atol=1e-5, rtol=0)
-    torch.testing.assert_close(at_prompt, sampled.hidden, atol=1e-5, rtol=0)
+    torch.testing.assert_close(recomputed.log_prob(sampled.choices), sampled.log_prob, atol=1e-4, rtol=0)
+    torch.testing.assert_close(at_prompt, sampled.hidden, atol=1e-4, rtol=0)
     # The same noise picks the same tokens from the training pass's own distribution.
     assert torch.equal(recomputed.sample(noise), sampled.choices)
 
@@ -51,7 +51,7 @@ def test_a_row_does_not_depend_on_its_neighbours(model: OpenVLA, processor: Open
         prefix = model.prefix(pixels[row : row + 1], own.input_ids, own.mask, padded=False)
         alone = generate(model, prefix, noise[row : row + 1], 7)
         assert torch.equal(alone.choices, together.choices[row : row + 1])
-        torch.testing.assert_close(alone.log_prob, together.log_prob[row : row + 1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.log_prob, together.log_prob[row : row + 1], atol=1e-4, rtol=0)
 
 
 class ActionTokensOnly(LogitsProcessor):

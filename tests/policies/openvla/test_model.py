@@ -18,7 +18,7 @@ from embodied_rl.policies.openvla.norm_stats import range_of
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from tests.policies.openvla.conftest import FIXTURES
 
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
+CLOSE = {"atol": 5e-4, "rtol": 0.0}
 
 
 def prefix_of(model: OpenVLA, processor: OpenVLAProcessor, meta: dict[str, Any], pixels: Tensor, sample: int) -> Embedded:
@@ -131,7 +131,7 @@ def test_supervised_loss_is_the_mean_over_actions_and_stop(
     logits = io["s0.tf_hidden_last"][0, :8] @ model.language_model.lm_head.weight.detach().T
     targets = [*tokens[0].tolist(), 2]
     by_hand = [float(logits[place].logsumexp(0) - logits[place][target]) for place, target in enumerate(targets)]
-    assert loss.item() == pytest.approx(sum(by_hand) / 8, abs=1e-4)
+    assert loss.item() == pytest.approx(sum(by_hand) / 8, abs=5e-4)
     loss.sum().backward()
     gradient = model.vision_backbone.featurizer.patch_embed.proj.weight.grad
     assert gradient is not None

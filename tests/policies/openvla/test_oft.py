@@ -78,14 +78,14 @@ def test_padding_changes_no_number_wherever_it_stands(checkpoint: Path, oft_io: 
     model = load(checkpoint, OFTConfig(num_images=2, proprio_dim=8, variant=variant))  # type: ignore[arg-type]
     plain = model.action_hidden(sequence_of(model, oft_io))
     sequence = sequence_of(model, oft_io, padding=6)
-    torch.testing.assert_close(model.action_hidden(sequence), plain, atol=1e-5, rtol=0)
-    torch.testing.assert_close(model.decide_hidden(sequence), plain, atol=1e-5, rtol=0)
-    torch.testing.assert_close(model.decide_hidden(sequence_of(model, oft_io)), plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.action_hidden(sequence), plain, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model.decide_hidden(sequence), plain, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model.decide_hidden(sequence_of(model, oft_io)), plain, atol=1e-4, rtol=0)
     # The original puts padding behind everything: move it there. BOS, 513 tokens of images and state, 6 of padding, the rest.
     order = [*range(514), *range(520, sequence.embeds.shape[1]), *range(514, 520)]
     moved = Embedded(sequence.embeds[:, order], sequence.mask[:, order], padded=True)
     start = 514 + 34 - 1
-    torch.testing.assert_close(model.hidden(moved, causal=False)[:, start : start + 56], plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.hidden(moved, causal=False)[:, start : start + 56], plain, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_variants_are_not_interchangeable(checkpoint: Path, oft_io: dict[str, Te
     assert (ours.action_hidden(with_stop) - rlinf.action_hidden(without)).abs().max() > 1e-2
     # Without </s> the last token that is seen is the last placeholder: dropping </s> by hand gives the other variant's numbers.
     by_hand = ours.hidden(Embedded(with_stop.embeds[:, :-1], with_stop.mask[:, :-1], padded=False), causal=False)
-    torch.testing.assert_close(by_hand[:, 290:346], rlinf.action_hidden(without), atol=1e-5, rtol=0)
+    torch.testing.assert_close(by_hand[:, 290:346], rlinf.action_hidden(without), atol=1e-4, rtol=0)
 
 
 def test_every_token_sees_every_other(checkpoint: Path, oft_io: dict[str, Tensor]) -> None:

@@ -43,7 +43,7 @@ def test_libero_tasks_equal_its_own_benchmark(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     environment = {**os.environ, "HOME": str(tmp_path), "LIBERO_CONFIG_PATH": str(libero.configuration_folder())}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, timeout=120
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, timeout=280
     )
     expected = json.loads(done.stdout.strip().splitlines()[-1])
     assert {suite: len(rows) for suite, rows in expected.items()} == dict(zip(libero.SETS, (10, 10, 10, 90, 10), strict=True))

@@ -272,7 +272,7 @@ def test_the_table_of_costs_is_measured() -> None:
     """benchmarks/snapshot_table.py for real, on a task whose bytes can be counted here as well."""
     root = Path(__file__).resolve().parents[3]
     command = [sys.executable, str(root / "benchmarks" / "snapshot_table.py"), "--only", "PixelReach", "--repeats", "3"]
-    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     row = [cell.strip() for cell in done.stdout.splitlines()[-2].strip("|").split("|")]
     sim = made(subject("pixel_reach", "PixelReach", pixels=False), 1)

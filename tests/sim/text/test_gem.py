@@ -142,7 +142,7 @@ def test_process_wide_generators_and_logging_are_left_alone() -> None:
         "import logging, embodied_rl.sim.text.gem as gem; gem.tasks(); root = logging.getLogger(); "
         "assert not root.handlers; print(root.level)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True)
     assert int(done.stdout) == logging.WARNING
 
 
@@ -406,7 +406,7 @@ from tests.sim.text.play import episode
 print(len([task for task in gem.tasks() if task.startswith("rg:")]), len(episode(gem.make("rg:knights_knaves", 1), 0, 3)))
 gem.make("rg:zebra_puzzles", 1)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
     assert done.stdout.split() == ["102", "2"], done.stderr[-2000:]
     assert "MissingAssetsError" in done.stderr
     assert "pip install pycosat" in done.stderr
