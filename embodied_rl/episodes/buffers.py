@@ -130,12 +130,6 @@ class RowBuffer:
         """Whether nothing of it is in a file."""
         return not self._spill.is_open
 
-    def take_all(self) -> list[np.ndarray]:
-        """All rows, in pieces [n, *shape]; only where they are in memory."""
-        self._close_block()
-        blocks, self._blocks = self._blocks, []
-        return blocks
-
     def discard(self) -> None:
         self._spill.close()
         self._blocks.clear()

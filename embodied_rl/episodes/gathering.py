@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
 
 GATHER_S = 0.5
 """How long a finished episode waits for others, where it may."""
+_ENOUGH_EPISODES, _ENOUGH_BYTES = 16, 2**20
+"""`advance` begins to write so many."""
 _MAX_EPISODES, _MAX_BYTES = 32, 2**22
+"""So many are written before there are more, whoever has to wait for it."""
+_SLICE_S = 50e-6
+"""How long `advance` takes, about: processes that simulate have work for some hundred microseconds, and while it takes longer they wait."""
+
+_Waiting = Sequence[tuple["EpisodeSink", Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,26 +49,37 @@ class Gathering:
         """When they are due (time.perf_counter seconds)."""
         self._part: PartWriter | None = None
         self._bytes = 0
+        self._work: Iterator[None] | None = None
+        """Writes episodes that waited, a bit at a time."""
+        self._behind = 0
+        """The number in the part of the first episode after these."""
 
     def add(self, sink: EpisodeSink, about: Mapping[str, Any]) -> int:
-        """Take a finished episode with all rows in memory. Returns the number that it will have in its part. Raises as `flush` does."""
+        """Take a finished episode with all rows in memory.
+
+        Returns the number that it will have in its part, unless one before it cannot be written. Raises as `flush` does.
+        """
         assert sink.part is not None
-        self.flush_due()
-        if sink.part is not self._part:
+        are_many = len(self.waiting) >= _MAX_EPISODES or self._bytes >= _MAX_BYTES
+        if sink.part is not self._part or are_many or (self.waiting and time.perf_counter() >= self.deadline):
             self.flush()
             self._part = sink.part
         if not self.waiting:
             self.deadline = time.perf_counter() + self.max_wait_s
         self.waiting.append((sink, about))
         self._bytes += self._part.step_bytes * sink.num_steps
-        if len(self.waiting) >= _MAX_EPISODES or self._bytes >= _MAX_BYTES:
-            self.deadline = 0.0
-        return self._part.num_episodes + len(self.waiting) - 1
+        return (self._part.num_episodes if self._work is None else self._behind) + len(self.waiting) - 1
 
-    def flush_due(self) -> None:
-        """Write them if the first has waited long enough, or they are many. Raises as `flush` does."""
-        if self.waiting and time.perf_counter() >= self.deadline:
-            self.flush()
+    def advance(self) -> None:
+        """Write a bit, if the first has waited long enough, or there are enough. Raises as `flush` does."""
+        if self._work is None:
+            if not self.waiting:
+                return
+            are_enough = len(self.waiting) >= _ENOUGH_EPISODES or self._bytes >= _ENOUGH_BYTES
+            if not are_enough and time.perf_counter() < self.deadline:
+                return
+            self._begin()
+        self._go_on(time.perf_counter() + _SLICE_S)
 
     def flush(self) -> None:
         """Write all.
@@ -69,24 +88,46 @@ class Gathering:
             RecordingError: one holds NaN or infinity; the others are written.
             UserError: they cannot be written.
         """
-        waiting, self.waiting, self._bytes = self.waiting, [], 0
-        if not waiting:
-            return
+        try:
+            self._go_on(math.inf)
+        finally:
+            if self.waiting:
+                self._begin()
+                self._go_on(math.inf)
+
+    def _begin(self) -> None:
+        """Have those that wait written by `_go_on`."""
         assert self._part is not None
-        errors: list[RecordingError] = []
-        episodes: list[Gathered] = []
-        for sink, about in waiting:
+        waiting, self.waiting, self._bytes = self.waiting, [], 0
+        self._work, self._behind = _written(waiting, self._part), self._part.num_episodes + len(waiting)
+
+    def _go_on(self, until: float) -> None:
+        while (work := self._work) is not None:
+            self._work = None  # in case that it raises
+            for _ in work:
+                self._work = work
+                break
+            if time.perf_counter() >= until:
+                break
+
+
+def _written(waiting: _Waiting, part: PartWriter) -> Iterator[None]:
+    """Write episodes, a bit between one item and the next. Raises as `Gathering.flush`."""
+    errors: list[RecordingError] = []
+    episodes: list[Gathered] = []
+    for sink, about in waiting:
+        try:
+            episodes.append(Gathered(sink.take_columns(), about))
+        except RecordingError as error:
+            errors.append(error)
+        yield
+    try:
+        yield from part.commit_together(episodes)
+    except RecordingError:
+        for episode in episodes:
             try:
-                episodes.append(Gathered(sink.take_columns(), about))
+                yield from part.commit_together([episode])
             except RecordingError as error:
                 errors.append(error)
-        try:
-            self._part.commit_together(episodes)
-        except RecordingError:
-            for episode in episodes:
-                try:
-                    self._part.commit_together([episode])
-                except RecordingError as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+    if errors:
+        raise errors[0]

@@ -17,7 +17,7 @@ from embodied_rl.episodes.gathering import Gathered
 from embodied_rl.episodes.index import INDEX_FILE, Index, encode_entry, read_index
 from embodied_rl.episodes.layout import SNAPSHOTS, Column
 from embodied_rl.episodes.opening import LAYOUT_FILE, array_dtype, array_offsets, part_folders, read_columns
-from embodied_rl.episodes.part_files import NO_ROWS_CHECKSUM, ArrayFile, BlobFile, VideoFolder, npy_header, remove_folder
+from embodied_rl.episodes.part_files import ArrayFile, BlobFile, VideoFolder, npy_header, remove_folder
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.summary import SUMMED, summary_of
 from embodied_rl.files import cannot_write, fsync, write_atomic
@@ -87,8 +87,10 @@ class PartWriter:
         self._count(line, 1, entry["steps"], len(marks))
         return self.num_episodes - 1
 
-    def commit_together(self, episodes: Sequence[Gathered]) -> None:
+    def commit_together(self, episodes: Sequence[Gathered]) -> Iterator[None]:
         """Append finished episodes without snapshots to a part whose rows are all of fixed size, in a few writes.
+
+        A bit is done between one item and the next, and nothing else may be appended meanwhile; they count when there are no more items.
 
         Raises:
             RecordingError: one holds NaN or infinity; the part is as it was, here and below.
@@ -107,13 +109,17 @@ class PartWriter:
             np.concatenate([piece for episode in episodes for piece in episode.columns[number]], out=rows)
             if column.must_be_finite:
                 _require_finite(column, rows, sizes)
+            yield
             whole[column.name] = rows
             sums.append(file.append_together(rows, sizes))
+            yield
+        # No rows, instead of any that a failure left behind.
+        of_snapshots = self._snapshots.append((), (), ())
         lines, first = [], 0
         for number, (episode, length) in enumerate(zip(episodes, lengths, strict=True)):
             summed = {name: whole[name][first : first + length] for name in SUMMED}
             entry = summary_of(**episode.about, summed=summed)
-            crcs = [*(of_column[number] for of_column in sums), NO_ROWS_CHECKSUM]
+            crcs = [*(of_column[number] for of_column in sums), of_snapshots]
             lines.append(self._line(entry, crcs, 0, self._num_steps + first, self.num_episodes + number))
             first += length
         self._count(b"".join(lines), len(episodes), first, 0)

@@ -168,10 +168,6 @@ def blob_checksum(of_bytes: int, sizes: np.ndarray, marks: Sequence[int] | np.nd
     return zlib.crc32(np.ascontiguousarray(sizes, "<i8").tobytes(), of_bytes)
 
 
-NO_ROWS_CHECKSUM = blob_checksum(0, np.empty(0, "<i8"), ())
-"""Of a blob column without a row."""
-
-
 class VideoFolder:
     """A folder with one file per episode, named by its number in the part."""
 

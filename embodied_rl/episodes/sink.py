@@ -230,7 +230,8 @@ class EpisodeSink:
         taken = []
         for buffer in self.buffers.values():
             assert isinstance(buffer, RowBuffer)
-            taken.append(buffer.take_all())
+            taken.append(list(buffer.chunks()))  # from a file what was fetched just now and is much
+            buffer.discard()
         return taken
 
     def make_room(self) -> None:

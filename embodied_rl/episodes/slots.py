@@ -17,7 +17,7 @@ from embodied_rl.episodes.writer import RecordingWriter
 
 _BLOCK_BYTES = 2**20
 """Of all slots' blocks together, about."""
-_STEADY_BYTES = 2**22
+_STEADY_BYTES = 2**20
 """Of all slots' steady rows together, about."""
 _KNOWN_GROUPS = 8
 """Groups of neighbouring slots whose places are kept; there are few, unless whatever is ready steps together."""
@@ -149,19 +149,24 @@ class SlotSinks:
             self._running.difference_update(numbers[row] for row in over)
         return over
 
+    @property
+    def may_be_steady(self) -> bool:
+        """Whether the columns, where they are known, allow of groups as `steady` makes them."""
+        return not self._one_by_one
+
     def steady(self, slots: np.ndarray, outcome: Mapping[str, np.ndarray], given: Mapping[str, Any]) -> SteadyGroup | None:
         """A group whose steps leave their outcome in these very arrays, for `step_steady`.
 
         Args:
             slots: [n] int64 ascending.
             outcome: {column: [n, ...]} where rewards, flags and what is seen after a step lie.
-            given: {column: [n, ...]} what else comes with a step, as an example; None: does not come.
+            given: {column: [n, ...]} what else comes with a step, as an example.
 
         Returns:
             None where the group's steps must go through `step`: nothing was recorded yet, a column varies in size, or the arrays' memory
             is not in one piece.
         """
-        if self._one_by_one or self._names != {*outcome, *(name for name, rows in given.items() if rows is not None)}:
+        if not self.may_be_steady or self._names != {*outcome, *given}:
             return None
         columns = {column.name: column for column in self._columns}
         if any(array.shape != (len(slots), *columns[name].shape) for name, array in outcome.items()):
@@ -206,7 +211,7 @@ class SlotSinks:
             self._full.append(group)
 
     def settle(self) -> None:
-        """Do what can wait until the next actions are sent, so that simulators need not: call it after every step.
+        """Do a bit of what can wait until the next actions are sent, so that simulators need not: call it after every step.
 
         Raises:
             UserError: see `RecordingWriter.flush`.
@@ -215,8 +220,7 @@ class SlotSinks:
             group = self._full.pop()
             if group.fill == group.max_rows:
                 self._hand_over_group(group)
-        if self._gathering.waiting:
-            self._gathering.flush_due()
+        self._gathering.advance()
 
     def finish(self, slot: int, metadata: Mapping[str, Any] | None = None) -> int:
         """Write the slot's episode. Returns and raises as `EpisodeSink.finish` does."""
@@ -383,6 +387,11 @@ class SlotSinks:
                 self._empty(slot)
                 self._steady[slot], group.taken[group.rows[slot]] = group, group.fill
         group.ready = not absent
+
+    def _leave_groups(self) -> None:
+        """Let go of all groups."""
+        for slot in list(self._steady):
+            self._leave_group(slot)
 
     def _leave_group(self, slot: int) -> None:
         if slot in self._steady:

@@ -25,7 +25,7 @@ class _Known:
 
     batch: StepBatch
     given: tuple[str, ...]
-    """Names of what else comes with a step, also of what is None."""
+    """Names of what else comes with a step."""
     group: SteadyGroup
 
     def is_place_of(self, batch: StepBatch) -> bool:
@@ -65,7 +65,7 @@ class BatchSinks(SlotSinks):
 
         Args:
             batch: as `EnvManager.recv` hands it out, after automatic resets or without.
-            given: {column: [n, ...]} the actions and what else was done, in the order of `batch.slots`; None: not known.
+            given: {column: [n, ...]} the actions and what else was done, in the order of `batch.slots`.
             rows: of the batch that are meant; None: all.
             snapshots: of each of these rows, of the moment before the step.
 
@@ -78,7 +78,11 @@ class BatchSinks(SlotSinks):
         known = self._known.get(id(batch))
         if known is not None and rows is None and snapshots is None and tuple(given) == known.given:
             # Nothing ended, or it would be another object.
-            self.step_steady(known.group, tuple(given.values()))
+            group = known.group
+            if group.ready and group.fill + 1 < group.max_rows:
+                group.keep(tuple(given.values()))  # all that is left of `step_steady`, without which it is a third quicker
+            else:
+                self.step_steady(group, tuple(given.values()))
             return []
         if snapshots is None and (over := self._step_known(batch, given, rows)) is not None:
             return over
@@ -107,6 +111,7 @@ class BatchSinks(SlotSinks):
         """Let go of the batches that are known, and of the memory that they are views into."""
         self._known.clear()
         self._last.clear()
+        self._leave_groups()
 
     def _step_known(self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int] | None) -> list[int] | None:
         """`step_batch` where episodes begin or end in a range that is known; None where it is not."""
@@ -125,7 +130,7 @@ class BatchSinks(SlotSinks):
 
     def _get_to_know(self, batch: StepBatch, given: Mapping[str, Any]) -> None:
         """Remember a batch that came a second time."""
-        if not batch.slots.size or int(batch.slots[-1]) - int(batch.slots[0]) + 1 != batch.slots.size:
+        if not self.may_be_steady or not batch.slots.size or int(batch.slots[-1]) - int(batch.slots[0]) + 1 != batch.slots.size:
             return
         place = int(batch.slots[0]), batch.slots.size
         if self._last.get(place) is not batch:
@@ -169,6 +174,6 @@ def _ended_as(after: dict[str, Any], final: Mapping[str, Any], over: list[int]) 
 
 def _rows(column: Any, chosen: Any) -> Any:
     """The chosen rows of a column, which may be a list of texts."""
-    if column is None or chosen is ...:
+    if chosen is ...:
         return column
     return column[chosen] if isinstance(column, np.ndarray) and column.dtype != object else [column[row] for row in chosen]

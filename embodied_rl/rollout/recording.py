@@ -363,8 +363,8 @@ def _room(spec: SimSpec, num_slots: int) -> dict[str, np.ndarray]:
 
 
 def _columns(played: Played, num_rows: int, action: ActionSpec) -> dict[str, Any]:
-    """{column: [n, ...]} what was done, as `SlotSinks.step` takes it; None: not known. Copies: the player's memory is its own."""
-    return {
+    """{column: [n, ...]} what was done and is known, as `BatchSinks` takes it. Copies: the player's memory is its own."""
+    columns = {
         # As the simulator gets it: the slab's own type.
         "action": [str(one) for one in played.action] if action.kind == "text" else np.array(played.action, action.dtype),
         "sampled_action": copy(played.sampled_action),
@@ -372,11 +372,10 @@ def _columns(played: Played, num_rows: int, action: ActionSpec) -> dict[str, Any
         "value": None if played.value is None else np.array(played.value, np.float64),
         "policy_version": None if played.version is None else np.full(num_rows, played.version),
     }
+    return {name: rows for name, rows in columns.items() if rows is not None}
 
 
 def _rows(column: Any, rows: Sequence[int]) -> Any:
-    if column is None:
-        return None
     return column[list(rows)] if isinstance(column, np.ndarray) and column.dtype != object else [column[row] for row in rows]
 
 

@@ -31,6 +31,12 @@ def seeds_of(folder: Path) -> list[int]:
         return recording.seeds.tolist()
 
 
+def advance(writer: RecordingWriter) -> None:
+    """As often as it takes."""
+    for _ in range(500):
+        writer.gathering.advance()
+
+
 def test_the_same_bytes_as_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """70 episodes, so that some are written because there are many; the last ones when the writer is closed."""
     monkeypatch.setattr(gathering, "_MAX_EPISODES", 32)
@@ -48,14 +54,14 @@ def test_the_same_bytes_as_one_by_one(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_many_bytes_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "_MAX_BYTES", 3 * 1000 * (4 * 3 + 4 * 2 + 4 + 3))  # state, action, reward and flags
+    monkeypatch.setattr(gathering, "_ENOUGH_BYTES", 3 * 1000 * (4 * 3 + 4 * 2 + 4 + 3))  # state, action, reward and flags
     with RecordingWriter(tmp_path / "r", info_of(), gather_s=FOREVER) as writer:
         for seed in range(3):
             stream(writer, make_episode(seed=seed, num_steps=1000))
             if seed < 2:
-                writer.gathering.flush_due()
+                advance(writer)
                 assert seeds_of(tmp_path / "r") == []
-        writer.gathering.flush_due()
+        advance(writer)
         assert seeds_of(tmp_path / "r") == [0, 1, 2]
 
 
@@ -65,11 +71,11 @@ def test_when_they_are_due(tmp_path: Path) -> None:
         writer.gathering.max_wait_s = 0.01
         stream(writer, make_episode(seed=1))
         writer.gathering.deadline += FOREVER
-        writer.gathering.flush_due()
+        advance(writer)
         assert seeds_of(tmp_path / "r") == [0]
         assert writer.seeds == {0, 1}
         writer.gathering.deadline -= 2 * FOREVER
-        writer.gathering.flush_due()
+        advance(writer)
         assert seeds_of(tmp_path / "r") == [0, 1]
 
 
@@ -92,6 +98,35 @@ def test_what_cannot_wait_is_written_behind_what_waits(tmp_path: Path) -> None:
     with RecordingWriter(tmp_path / "w", info_of(words), gather_s=FOREVER) as writer:
         stream(writer, make_episode(words, seed=0))
         assert seeds_of(tmp_path / "w") == [0]
+
+
+@pytest.mark.parametrize("bad", [None, 7])
+def test_written_bit_by_bit_while_others_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int | None) -> None:
+    """Some bits after each episode: readers see whole groups of episodes, whose numbers are those that they were told."""
+    monkeypatch.setattr(gathering, "_SLICE_S", 0.0)
+    monkeypatch.setattr(gathering, "_ENOUGH_EPISODES", 4)
+    episodes = [make_episode(seed=seed, num_steps=1 + seed % 7, value=np.arange(1.0 + seed % 7)) for seed in range(60)]
+    if bad is not None:
+        episodes[bad].observation["state"][0] = np.inf
+    seen, failures = set[int](), list[str]()
+    with RecordingWriter(tmp_path / "r", info_of(), gather_s=FOREVER) as writer:
+        for number, episode in enumerate(episodes):
+            told = stream(writer, episode)
+            assert told == number - len(failures) or (bad is not None and told == number)  # the bad one is not known yet
+            for _ in range(5):
+                try:
+                    writer.gathering.advance()
+                except RecordingError as error:
+                    failures.append(str(error))
+            if number % 5 == 4:
+                seen.add(len(seeds_of(tmp_path / "r")))
+        assert len(failures) == (0 if bad is None else 1)
+        assert all("holds inf in row 0 of the episode" in text for text in failures)
+    assert len(seen) > 2
+    assert seeds_of(tmp_path / "r") == [seed for seed in range(60) if seed != bad]
+    with open_recording(tmp_path / "r") as recording:
+        for found in recording:
+            assert_same_episode(found, episodes[found.seed])
 
 
 def test_nan_is_told_and_the_others_are_written(tmp_path: Path) -> None:
@@ -124,6 +159,25 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
         monkeypatch.undo()
         stream(writer, make_episode(seed=2))
     assert seeds_of(tmp_path / "r") == [0, 2]
+
+
+def test_after_a_full_disk_snapshots_that_were_not_taken_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index has no room for the line of an episode with a snapshot; those after it begin where it would have."""
+    with RecordingWriter(tmp_path / "r", info_of(), gather_s=FOREVER) as writer:
+        stream(writer, make_episode(seed=0, snapshots={1: b"first"}))
+
+        def full(part: Any, lines: bytes) -> None:
+            raise UserError("No space left on device")
+
+        monkeypatch.setattr("embodied_rl.episodes.part.PartWriter._write_lines", full)
+        with pytest.raises(UserError, match="No space left"):
+            stream(writer, make_episode(seed=1, snapshots={1: b"lost", 2: b"lost too"}))
+        monkeypatch.undo()
+        stream(writer, make_episode(seed=2))
+        stream(writer, make_episode(seed=3, snapshots={0: b"third"}))
+    assert seeds_of(tmp_path / "r") == [0, 2, 3]
+    with open_recording(tmp_path / "r") as recording:
+        assert [episode.snapshots for episode in recording] == [{1: b"first"}, {}, {0: b"third"}]
 
 
 def test_what_waits_is_lost_with_a_killed_process_and_nothing_else(tmp_path: Path) -> None:

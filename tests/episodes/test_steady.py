@@ -219,13 +219,45 @@ def test_what_was_done_is_stacked_whatever_arrays_it_comes_in() -> None:
     assert found["value"].tolist() == [[3.5, 4.5]] * 4
     assert found["value"].dtype == np.float64
     assert found["reward"].tolist() == [2.0] * 4
-    steady = SteadyGroup([0, 1], {"reward": np.array([1.0, 2.0], np.float32)}, ["chunk", "value"], columns, 10**6)
-    steady.keep((None, right))
-    assert [name for name, _ in steady.of_slot(0)] == ["reward", "value"]
-    with pytest.raises(RecordingError, match="'chunk' was not there before"):
-        steady.keep((np.arange(2), right))
     for wrong in (right[:1], right[:, :1], None):
         steady = group()
         steady.keep((right,))
         with pytest.raises(RecordingError, match=r"Field 'value' must be \[2, 2\], got \["):
             steady.keep((wrong,))
+
+
+@pytest.mark.parametrize("apart", [0, 40])
+def test_an_episode_that_is_much_waits_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: int) -> None:
+    """Steps of 3.3 kB, of which some 900 are in one slot's group when the episode ends, more than its columns keep in memory.
+
+    `apart`: how many steps are taken apart at the episode's beginning.
+    """
+    monkeypatch.setattr("embodied_rl.episodes.slots._STEADY_BYTES", 2**22)
+    monkeypatch.setattr("embodied_rl.episodes.steady._MAX_ROWS", 1024)
+    slab, episode = Slab(), an_episode(0, 900)
+    with RecordingWriter(tmp_path / "r", info_of(SPEC), gather_s=1e9) as writer:
+        sinks, playing, episodes = SlotSinks(writer, 1), {0: [0, 0]}, {0: episode, 1: an_episode(1, 1)}
+        first = {key: rows[:1] for key, rows in episodes[1].observation.items()}
+        sinks.start(0, 1, first, 0, state=first_state(episodes[1]))
+        final, given = put(slab, [0], {0: [1, 0]}, episodes)
+        fields: dict[str, Any] = {name: slab.arrays[name][:1] for name in FLAGS}
+        sinks.step(np.array([0]), **given, **fields, **by_room(final))
+        group = sinks.steady(np.arange(1), slab.of(0, 1), given)
+        assert group is not None
+        sinks.finish(0)
+        sinks.start(0, 0, {key: rows[:1] for key, rows in episode.observation.items()}, 0, state=first_state(episode))
+        for time in range(900):
+            playing[0][1] = time
+            final, given = put(slab, [0], playing, episodes)
+            if time < apart:
+                fields = {name: slab.arrays[name][:1] for name in FLAGS}
+                sinks.step(np.array([0]), **given, **fields, **by_room(final))
+            else:
+                sinks.step_steady(group, tuple(given.values()), [0] if time == 899 else [], final)
+        assert group.fill > 800
+        sinks.finish(0)
+        assert len(writer.gathering.waiting) == 2
+    with open_recording(tmp_path / "r") as recording:
+        assert validate(recording) == []
+        for found in recording:
+            assert_same_episode(found, episodes[found.seed])

@@ -31,7 +31,7 @@ class Forgetful(BatchSinks):
         pass
 
 
-def record(folder: Path, kind: type[BatchSinks], resets: str) -> int:
+def record(folder: Path, kind: type[BatchSinks], resets: str, gather_s: float = 0.0) -> int:
     """Two groups of FetchReach with its physical state, episodes of 9 steps cut at different times; returns how often views were known.
 
     `resets`: "automatic"; "alone": an episode begins before the others step on; "beside": while they do.
@@ -42,7 +42,7 @@ def record(folder: Path, kind: type[BatchSinks], resets: str) -> int:
     seeds, known, rng = EpisodeSeeds.training(0), 0, np.random.default_rng(0)
     with EnvManager(factory, NUM_SLOTS, num_workers=2, num_groups=2, autoreset=autoreset, max_episode_steps=9) as manager:
         action, info = manager.spec.action, RecordingInfo(plain_spec(manager.spec), {}, {"kind": "random"})
-        with RecordingWriter(folder, info, duplicates="allow") as writer:
+        with RecordingWriter(folder, info, duplicates="allow", gather_s=gather_s) as writer:
             sinks, episodes = kind(writer, NUM_SLOTS), [0] * NUM_SLOTS
             streams = [SeedStream(seeds, 0, slot, NUM_SLOTS) for slot in range(NUM_SLOTS)]
 
@@ -62,7 +62,7 @@ def record(folder: Path, kind: type[BatchSinks], resets: str) -> int:
                     start(batch, slot - slots.start)
                 begun.difference_update(slots)
                 rows = None if len(stepping) == len(slots) else stepping
-                given = {"action": drawn, "log_prob": None, "value": rng.random(len(slots))}
+                given = {"action": drawn, "value": rng.random(len(slots))}
                 for row in sinks.step_batch(batch, given, rows=rows) if stepping else ():
                     slot = int(batch.slots[row])
                     sinks.finish(slot)
@@ -87,11 +87,11 @@ def record(folder: Path, kind: type[BatchSinks], resets: str) -> int:
     return known
 
 
-@pytest.mark.parametrize("resets", ["automatic", "alone", "beside"])
-def test_known_views_and_batches_taken_apart_give_the_same_episodes(tmp_path: Path, resets: str) -> None:
+@pytest.mark.parametrize(("resets", "gather_s"), [("automatic", 0.0), ("automatic", 1e9), ("alone", 1e9), ("beside", 0.0), ("beside", 1e9)])
+def test_known_views_and_batches_taken_apart_give_the_same_episodes(tmp_path: Path, resets: str, gather_s: float) -> None:
     assert record(tmp_path / "apart", Forgetful, resets) == 0
     # Of 90 batches of groups about 20 end an episode, and each group is known from its third batch on.
-    assert record(tmp_path / "known", BatchSinks, resets) >= 2 * (STEPS - 2) - 24
+    assert record(tmp_path / "known", BatchSinks, resets, gather_s) >= 2 * (STEPS - 2) - 24
     with open_recording(tmp_path / "apart") as left, open_recording(tmp_path / "known") as right:
         assert validate(right) == []
         assert len(left) == len(right) == (16 if resets == "beside" else 20)
