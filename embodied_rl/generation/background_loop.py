@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+_END_S = 60.0
+"""For what was cancelled to end, on a machine that stands still for a while."""
+
 
 class BackgroundLoop:
     """Runs coroutines for callers that are not asynchronous."""
@@ -48,7 +51,7 @@ class BackgroundLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.loop.shutdown_asyncgens()
 
-        self.call(cancel_all(), 10.0)
+        self.call(cancel_all(), _END_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10.0)
+        self._thread.join(_END_S)
         self.loop.close()

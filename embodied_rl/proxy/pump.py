@@ -19,6 +19,8 @@ _POLL_S = 0.02
 """New requests wait so long at most behind a decoding step of those in flight."""
 _LOOK_S = 0.1
 """How often a waiting thread looks whether its client is still there."""
+_END_S = 60.0
+"""For the step that the backend is in to end: afterwards the backend is its owner's again."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +113,22 @@ class BackendPump:
                     self.call(abort)
 
     def call(self, function: Callable[[TokenBackend], Any]) -> Any:
-        """Run something with the backend between two polls, in the pump's thread: new weights, say. Raises what it raises."""
+        """Run something with the backend between two polls, in the pump's thread: new weights, say.
+
+        Raises what it raises, and RuntimeError: the pump was closed.
+        """
         future: Future[Any] = Future()
         self._put(_Call(function, future))
-        return future.result()
+        try:
+            return future.result()
+        except CancelledError:
+            raise RuntimeError("The proxy was closed while somebody waited for its backend.") from None
 
     def close(self) -> None:
         """End the thread; those who wait get a RuntimeError. May be called twice."""
         self._closed = True
         self._inbox.put(None)
-        self._thread.join(10.0)
+        self._thread.join(_END_S)
 
     def _put(self, item: _Asked | _Call) -> None:
         with self._entry:
@@ -134,7 +142,7 @@ class BackendPump:
                 self._poll()
         except BaseException as error:
             for future in self._in_flight.values():
-                future.set_exception(RuntimeError(f"The generation backend has died ({type(error).__name__}: {error})."))
+                future.set_exception(_dead(error))
             self._in_flight.clear()
             raise
         finally:
@@ -154,15 +162,20 @@ class BackendPump:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return True
+        if item is not None:  # taken out, and not begun
+            item.future.cancel()
         return False
 
     def _submit(self, asked: _Asked) -> None:
-        if asked.told is not None and (watch := getattr(self._backend, "watch", None)) is not None:
-            watch([asked.request.request_id])
         try:
+            if asked.told is not None and (watch := getattr(self._backend, "watch", None)) is not None:
+                watch([asked.request.request_id])
             self._backend.submit([asked.request])
         except ValueError as error:  # UserError among them: this request is refused, others go on
             asked.future.set_exception(error)
+        except BaseException as error:
+            asked.future.set_exception(_dead(error))
+            raise
         else:
             self._in_flight[asked.request.request_id] = asked.future
             if asked.told is not None:
@@ -202,6 +215,10 @@ class BackendPump:
                 return
             if item is not None:
                 item.future.cancel()
+
+
+def _dead(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"The generation backend has died ({type(error).__name__}: {error}).")
 
 
 def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:

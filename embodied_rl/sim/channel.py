@@ -43,7 +43,11 @@ class Channel:
         return bool(select.select([self.socket], [], [], 0)[0])
 
     def send_fd(self, fd: int) -> None:
-        socket.send_fds(self.socket, [b"f"], [fd])
+        """Raises ChannelClosed as `send`."""
+        try:
+            socket.send_fds(self.socket, [b"f"], [fd])
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
 
     def recv_fd(self) -> int:
         self.socket.settimeout(None)

@@ -158,7 +158,7 @@ class Crew:
         }
         layout = self.slab.layout
         worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment})
-        worker.channel.send_fd(self.slab.fd)
+        worker.hand_over(self.slab.fd)
 
     def replace(self, index: int) -> bool:
         """Put a new worker in the place of one that is gone; True when it was a spare, whose simulator is (being) built already."""

@@ -17,6 +17,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import thread_variables
 from embodied_rl.sim.channel import Channel, ChannelClosed
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
+from embodied_rl.stopping import waiting
 
 _OUTPUT_TAIL_BYTES = 6000
 _SEND_TIMEOUT_S = 30.0
@@ -60,7 +61,9 @@ class WorkerProcess:
             theirs.close()
             os.close(life_read)
         self.channel = Channel(ours)
-        self.channel.send({**setup, "sys_path": sys.path})
+        # Who is killed before it has read this is found dead by whoever waits for its first message.
+        with contextlib.suppress(ChannelClosed):
+            self.channel.send({**setup, "sys_path": sys.path})
 
     @property
     def pid(self) -> int:
@@ -76,10 +79,18 @@ class WorkerProcess:
         except ChannelClosed:
             raise self._death() from None
 
+    def hand_over(self, fd: int) -> None:
+        """Give the process a file descriptor of ours too. Raises SimFault as `request`."""
+        try:
+            self.channel.send_fd(fd)
+        except ChannelClosed:
+            raise self._death() from None
+
     def receive(self, timeout_s: float, doing: str) -> tuple[dict[str, Any], bytes]:
         """The worker's next message. Raises SimFault or UserError when it failed, died or was too slow at `doing`."""
         try:
-            message, payload = self.channel.recv(timeout_s)
+            with waiting:
+                message, payload = self.channel.recv(timeout_s)
         except ChannelClosed:
             raise self._death() from None
         except TimeoutError:

@@ -391,7 +391,6 @@ class SlotRunner:
         if item["abort"]:
             self._start_counting([env_id])
             self._abort_due.add(env_id)
-            self._begin[env_id] = 0  # it is the beginning itself that failed
             return None
         scratch = StepBuffers.allocate(self.sim.spec, self.num_envs)
         self._start_counting([env_id])

@@ -17,6 +17,7 @@ from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault
 from embodied_rl.sim.ledger import EpisodeLedger
 from embodied_rl.sim.snapshots import encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
+from embodied_rl.stopping import waiting
 
 _MEMORY_EVERY_S = 1.0
 _SETTLE_NAP_S = 0.002
@@ -98,22 +99,23 @@ class Supervisor:
         """Wait until every worker is there. Raises as `poll`."""
         while any(watch.phase is not _Phase.LIVE for watch in self._watches):
             self.poll()
-            time.sleep(_SETTLE_NAP_S)
+            with waiting:
+                time.sleep(_SETTLE_NAP_S)
 
     def command(self, messages: Mapping[int, Message], timeout_s: float, doing: str) -> dict[int, Message]:
         """Send a request to some workers and collect the answers; a worker that fails is replaced and asked again.
 
         Raises SimFault when the policy says to stop, and UserError when a worker refuses (after all have answered).
         """
-        waiting, answers, refusal = dict(messages), {}, None
-        while waiting:
+        unasked, answers, refusal = dict(messages), {}, None
+        while unasked:
             self.settle()
-            for index in list(waiting):
+            for index in list(unasked):
                 try:
-                    self._request(index, *waiting[index])
+                    self._request(index, *unasked[index])
                 except SimFault as fault:
                     self._on_fault(index, fault)
-            for index in list(waiting):
+            for index in list(unasked):
                 if self._watches[index].phase is not _Phase.LIVE:
                     continue
                 try:
@@ -123,7 +125,7 @@ class Supervisor:
                 except SimFault as fault:
                     self._on_fault(index, fault)
                     continue
-                del waiting[index]
+                del unasked[index]
         if refusal is not None:
             raise refusal
         return answers
@@ -281,14 +283,18 @@ class Supervisor:
 
     def _resume_items(self, index: int) -> list[dict[str, Any]]:
         faulty = bool(self._watches[index].open_faults)
-        items = []
+        begin, items = self._arrays()["begin"], []
         for slot in self.crew.slots_of[index]:
             mark = self.crew.state[slot]
             assert mark in (IDLE, PENDING, READY, ENDED, ABORTED)
-            # Without autoreset a slot that waits for its next episode shows the end of the last one.
-            waits = not self.crew.plan.autoreset and not self.ledger.point(slot)[1]
-            seen = None if mark == PENDING or waits else self.crew.observation(slot)
+            num_actions = self.ledger.point(slot)[1]
             abort = slot in self._to_abort and mark not in (ENDED, ABORTED)
+            if mark == PENDING and (abort or not self.ledger.is_lost(slot)):
+                # What was asked for without an action is a beginning; who ended in the middle of it may have taken the word away already.
+                begin[slot] = not (abort or num_actions)
+            # Without autoreset a slot that waits for its next episode shows the end of the last one.
+            waits = not self.crew.plan.autoreset and (mark == ENDED or not num_actions)
+            seen = None if mark == PENDING or waits else self.crew.observation(slot)
             items.append(self.ledger.resume_item(slot, mark, seen, abort=abort, cautious=faulty))
         return items
 

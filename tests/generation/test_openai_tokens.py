@@ -422,7 +422,7 @@ def test_pause_sends_nothing_new(serve: Any) -> None:
 
 
 def test_what_it_cannot_do(serve: Any, tokenizer: ChatTokenizer) -> None:
-    _, backend = serve(stream)
+    _, backend = serve(endless)  # an answer that had come would be in flight no more
     with pytest.raises(UserError, match="cannot load weights: they belong to the server"):
         backend.load_weights(1, [])
     with pytest.raises(UserError, match="images"):

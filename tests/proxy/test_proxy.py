@@ -419,6 +419,70 @@ def test_a_client_that_is_gone_aborts_its_request() -> None:
         pump.complete(request())
 
 
+def test_who_comes_in_while_the_pump_closes_is_told() -> None:
+    """Whatever the thread has taken out of its inbox by then, and not begun."""
+    pump = BackendPump(ScriptedTokens(lambda asked: [1]))
+    busy, go_on = threading.Event(), threading.Event()
+    told: list[str] = []
+
+    def work(backend: Any) -> None:
+        busy.set()
+        go_on.wait(240)
+
+    def wait(ask: Callable[[], Any]) -> None:
+        try:
+            ask()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    first = threading.Thread(target=lambda: pump.call(work))
+    first.start()
+    assert busy.wait(240)
+    later = [
+        threading.Thread(target=wait, args=(ask,), daemon=True)
+        for ask in (lambda: pump.complete(request()), lambda: list(pump.stream(request())), lambda: pump.call(lambda backend: None))
+    ]
+    for thread in later:
+        thread.start()
+    deadline = time.monotonic() + 240
+    while pump._inbox.qsize() < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    closing = threading.Thread(target=pump.close)
+    closing.start()
+    while not pump._closed and time.monotonic() < deadline:
+        time.sleep(0.005)
+    go_on.set()
+    for thread in (first, closing, *later):
+        thread.join(240)
+    assert len(told) == 3
+    assert all("closed" in text for text in told)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_backend_that_dies_when_it_is_asked_is_told(streamed: bool) -> None:
+    class Gone(ScriptedTokens):
+        def submit(self, requests: Sequence[GenerationRequest]) -> None:
+            raise ConnectionError("nobody there")
+
+    pump = BackendPump(Gone(lambda asked: [1]))
+    told: list[str] = []
+
+    def wait() -> None:
+        try:
+            list(pump.stream(request())) if streamed else pump.complete(request())
+        except RuntimeError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(240)
+    assert told == ["The generation backend has died (ConnectionError: nobody there)."]
+    with pytest.raises(RuntimeError, match="closed"):
+        pump.call(lambda backend: None)
+    pump.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_backend_that_dies_is_told_to_all_who_wait() -> None:
     def script(asked: GenerationRequest) -> list[int]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from embodied_rl.sim.channel import Channel
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.transport import PENDING
 from tests.sim.runs import PassingTime, action_of, assert_same, hangs, note, play_asynchronously, play_lockstep
 
 COUNTING = "tests.sim.toy:CountingSim"
@@ -150,6 +154,103 @@ def test_an_episode_is_not_to_blame_for_workers_that_die_before_they_touch_it() 
         for slot, steps in play_lockstep(manager, 10, start=4).items():
             trace[slot] += steps
     assert_same(trace, clean_run(14, slots=2, workers=1))
+
+
+@pytest.mark.parametrize("when", ["before it is told what to build", "before it is handed the memory"])
+def test_who_takes_a_workers_place_may_die_at_once(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent to it then finds nobody."""
+    hurt: list[int] = []
+
+    def kill(pid: int) -> None:
+        if not hurt:
+            hurt.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is gone, and nobody has been told
+
+    with make(slots=2, workers=1) as manager:
+        manager.reset()
+        trace = play_lockstep(manager, 3)
+        if when.endswith("build"):
+            start = subprocess.Popen
+
+            def started(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+                process = start(*words, **options)
+                kill(process.pid)
+                return process
+
+            monkeypatch.setattr(subprocess, "Popen", started)
+        else:
+            share = Channel.send_fd
+
+            def shared(channel: Channel, fd: int) -> None:
+                kill(manager.worker_pids()[0])
+                share(channel, fd)
+
+            monkeypatch.setattr(Channel, "send_fd", shared)
+        first = manager.worker_pids()[0]
+        os.kill(first, signal.SIGKILL)
+        for slot, steps in play_lockstep(manager, 10, start=3).items():
+            trace[slot] += steps
+        assert [(record.kind, record.pid) for record in manager.fault_records] == [(FaultKind.DIED, pid) for pid in (first, *hurt)]
+    monkeypatch.undo()
+    assert_same(trace, clean_run(13, slots=2, workers=1))
+
+
+def test_a_beginning_is_made_again_wherever_the_worker_ended_in_it() -> None:
+    for taken_back in (0, 1):  # the word for it, before the worker said that it is done
+        with make(slots=1, workers=1) as manager:
+            manager.reset()
+            manager.step(np.ones((1, 1)))
+            worker = manager.worker_pids()[0]
+            os.kill(worker, signal.SIGSTOP)
+            manager.begin([0], [77])
+            manager._crew.slab.arrays["begin"][0] = 1 - taken_back  # type: ignore[union-attr]
+            os.kill(worker, signal.SIGKILL)
+            first = manager.recv([0])
+            assert first.observation["state"].tolist() == [[77, 0, 0]]
+            assert (first.reward.tolist(), first.episodes) == ([0.0], ())
+            assert manager.step(np.full((1, 1), 0.5)).observation["state"].tolist() == [[77, 1, 0.5]]
+
+
+def test_an_end_that_nobody_fetched_yet_is_no_drift() -> None:
+    factory = SimFactory(COUNTING, kwargs={"length": 2})
+    with EnvManager(factory, 1, num_workers=1, autoreset=False) as manager:
+        manager.reset()
+        manager.step(np.ones((1, 1)))
+        manager.send([0], np.ones((1, 1)))
+        deadline = time.monotonic() + 120
+        while manager._crew.state[0] == PENDING and time.monotonic() < deadline:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        os.kill(manager.worker_pids()[0], signal.SIGKILL)
+        while not manager.num_restarts and time.monotonic() < deadline:
+            manager._supervisor.poll()
+        manager._supervisor.settle()
+        assert [(slot.outcome, slot.drift) for record in manager.fault_records for slot in record.slots] == [("restored", None)]
+        last = manager.recv([0])
+        assert last.terminated.tolist() == [True]
+        assert last.observation["state"][0, 1:].tolist() == [2, 2]
+        manager.begin([0], [77])
+        assert manager.recv([0]).observation["state"].tolist() == [[77, 0, 0]]
+
+
+@pytest.mark.parametrize("target", [COUNTING, "tests.sim.toy:ForgottenSim"])
+def test_an_episode_may_go_on_after_an_end_while_its_worker_is_away(target: str) -> None:
+    """The next one, which had not begun for anybody: nothing of it is lost, and its first step is no beginning."""
+    with make(target, slots=1, workers=1, length=2) as manager:
+        manager.reset()
+        manager.step(np.ones((1, 1)))
+        manager.send([0], np.ones((1, 1)))
+        deadline = time.monotonic() + 120
+        while manager._crew.state[0] == PENDING and time.monotonic() < deadline:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        os.kill(manager.worker_pids()[0], signal.SIGKILL)
+        while not manager.num_restarts and time.monotonic() < deadline:
+            manager._supervisor.poll()
+        assert manager.recv([0]).terminated.tolist() == [True]
+        manager.send([0], np.full((1, 1), 0.5))
+        batch = manager.recv([0])
+        assert batch.aborted is None
+        assert batch.observation["state"].tolist() == [[EpisodeSeeds.training(0).seed(0, 1, 1), 1, 0.5]]
 
 
 def test_restart_begins_new_episodes_for_the_failed_worker_alone() -> None:

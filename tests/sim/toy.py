@@ -126,6 +126,14 @@ class SavedCountingSim(CountingSim):
         self.state[env_id, 2] += 0.25 * self._drifts
 
 
+class ForgottenSim(CountingSim):
+    """An episode of it cannot be taken up again."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
+        self.spec = dataclasses.replace(self.spec, snapshots="none")
+
+
 class HeavySavedSim(SavedCountingSim):
     """Each of its snapshots takes 300 kB: a few of them are more than a socket holds."""
 
