@@ -6,8 +6,10 @@ may be in the middle of a change.
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -43,18 +45,25 @@ waiting = _Waiting()
 
 
 class Stopper:
-    """Ends the waits of a `stoppable` block some seconds after `stop`; of the main thread, which alone gets signals."""
+    """Ends the waits of a `stoppable` block some seconds after `stop`; of the main thread, which alone gets signals.
+
+    What wakes the main thread is SIGURG, for its default is that nothing happens: one that comes too late does no harm. The clock of
+    SIGALRM, of which a process has one, stays with whoever uses it.
+    """
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: what is nearly there may still come."""
         self._patience_s = patience_s
         self._stopped = self._inside = False
+        self._number = 0
+        """Of the `stoppable` block: who was to end an earlier one leaves this one alone."""
 
     def stop(self) -> None:
         """To be called by a handler of signals."""
         self._stopped = True
         if self._inside:
-            signal.setitimer(signal.ITIMER_REAL, self._patience_s)
+            # A `threading.Thread` takes a lock that the interrupted code may hold.
+            _thread.start_new_thread(self._knock_later, (self._number,))
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -62,7 +71,8 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: Any = signal.signal(signal.SIGALRM, self._on_alarm)
+        before: Any = signal.signal(signal.SIGURG, self._on_knock)
+        self._number += 1
         self._inside, waiting.depth, waiting.is_over = True, 0, False  # one that was ended may not have been counted out
         try:
             if self._stopped:
@@ -70,11 +80,15 @@ class Stopper:
             yield
         finally:
             self._inside = waiting.is_over = False
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
-    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        if not self._inside:
+    def _knock_later(self, number: int) -> None:
+        time.sleep(self._patience_s)
+        if self._inside and number == self._number:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+
+    def _on_knock(self, number: int, frame: FrameType | None) -> None:
+        if not (self._inside and self._stopped):  # somebody else's
             return
         self._inside = False  # once
         if waiting.depth > 0:

@@ -96,10 +96,19 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
 
 def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None) -> None:
     from embodied_rl.checkpoint import resume_command
+    from embodied_rl.errors import UserError
+    from embodied_rl.roles.failures import RoleLost
     from embodied_rl.trainer import Trainer
 
     with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started) as trainer:
-        trainer.run()
+        try:
+            trainer.run()
+        except RoleLost as lost:
+            if not trainer.interrupted:
+                raise
+            # Whoever ends a run may end its machines too: nothing is begun anew.
+            go_on = resume_command(command, run_dir)
+            raise UserError(f"{lost} The run was to end; what came after its last checkpoint is lost. Go on with: {go_on}") from lost
         if trainer.interrupted:
             trainer.close()
             _announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")

@@ -199,7 +199,11 @@ class Trainer:
         return len(self.recent) == _WINDOW and self._success() >= config.stop_at_success
 
     def _publish(self) -> None:
-        self.engine.publish(version=self.iteration)
+        try:
+            with self._stopper.stoppable():
+                self.engine.publish(version=self.iteration)
+        except WaitStopped:
+            self._gave_up = True  # whoever plays does not take them; the update is made, and is to be counted
         self.method.published(self.iteration)
 
     def _report(self, experience: Experience, stats: dict[str, float], seconds: float) -> None:
@@ -395,7 +399,8 @@ class Trainer:
             self._restart_episodes()
 
     def _restart_episodes(self) -> None:
-        self.method.restart(self.iteration)
+        with self._stopper.stoppable():
+            self.method.restart(self.iteration)
 
     def _success(self) -> float:
         return float(np.mean([success for success, _, _ in self.recent])) if self.recent else 0.0

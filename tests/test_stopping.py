@@ -13,21 +13,28 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from embodied_rl.compose import load_train_config
 from embodied_rl.service.app import EnvironmentService
 from embodied_rl.service.environment import ServiceLimits
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.stopping import Stopper, WaitStopped, waiting
 from embodied_rl.train import train
-from tests.roles.runs import QUICK, TEXTS
+from embodied_rl.trainer import Trainer
+from tests.roles.runs import GROUPS, QUICK, TEXTS
 
 DEADLINE_S = 240.0
 PATIENT = ["sim.step_timeout_s=9000", "sim.start_timeout_s=9000"]
 PATIENT += ["+sim.kwargs.attempt_s=9000", "+sim.kwargs.deadline_s=8000", "+sim.kwargs.start_timeout_s=8000"]
 """Nothing but the signal ends the wait."""
+
+SMALL = [*QUICK, "sim.num_workers=1", "sim.num_slots=2", "evaluation.every_steps=null", "policy.hidden_sizes=[16]"]
+STEPS = ["sim=remote", *SMALL, "algorithm.rollout_steps=64", "algorithm.minibatch_size=64"]
+EPISODES = ["sim=remote", *SMALL, "algorithm=grpo", "algorithm.groups.group_size=2", "algorithm.groups.groups_per_step=2"]
 
 
 class SilentProxy:
@@ -103,28 +110,24 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "hybrid"),
+    ("number", "task"),
     [
-        (signal.SIGTERM, "collocated"),
-        pytest.param(signal.SIGINT, "disaggregated", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "ray", marks=pytest.mark.slow),
+        (signal.SIGTERM, [*STEPS, "hybrid=collocated"]),
+        pytest.param(signal.SIGINT, [*STEPS, "hybrid=disaggregated"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [*STEPS, "hybrid=ray"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [*EPISODES, "hybrid=collocated"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [*EPISODES, "hybrid=disaggregated", "hybrid.players=2"], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, [*EPISODES, "hybrid=disaggregated", "algorithm.groups.max_staleness=1"], marks=pytest.mark.slow),
     ],
-    ids=["collocated", "disaggregated", "ray"],
+    ids=["collocated", "disaggregated", "ray", "groups", "players", "ahead"],
 )
 def test_a_simulator_behind_a_server_that_falls_silent(
-    tmp_path: Path, service: EnvironmentService, proxies: list[SilentProxy], number: signal.Signals, hybrid: str
+    tmp_path: Path, service: EnvironmentService, proxies: list[SilentProxy], number: signal.Signals, task: list[str]
 ) -> None:
     proxies.append(SilentProxy(int(service.url.rpartition(":")[2])))
-    task = ["sim=remote", *QUICK, "sim.num_workers=1", "sim.num_slots=2", f"sim.kwargs.url={proxies[0].url}", f"hybrid={hybrid}"]
-    task += [
-        "algorithm.rollout_steps=64",
-        "algorithm.minibatch_size=64",
-        "evaluation.every_steps=null",
-        "policy.hidden_sizes=[16]",
-        *PATIENT,
-    ]
     folder = tmp_path / "run"
-    process = started(folder, *task, "total_steps=1000000", "checkpoint.every_steps=null")
+    words = [*task, *PATIENT, f"sim.kwargs.url={proxies[0].url}", "total_steps=1000000", "checkpoint.every_steps=null"]
+    process = started(folder, *words)
     wait_for(lambda: len(rows(folder)) > 0, process)
     proxies[0].is_silent = True
     wait_for(proxies[0].kept_waiting.is_set, process)
@@ -138,7 +141,9 @@ def test_a_simulator_behind_a_server_that_falls_silent(
     proxies.append(SilentProxy(int(service.url.rpartition(":")[2])))  # another server: it answers
     further = [f"sim.kwargs.url={proxies[1].url}", f"total_steps={steps + 128}"]
     train(load_train_config(["sim=remote", f"resume={folder}", f"run_dir={folder}", *further]), overrides=further)
-    assert rows(folder)[-1]["step"] == steps + 128
+    found = [row["step"] for row in rows(folder)]
+    assert found == sorted(found)
+    assert found[-1] >= steps + 128
 
 
 @pytest.mark.slow
@@ -153,6 +158,38 @@ def test_an_agent_behind_a_server_that_never_answers(tmp_path: Path, proxies: li
     assert process.returncode == 0, errors
     assert "Interrupted and saved at" in errors
     assert (folder / "checkpoints/last/policy.safetensors").is_file()
+
+
+def test_a_player_that_takes_no_weights_costs_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands still when weights are published: the update before is counted and saved."""
+    monkeypatch.setattr("embodied_rl.trainer._PATIENCE_S", 0.5)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = load_train_config([*GROUPS, "hybrid=disaggregated", "total_steps=100000", f"run_dir={folder}"])
+    with Trainer(config, folder, command="test") as trainer:
+        method, manager = cast(Any, trainer.method), cast(Any, trainer.manager)
+        pid, update = manager._handle.process.pid, method.update
+
+        def stop_after(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            stats = update(prepared, iteration=iteration, steps=steps)
+            if iteration == 1:
+                os.kill(pid, signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return dict(stats)
+
+        method.update = stop_after
+        try:
+            trainer.run()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (trainer.interrupted, trainer.iteration) == (True, 2)
+        steps = trainer.steps
+    state = json.loads((folder / "checkpoints/last/state.json").read_text())
+    assert (state["step"], state["state"]["iteration"]) == (steps, 2)
+    assert [row["step"] for row in rows(folder)][-1] == steps
+    further = [f"total_steps={steps + 50}"]
+    train(load_train_config([*GROUPS, f"resume={folder}", f"run_dir={folder}", *further]), overrides=further)
+    assert rows(folder)[-1]["step"] >= steps + 50
 
 
 def test_waits_alone_are_ended() -> None:
@@ -174,7 +211,52 @@ def test_waits_alone_are_ended() -> None:
     # What was stopped stays so: the next wait ends too.
     with pytest.raises(WaitStopped), stopper.stoppable(), waiting:
         threading.Event().wait(DEADLINE_S)
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_who_uses_the_clock_of_the_process_keeps_it() -> None:
+    """Limits of tests are such a clock."""
+    handler, clock = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    rung: list[bool] = []
+    signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        stopper = Stopper(0.0)
+        with stopper.stoppable(), waiting:
+            until = time.monotonic() + DEADLINE_S
+            while not rung and time.monotonic() < until:
+                time.sleep(0.01)
+            # It is no stop, nor is a knock that nobody here asked for.
+            signal.raise_signal(signal.SIGURG)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *clock)
+    assert rung == [True]
+
+
+def test_a_stop_that_comes_too_late_ends_nothing() -> None:
+    before = signal.getsignal(signal.SIGURG)
+    stopper = Stopper(0.05)
+    with stopper.stoppable():
+        stopper.stop()
+    assert signal.getsignal(signal.SIGURG) == before
+    another = Stopper(60.0)
+    with another.stoppable(), waiting:
+        assert not threading.Event().wait(0.2)
+
+
+def test_a_simulator_that_is_reset_may_be_silent_too(tmp_path: Path) -> None:
+    """As whoever is to come back, of which `settle` waits."""
+    config = load_train_config(["sim=cartpole", "sim.num_workers=1", *PATIENT[:2]]).sim
+    stopper = Stopper(0.1)
+    with EnvManager.from_config(config, EpisodeSeeds.training(0), autoreset=False) as manager:
+        (pid,) = manager.worker_pids()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            stopper.stop()
+            with pytest.raises(WaitStopped), stopper.stoppable():
+                manager.reset()
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_without_a_signal_nothing_is_ended() -> None:

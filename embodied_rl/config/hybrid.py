@@ -49,9 +49,9 @@ class RayCpusConfig:
     """Logical CPUs of each role's actor; the roles together fit a machine of two cores."""
 
     env: float = 1.0
-    """Simulators and what collects from them."""
+    """Simulators and what collects from them, of each player."""
     generation: float = 0.25
-    """The policy that acts."""
+    """The policy that acts, of each player."""
     reward: float = 0.25
     """Of each reward worker."""
     train: float = 0.5
@@ -131,7 +131,8 @@ class HybridConfig:
     """What of the weights is sent to whoever plays in another process, after the first time. full: all of them. changed: what differs from
     what was sent before. adapter: of a language policy with LoRA, the adapter alone, which is merged there."""
     players: int = 1
-    """Processes that play side by side with placement=disaggregated, each a part of the slots and of the groups of a batch."""
+    """Who plays side by side, each a part of the slots and of the groups of a batch: processes with placement=disaggregated, or pairs of
+    actors with cluster=ray."""
     max_restarts: int = 3
     """How often roles outside this process are begun anew in a run, when they end unexpectedly."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -48,6 +49,9 @@ class Link:
         return message, load(self._exactly(payload_size)) if payload_size else {}
 
     def close(self) -> None:
+        """Also where another thread waits for a message: it, and the other end, are told at once."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _exactly(self, size: int) -> bytes:

@@ -26,6 +26,7 @@ from embodied_rl.hybrid.link import Link
 
 _END_S = 10.0
 _TCP = "tcp://"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class TrainWorkerError(RuntimeError):
@@ -197,10 +198,21 @@ def interface_of(address: str) -> str | None:
 
 
 def listen_on(address: str) -> None:
-    """Have this process's gloo use the interface of an address, unless the environment names one already."""
+    """Have this process's gloo use the interface of an address, unless the environment names one already.
+
+    Raises:
+        UserError: no interface has it: others would be told one where they find nobody.
+    """
+    if os.environ.get(_INTERFACE):
+        return
     name = interface_of(address)
     if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ[_INTERFACE] = name
+    elif not address.startswith("127."):
+        raise UserError(
+            f"Ranks of training on several nodes: no network interface of {socket.gethostname()} has {address}, its address in Ray. Start "
+            f"Ray there with the address of an interface (ray start --node-ip-address=…), or with {_INTERFACE} set to its name."
+        )
 
 
 def _environment() -> dict[str, str]:

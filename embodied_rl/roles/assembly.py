@@ -143,8 +143,8 @@ def _check_players(config: TrainConfig) -> None:
     """Several players divide groups among them."""
     players, algorithm = config.hybrid.players, config.algorithm
     where, one = f"hybrid.players={players}", "The nearest possible: hybrid.players=1"
-    if config.hybrid.cluster != "local" or config.hybrid.placement.kind != "disaggregated":
-        raise UserError(f"{where} are processes of hybrid=disaggregated on one machine. {one}, or hybrid=disaggregated.")
+    if config.hybrid.cluster == "local" and config.hybrid.placement.kind != "disaggregated":
+        raise UserError(f"{where} are processes of hybrid=disaggregated, or actors of hybrid=ray. {one}, or one of these.")
     if algorithm.groups is None:
         raise UserError(
             f"{where} divide groups of episodes, and algorithm={algorithm.name} has fixed rollouts. {one}, or a method on groups "

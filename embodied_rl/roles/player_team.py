@@ -1,4 +1,4 @@
-"""Several players side by side: each plays its share of the groups, by their numbers, in simulators of its own.
+"""Several players side by side, processes or actors: each plays its share of the groups, by their numbers, in simulators of its own.
 
 ```
                        ┌── player 0: groups 0, 2, 4, …  its half of each batch
@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from embodied_rl.roles.player import Played
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, Share
 from embodied_rl.sim.affinity import available_cores
+from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeGroup
 
 _OF_ONE = ("texts", "demonstrate", "peek")
@@ -66,9 +67,11 @@ class PlayerTeam:
         return sum(self._all(lambda player: player.publish(version, tensors), self._players))
 
     def close(self) -> None:
-        """End all of them. May be called twice."""
-        for player in self._players:
-            player.close()
+        """End all of them, at the same time: each may have somebody to wait for. May be called twice."""
+        players, self._players = self._players, []
+        with ThreadPoolExecutor(max(len(players), 1), thread_name_prefix="end") as ending:
+            for ended in [ending.submit(player.close) for player in players]:
+                ended.result()
         self._pool.shutdown(wait=False)
 
     def _evaluate(self, num_episodes: int, first_seed: int) -> list[Any]:
@@ -85,6 +88,8 @@ class PlayerTeam:
 
     def _all(self, ask: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
         futures = [self._pool.submit(ask, one) for one in of]
+        with waiting:
+            wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         # A player that has ended is replaced; whatever else went wrong is told by the new one, if it was not for that.
         for error in sorted(errors, key=lambda error: not isinstance(error, RoleLost)):
@@ -98,7 +103,8 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
     assert groups is not None, "the configuration was checked"
     slots = config.sim.num_slots // count + (index < config.sim.num_slots % count)
     workers = min(max((config.sim.num_workers or available_cores()) // count, 1), slots)
-    sim = dataclasses.replace(config.sim, num_slots=slots, num_workers=workers)
+    stages = min(config.sim.pipeline_groups, slots)
+    sim = dataclasses.replace(config.sim, num_slots=slots, num_workers=workers, pipeline_groups=stages)
     own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
     hybrid = dataclasses.replace(config.hybrid, players=1)
     return dataclasses.replace(config, sim=sim, algorithm=dataclasses.replace(config.algorithm, groups=own), hybrid=hybrid)

@@ -28,12 +28,19 @@ def outcome_of(task: Callable[[], Any]) -> Told:
         return "error", told(error)
 
 
-def value_of(reference: Any, role: str) -> Any:
-    """What an actor's method returned. Raises RoleLost, and what was raised there."""
+def value_of(reference: Any, role: str, *, can_give_up: bool = True) -> Any:
+    """What an actor's method returned. Raises RoleLost, and what was raised there.
+
+    Args:
+        reference: of what the method returns.
+        role: of the actor.
+        can_give_up: a run that is to end may do without the answer (see `stopping`).
+    """
     try:
         while not ray.wait([reference], timeout=_SLICE_S)[0]:
-            with waiting:  # in between: what a signal raises inside of Ray comes out as another exception
-                pass
+            if can_give_up:
+                with waiting:  # in between: what a signal raises inside of Ray comes out as another exception
+                    pass
         kind, value = ray.get(reference)
     except GONE as error:
         raise RoleLost(f"The Ray actor {role} has ended: {first_line(error)}") from error

@@ -56,15 +56,16 @@ class Need:
 
 
 def needs_of(config: HybridConfig) -> list[Need]:
-    """What every actor of a run takes: env, generation, each rank of train, and each reward worker.
+    """What every actor of a run takes: env and generation of each player, each rank of train, and each reward worker.
 
     Raises:
         UserError: an actor has nothing.
     """
     num_ranks = 1 if config.sharding is None else config.sharding.num_ranks
-    num_rewards = 0 if config.reward_worker is None else config.reward_worker.num_workers
+    players = config.players
+    num_rewards = 0 if config.reward_worker is None else config.reward_worker.num_workers * players
     needs: list[Need] = []
-    actors: list[tuple[Role, int]] = [("env", 1), ("generation", 1), ("train", num_ranks), ("reward", num_rewards)]
+    actors: list[tuple[Role, int]] = [("env", players), ("generation", players), ("train", num_ranks), ("reward", num_rewards)]
     for role, num in actors:
         cpus, gpus = getattr(config.ray.cpus, role), getattr(config.ray.gpus, role)
         if role == "train":
@@ -236,7 +237,12 @@ class RayCluster:
         chosen: list[str] = []
         for role, group in itertools.groupby(need.role for need in self._needs):
             num = len(list(group))
-            numbers = nodes_of_ranks(placement["train"], num) if role == "train" else [_only_node(placement[role], role)] * num
+            if role == "train":
+                numbers = nodes_of_ranks(placement["train"], num)
+            elif role != "reward" and self.config.players > 1:
+                numbers = nodes_of_players(placement[role], role, num)
+            else:
+                numbers = [_only_node(placement[role], role)] * num
             chosen += [alive[number]["NodeID"] for number in numbers]
         return chosen
 
@@ -280,12 +286,28 @@ def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
     return [node for node in nodes for _ in range(num_ranks // len(nodes))]
 
 
+def nodes_of_players(devices: Sequence[Device], role: Role, players: int) -> list[int]:
+    """The node of each player's actor of a role: as many on each.
+
+    Raises:
+        UserError: they cannot be divided so.
+    """
+    nodes = sorted({device.node for device in devices})
+    if players % len(nodes):
+        raise UserError(
+            f"hybrid.placement gives role {role} {len(nodes)} nodes, and there are {players} players (hybrid.players): as many go to each "
+            f"node. Name fewer nodes, or set hybrid.players to a multiple of {len(nodes)}."
+        )
+    return [node for node in nodes for _ in range(players // len(nodes))]
+
+
 def _only_node(devices: Sequence[Device], role: Role) -> int:
     nodes = sorted({device.node for device in devices})
     if len(nodes) > 1:
         raise UserError(
             f"hybrid.placement gives role {role} {len(nodes)} nodes, and with Ray this role is one actor (of rewards: on one node): name "
-            f"one, such as {role}: ['{nodes[0]}/cpu']."
+            f"one, such as {role}: ['{nodes[0]}/cpu']"
+            + ("." if role == "reward" else f", or set hybrid.players={len(nodes)} for a method on groups.")
         )
     return nodes[0]
 

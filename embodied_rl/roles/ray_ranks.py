@@ -31,7 +31,7 @@ from embodied_rl.hybrid.train_worker import RankServer
 from embodied_rl.hybrid.weight_transports import pack_tensors, unpack_tensors
 from embodied_rl.methods.language_apart import ModelFiles, write_model_files
 from embodied_rl.roles.failures import RoleLost, as_raised
-from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of
+from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of, value_of
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 1.0
@@ -51,6 +51,10 @@ class RankWorker:
         """Of this actor's node."""
         return str(ray.util.get_node_ip_address())
 
+    def listen(self, address: str | None) -> Told:
+        """Meet the other ranks at this address from now on; None: at this actor's node's."""
+        return outcome_of(lambda: listen_on(address or self.address()))
+
     def do(self, message: dict[str, Any], text: bytes, payload: Any) -> Told:
         """See `RankServer.do`; tensors come as `pack_tensors` gives them, and go as {name: array}."""
         tensors = dict(unpack_tensors(text, torch.from_numpy(payload.copy()))) if len(payload) else {}  # Ray's arrays are read-only
@@ -58,8 +62,6 @@ class RankWorker:
         def task() -> dict[str, Any] | None:
             if message["do"] == "build":
                 return self._build(message, tensors)
-            if message["do"] == "join":
-                listen_on(message["address"] or self.address())
             answer = self._server.do(message, tensors)
             return None if answer is None else {name: tensor.numpy() for name, tensor in answer.items()}
 
@@ -140,8 +142,8 @@ class RayRanks:
         self._actors = list(actors)
         self._links = [RayLink(actor) for actor in actors]
         self._addresses: list[str] = []
-        self._address: str | None = None
-        """Where ranks listen: None, each at its node's."""
+        self._address = _LOOPBACK
+        """Where rank 0 listens."""
 
     @property
     def links(self) -> list[RankLink]:
@@ -149,9 +151,16 @@ class RayRanks:
         return list(self._links)
 
     def start(self, num_ranks: int, device: torch.device) -> None:
-        """See `RankHost.start`: the driver has begun them."""
+        """See `RankHost.start`: the driver has begun them. UserError also for a node that the others could not reach."""
         assert num_ranks == len(self._actors) + 1, "the driver makes as many as the configuration says"
         self._addresses = ray.get([actor.address.remote() for actor in self._actors])
+        own = str(ray.util.get_node_ip_address())
+        within = set(self._addresses) <= {own}
+        self._address = _LOOPBACK if within else own
+        listen_on(self._address)
+        # Here, where all are waited for: who meets the others in vain is waited for by them.
+        for reference in [actor.listen.remote(_LOOPBACK if within else None) for actor in self._actors]:
+            value_of(reference, "RankWorker")
 
     def device_index(self, rank: int) -> int:
         """See `RankHost.device_index`: an actor sees its own alone."""
@@ -160,16 +169,11 @@ class RayRanks:
     @contextlib.contextmanager
     def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
         """See `RankHost.meeting`: at the address of this node, or within it where all ranks are on one."""
-        own = str(ray.util.get_node_ip_address())
-        self._address = _LOOPBACK if set(self._addresses) <= {own} else None
-        listen_on(self._address or own)
-        yield listening_store(self._address or own, num_ranks, timeout_s)
+        yield listening_store(self._address, num_ranks, timeout_s)
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """See `RankHost.tell`: the tensors lie in the object store once."""
         text, payload = _packed(tensors)
-        if message["do"] == "join":
-            message = {**message, "address": self._address}
         shared = ray.put(payload) if len(payload) else payload
         for link in self._links:
             link.send_packed(message, text, shared)

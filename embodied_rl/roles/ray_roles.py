@@ -8,7 +8,8 @@
  publish(v): object store ──────────────────────┼──────────────────────────▶ weights of version v
                                           RewardWorker × n
 ```
-The driver owns the actors. Should one of them end, all are replaced, as a player is that is one process.
+The driver owns the actors. Should one of them end, all are replaced, as a player is that is one process. With `hybrid.players` there are
+as many of each, every one with its share of the groups.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.roles.agent_player import AgentPlayer
 from embodied_rl.roles.domain_player import DomainPlayer
 from embodied_rl.roles.player import Player, serve
+from embodied_rl.roles.player_team import PlayerTeam
 from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_generation import GenerationWorker, RayGenerator, RayRoles
 from embodied_rl.roles.ray_tokens import RayTokens
-from embodied_rl.roles.remote import RemotePlayer
+from embodied_rl.roles.remote import PlayerHandle, RemotePlayer
+from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.scoring import ScoreLedger, checked_score, load_score
+from embodied_rl.stopping import waiting
 from embodied_rl.types import Episode
 
 _END_S = 5.0
@@ -99,9 +103,10 @@ class RayScorer:
 class EnvWorker:
     """Simulators and the collector, which plays on between requests; its requests are answered by a thread of its own."""
 
-    def __init__(self, config: TrainConfig, generation: Any, rewards: list[Any]) -> None:
+    def __init__(self, config: TrainConfig, generation: Any, rewards: list[Any], share: Share = WHOLE) -> None:
+        """`share`: of the groups, where others play the rest."""
         self._requests: queue.SimpleQueue[tuple[str, dict[str, Any], Future[Told]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(config, generation, rewards), daemon=True).start()
+        threading.Thread(target=self._run, args=(config, generation, rewards, share), daemon=True).start()
 
     def do(self, what: str, arguments: dict[str, Any]) -> Told:
         """What the player's method `what` returns."""
@@ -109,7 +114,7 @@ class EnvWorker:
         self._requests.put((what, arguments, answer))
         return answer.result()
 
-    def _run(self, config: TrainConfig, generation: Any, rewards: list[Any]) -> None:
+    def _run(self, config: TrainConfig, generation: Any, rewards: list[Any], share: Share) -> None:
         options = config.hybrid.reward_worker
 
         def build() -> Player:
@@ -127,8 +132,8 @@ class EnvWorker:
                     make_roles=lambda backends, acting: RayRoles(generation, backends, acting),
                 )
             if config.policy.name == "language":
-                return AgentPlayer(config, make_backend=make_backend, make_scoring=make_scoring)
-            return Player(config, make_acting=lambda _, spec: RayGenerator(generation, spec), make_scoring=make_scoring)
+                return AgentPlayer(config, make_backend=make_backend, make_scoring=make_scoring, share=share)
+            return Player(config, make_acting=lambda _, spec: RayGenerator(generation, spec), make_scoring=make_scoring, share=share)
 
         kind, player = outcome_of(build)
         if kind == "value":
@@ -158,21 +163,23 @@ class EnvWorker:
 class RayPlayer:
     """Handle of the actors that play. Implements `PlayerHandle`."""
 
-    def __init__(self, config: TrainConfig, cluster: RayCluster) -> None:
-        """Create the actors. Raises UserError where the cluster can never hold them."""
+    def __init__(self, config: TrainConfig, cluster: RayCluster, share: Share = WHOLE) -> None:
+        """Create the actors; `share`: of the groups. Raises UserError where the cluster can never hold them."""
         cluster.check()
         self._cluster, self._publisher = cluster, RayPublisher()
         self._differences = DeltaSource() if config.hybrid.publish == "changed" else None
         self._timeout_s: float | None = cluster.config.ray.start_timeout_s + config.sim.start_timeout_s
         rewards = config.hybrid.reward_worker
-        self.generation: Any = ray.remote(GenerationWorker).options(**cluster.options("generation")).remote(config)
+        generation: Any = ray.remote(GenerationWorker).options(**cluster.options("generation", share.index))
+        self.generation: Any = generation.remote(config)
         again = {"max_restarts": config.hybrid.max_restarts, "max_task_retries": -1}
-        self.rewards: list[Any] = [
-            ray.remote(RewardWorker).options(**cluster.options("reward", number), **again).remote(rewards.target, rewards.kwargs)
-            for number in range(0 if rewards is None else rewards.num_workers)
-            if rewards is not None
-        ]
-        self.env: Any = ray.remote(EnvWorker).options(**cluster.options("env")).remote(config, self.generation, self.rewards)
+        self.rewards: list[Any] = []
+        for number in range(0 if rewards is None else rewards.num_workers):
+            assert rewards is not None
+            where = cluster.options("reward", share.index * rewards.num_workers + number)
+            self.rewards.append(ray.remote(RewardWorker).options(**where, **again).remote(rewards.target, rewards.kwargs))
+        env: Any = ray.remote(EnvWorker).options(**cluster.options("env", share.index))
+        self.env: Any = env.remote(config, self.generation, self.rewards, share)
 
     def call(self, what: str, **arguments: Any) -> Any:
         """See `PlayerHandle.call`. Raises UserError when the actors do not begin in time."""
@@ -184,13 +191,17 @@ class RayPlayer:
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """See `PlayerHandle.publish`: through the object store."""
+        references, num_bytes = self.put(version, tensors)
+        self.call("load", version=version, tensors=references)
+        return num_bytes
+
+    def put(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[list[Any], int]:
+        """(references that `load` takes until the next call, bytes) of weights in the object store."""
         stream: NamedTensors = tensors.items()
         if self._differences is not None:
             stream = self._differences.stream(version, stream)
         published = self._publisher.publish(version, stream)
-        _, references = self._publisher.message
-        self.call("load", version=version, tensors=references)
-        return published.num_bytes
+        return list(self._publisher.message[1]), published.num_bytes
 
     def close(self) -> None:
         """End the actors: the simulators in order, as long as their actor lives."""
@@ -198,6 +209,16 @@ class RayPlayer:
             ray.get(self.env.do.remote("end", {}), timeout=_END_S)
         for actor in (self.env, self.generation, *self.rewards):
             ray.kill(actor)
+
+
+class RayTeam(PlayerTeam):
+    """Several players of a cluster: each an `EnvWorker` with a `GenerationWorker`, on any node."""
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
+        """See `PlayerHandle.publish`: all of them read what lies in the object store once."""
+        references, num_bytes = self._players[0].put(version, tensors)
+        self._all(lambda player: player.call("load", version=version, tensors=references), self._players)
+        return int(num_bytes)
 
 
 def wait_for_start(cluster: RayCluster, reference: Any, timeout_s: float, role: str) -> None:
@@ -208,6 +229,8 @@ def wait_for_start(cluster: RayCluster, reference: Any, timeout_s: float, role: 
     """
     deadline = time.monotonic() + timeout_s
     while not ray.wait([reference], timeout=1.0)[0]:
+        with waiting:  # see `value_of`
+            pass
         cluster.check()
         if time.monotonic() > deadline:
             raise UserError(
@@ -219,7 +242,13 @@ def wait_for_start(cluster: RayCluster, reference: Any, timeout_s: float, role: 
 def start_on_ray(config: TrainConfig) -> RemotePlayer:
     """A player out of actors. Raises UserError as `RayCluster` does."""
     cluster = RayCluster(config.hybrid)
-    player = RemotePlayer(config, lambda given: RayPlayer(given, cluster), at_close=[cluster.close])
+
+    def start(given: TrainConfig) -> PlayerHandle:
+        if given.hybrid.players == 1:
+            return RayPlayer(given, cluster)
+        return RayTeam(given, lambda own, share: RayPlayer(own, cluster, share))
+
+    player = RemotePlayer(config, start, at_close=[cluster.close])
     player.cluster = cluster
     return player
 

@@ -229,7 +229,8 @@ class TrainedApart:
                 ray.kill(worker)
 
     def _ask(self, reference: Any) -> Any:
-        return value_of(reference, "TrainWorker")
+        # A trained policy that stayed there would be missing in the checkpoint.
+        return value_of(reference, "TrainWorker", can_give_up=False)
 
 
 def _warm_starts(role: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from embodied_rl.agents.turns import texts
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.generation.tokens import Completion, TokenBackend
+from embodied_rl.stopping import waiting
 from embodied_rl.types import Observation
 
 _FIRST_ID = 2**40
@@ -137,7 +138,8 @@ class AgentGenerator:
                 self._num_invalid += isinstance(answer.parsed, InvalidAction)
                 playing.conversation.answered(completion.token_ids, answer.text, answer.parsed.text)
                 answers[slot_of] = answer.parsed.text
-        responses = {slot: with_tools[slot][0].result() for slot in sorted(with_tools)}
+        with waiting:
+            responses = {slot: with_tools[slot][0].result() for slot in sorted(with_tools)}
         following = {
             slot: self._conversations[slot].conversation.tools_answered(with_tools[slot][1], response)
             for slot, response in responses.items()

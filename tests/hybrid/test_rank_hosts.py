@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from embodied_rl.errors import UserError
 from embodied_rl.hybrid.rank_hosts import LocalRanks, interface_of, listen_on, listening_store, make_host, open_store, ranks_on
 
 
@@ -44,8 +45,12 @@ def test_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interface_of("203.0.113.7") is None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen by the user")
     listen_on("127.0.0.1")
+    listen_on("203.0.113.7")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen by the user"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with pytest.raises(UserError, match=r"no network interface of .* has 203\.0\.113\.7.*--node-ip-address"):
+        listen_on("203.0.113.7")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
     listen_on("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
 

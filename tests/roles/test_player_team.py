@@ -130,8 +130,7 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
     ("overrides", "told"),
     [
         (["sim=cartpole", "hybrid=disaggregated", "hybrid.players=2"], "fixed rollouts. The nearest possible: hybrid.players=1"),
-        ([*GROUPS, "hybrid.players=2"], "processes of hybrid=disaggregated"),
-        ([*GROUPS, "hybrid=ray", "hybrid.players=2"], "on one machine"),
+        ([*GROUPS, "hybrid.players=2"], "processes of hybrid=disaggregated, or actors of hybrid=ray"),
         ([*GROUPS, "hybrid=multiplexed", "hybrid.players=2"], "processes of hybrid=disaggregated"),
         ([*GROUPS, "hybrid=disaggregated", "hybrid.players=3"], "groups_per_step=2 groups and .* possible: hybrid.players=2"),
         (["experiment=multi_domain", "hybrid=disaggregated", "hybrid.players=2"], "several domains"),

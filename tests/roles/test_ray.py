@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -274,3 +276,23 @@ def test_a_train_worker_that_ends_before_the_first_checkpoint_says_how_to_go_on(
     monkeypatch.setattr(TrainedApart, "update", kill_then_update)
     with pytest.raises(UserError, match=r"TrainWorker has ended.*no checkpoint yet.*resume=auto"):
         trained(tmp_path / "run", *GROUPS, "total_steps=300", "hybrid=ray")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_to_end_is_not_begun_anew_when_a_train_worker_ends_too(
+    tmp_path: Path, session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from embodied_rl.roles.ray_training import TrainedApart
+
+    update = TrainedApart.update
+
+    def lose_all_then_update(self: TrainedApart, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+        if iteration == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            session.kill(self._worker)
+        return update(self, prepared, iteration=iteration, steps=steps)
+
+    monkeypatch.setattr(TrainedApart, "update", lose_all_then_update)
+    with pytest.raises(UserError, match=r"TrainWorker has ended.*was to end.*Go on with"):
+        trained(tmp_path / "run", *GROUPS, "total_steps=1000", "checkpoint.every_steps=50", "hybrid=ray")
+    assert (tmp_path / "run" / "checkpoints" / "last" / "policy.safetensors").is_file()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +28,7 @@ RANKS = ["hybrid.sharding={num_shards: 2, micro_batch_size: 4}"]
 CPUS = "hybrid.ray.cpus={env: 0.5, generation: 0.5, train: 6}"
 """Of nodes with four and three processors: neither has room for both ranks."""
 ON_RAY = ["hybrid=ray", "hybrid.num_threads=1", *RANKS, CPUS]
-ENDED_S = 60.0
+ENDED_S, DEADLINE_S = 60.0, 240.0
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def cluster() -> Iterator[Any]:
     prepare(RayConfig(address="given"))
     from ray.cluster_utils import Cluster as RayNodes
 
-    made = RayNodes(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    made: Any = RayNodes(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     made.second = made.add_node(num_cpus=3, node_ip_address="127.0.0.1")
     made.wait_for_nodes()
     yield made
@@ -62,7 +65,7 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [ROLLOUTS, GROUPS], ids=["rollouts", "groups"])
+@pytest.mark.parametrize("task", [pytest.param(ROLLOUTS, id="rollouts"), pytest.param(GROUPS, id="groups", marks=pytest.mark.ci_sample)])
 def test_ranks_on_two_nodes_are_ranks_here(tmp_path: Path, cluster: Any, task: list[str]) -> None:
     """Bit for bit, and one rank's run to 1e-5; every rank is where it should be, and ends with the run."""
     import ray
@@ -161,6 +164,36 @@ def test_a_rank_whose_node_is_removed_is_named_and_the_run_resumes_on_another(
     cluster.wait_for_nodes()
     again = train(configured(tmp_path / "again", *words, "resume=auto"), overrides=words)
     assert_same_run(whole, again)
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_leaves_no_rank_behind_and_its_run_goes_on(tmp_path: Path, cluster: Any) -> None:
+    """From the command line."""
+    task = [*GROUPS, "total_steps=600", "checkpoint.every_steps=100"]
+    whole = trained(tmp_path / "whole", *task, *RANKS)
+    run_dir = tmp_path / "killed"
+    words = [*task, *ON_RAY, f"hybrid.ray.address={cluster.address}", f"run_dir={run_dir}"]
+    command, where = [sys.executable, "-m", "embodied_rl.train", *words], Path(__file__).parents[2]
+    with (tmp_path / "messages").open("w") as messages:
+        process = subprocess.Popen(command, cwd=where, stderr=messages)
+    deadline = time.monotonic() + DEADLINE_S
+    while not (run_dir / "checkpoints/last").exists():
+        assert process.poll() is None, (tmp_path / "messages").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    names: dict[int, str] = {}
+    for part in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names[part.pid] = part.name()
+    actors = [pid for pid, name in names.items() if name.startswith("ray::") and "Worker" in name]
+    assert all(any(role in names[pid] for pid in actors) for role in ("TrainWorker", "RankWorker")), names
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_gone(actors)
+    done = subprocess.run([*command, "resume=auto"], cwd=where, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Resuming" in done.stderr
+    assert_same_run(whole, run_dir)
 
 
 @pytest.mark.slow
