@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from embodied_rl.episodes.encoders import KeptEncoders
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
 from embodied_rl.files import cannot_write
@@ -55,10 +54,9 @@ class Films:
 
 
 class FilmingTools:
-    """What the films of a thread lend each other: encoders, and memory for pictures."""
+    """What the films of a thread lend each other: memory for pictures."""
 
     def __init__(self) -> None:
-        self.encoders = KeptEncoders()
         self._rooms: dict[tuple[int, ...], list[PictureRoom]] = {}
 
     def take_room(self, shape: tuple[int, ...]) -> PictureRoom:
@@ -90,7 +88,7 @@ class Filming:
             # Of a killed process, or an earlier attempt: it is written over.
             path = folder / f".{quote(column.name, safe='')}-{seed}.mp4"
             lossless = column.encoding == "mp4_lossless"
-            self._writers[part] = column.name, VideoWriter(path, height, width, fps, lossless, tools.encoders)
+            self._writers[part] = column.name, VideoWriter(path, height, width, fps, lossless)
 
     def add(self, pictures: Mapping[str, np.ndarray]) -> None:
         """The next picture [H, W, 3] uint8 of every part."""

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.encoders import GROUP_OF_PICTURES, LOSSLESS, LOSSLESS_CODEC, LOSSLESS_FORMAT, KeptEncoder, KeptEncoders
 from embodied_rl.files import cannot_write
 
 DEFAULT_FPS = 10
 """Where the simulator does not say how often it is controlled."""
+GROUP_OF_PICTURES = 16
+"""Every so many pictures one stands for itself: a picture is found by decoding at most these. Fewer would be a little quicker to find, for
+larger files that take longer to write."""
 _LOSSY = {"crf": "18", "preset": "ultrafast", "bf": "0", "g": str(GROUP_OF_PICTURES)}
+_LOSSLESS = {"qp": "0", "preset": "ultrafast", "tune": "zerolatency", "g": str(GROUP_OF_PICTURES)}
 
 
 def frame_rate(control_hz: float | None) -> int:
@@ -35,31 +38,22 @@ class VideoWriter:
     are made even by repeating the last line.
     """
 
-    def __init__(self, path: Path, height: int, width: int, fps: int, lossless: bool, encoders: KeptEncoders | None = None) -> None:
-        """`encoders`: of this thread, for its films that come one after another; a lossless one borrows from them until it is closed."""
+    def __init__(self, path: Path, height: int, width: int, fps: int, lossless: bool) -> None:
         import av
 
         self.path, self.count = path, 0
         self.shape = (height, width, 3) if lossless else (height + height % 2, width + width % 2, 3)
         """Of the pictures that are encoded."""
-        self._encoders = encoders if lossless else None
-        self._kept: KeptEncoder | None = self._encoders.take(height, width, fps) if self._encoders is not None else None
         with self._writing():
             self._container = av.open(str(path), "w", format="mp4")
-            if self._kept is not None:
-                self._stream: Any = self._container.add_stream_from_template(self._kept.stream)
-                self._container.start_encoding()
-            else:
-                self._stream = self._own_stream(fps, lossless)
-
-    def _own_stream(self, fps: int, lossless: bool) -> Any:
-        codec, options = (LOSSLESS_CODEC, LOSSLESS) if lossless else ("libx264", _LOSSY)
-        stream: Any = self._container.add_stream(codec, rate=fps, options=options)
+        stream: Any = self._container.add_stream(
+            "libx264rgb" if lossless else "libx264", rate=fps, options=_LOSSLESS if lossless else _LOSSY
+        )
         stream.height, stream.width = self.shape[:2]
-        stream.pix_fmt = LOSSLESS_FORMAT if lossless else "yuv420p"
+        stream.pix_fmt = "rgb24" if lossless else "yuv420p"
         # Threads of the encoder would fight with the simulators for the cores, and each keeps pictures back.
         stream.codec_context.thread_count = 1
-        return stream
+        self._stream = stream
 
     def add(self, picture: np.ndarray) -> None:
         """Encode a picture."""
@@ -69,25 +63,17 @@ class VideoWriter:
 
     def encode(self, room: PictureRoom) -> None:
         """Encode the picture that lies there; the room is free again afterwards. Raises UserError where the file cannot be written."""
-        with self._writing():
-            if self._kept is not None:
-                packet = self._kept.encode(room.frame)
-                packet.stream = self._stream
-                self._container.mux_one(packet)
-            else:
-                room.frame.pts = self.count
-                self._container.mux(self._stream.encode(room.frame))
+        room.frame.pts = self.count
         self.count += 1
+        with self._writing():
+            self._container.mux(self._stream.encode(room.frame))
 
     def close(self) -> None:
         """Write what is left; the file is readable from here on. Raises UserError where it cannot be written."""
         with self._writing():
-            if self.count and self._kept is None:
+            if self.count:
                 self._container.mux(self._stream.encode())
             self._container.close()
-        if self._encoders is not None and self._kept is not None:
-            self._encoders.give_back(self._kept)
-            self._kept = None
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

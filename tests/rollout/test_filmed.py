@@ -149,8 +149,8 @@ def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Pat
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
     sim = FilmedSim(1, f"{TOYS}:PaintingSim", None, {}, None, str(tmp_path / "gone"))
-    with pytest.raises(UserError, match=r"Cannot write '.*gone/\.observation\.rgb-3\.mp4': No such file"):
-        sim.reset([0], [3], StepBuffers.allocate(sim.spec, 1))
+    with pytest.raises(UserError, match=r"Cannot write '.*gone/\.observation\.rgb-8\.mp4': No such file"):
+        sim.reset([0], [8], StepBuffers.allocate(sim.spec, 1))  # whose first picture does not wait for others
 
 
 def test_what_is_filmed() -> None:
