@@ -212,18 +212,23 @@ def test_a_beginning_is_made_again_wherever_the_worker_ended_in_it() -> None:
             assert manager.step(np.full((1, 1), 0.5)).observation["state"].tolist() == [[77, 1, 0.5]]
 
 
+def kill_behind_the_step(manager: EnvManager) -> None:
+    """End the first worker when it has stepped the first slot, and return when that is noticed."""
+    deadline = time.monotonic() + 120
+    while manager._crew.state[0] == PENDING and time.monotonic() < deadline:  # type: ignore[union-attr]
+        time.sleep(0.01)
+    os.kill(manager.worker_pids()[0], signal.SIGKILL)
+    while not manager.num_restarts and time.monotonic() < deadline:
+        manager._supervisor.poll()
+
+
 def test_an_end_that_nobody_fetched_yet_is_no_drift() -> None:
     factory = SimFactory(COUNTING, kwargs={"length": 2})
     with EnvManager(factory, 1, num_workers=1, autoreset=False) as manager:
         manager.reset()
         manager.step(np.ones((1, 1)))
         manager.send([0], np.ones((1, 1)))
-        deadline = time.monotonic() + 120
-        while manager._crew.state[0] == PENDING and time.monotonic() < deadline:  # type: ignore[union-attr]
-            time.sleep(0.01)
-        os.kill(manager.worker_pids()[0], signal.SIGKILL)
-        while not manager.num_restarts and time.monotonic() < deadline:
-            manager._supervisor.poll()
+        kill_behind_the_step(manager)
         manager._supervisor.settle()
         assert [(slot.outcome, slot.drift) for record in manager.fault_records for slot in record.slots] == [("restored", None)]
         last = manager.recv([0])
@@ -240,12 +245,7 @@ def test_an_episode_may_go_on_after_an_end_while_its_worker_is_away(target: str)
         manager.reset()
         manager.step(np.ones((1, 1)))
         manager.send([0], np.ones((1, 1)))
-        deadline = time.monotonic() + 120
-        while manager._crew.state[0] == PENDING and time.monotonic() < deadline:  # type: ignore[union-attr]
-            time.sleep(0.01)
-        os.kill(manager.worker_pids()[0], signal.SIGKILL)
-        while not manager.num_restarts and time.monotonic() < deadline:
-            manager._supervisor.poll()
+        kill_behind_the_step(manager)
         assert manager.recv([0]).terminated.tolist() == [True]
         manager.send([0], np.full((1, 1), 0.5))
         batch = manager.recv([0])
