@@ -316,7 +316,7 @@ class RayStepper:
         folder = os.path.dirname(os.path.abspath(__file__))
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.path.dirname(folder)])
         self._ray = ray
-        ray.init(num_cpus=side.num_envs, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(address="local", num_cpus=side.num_envs, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         actor = ray.remote(num_cpus=1)(EnvActor)
         self._actors = [actor.remote(side.env) for _ in range(side.num_envs)]
         self._owned = np.stack(ray.get([actor.reset.remote(i) for i, actor in enumerate(self._actors)]))

@@ -76,7 +76,7 @@ def test_recording_runs() -> None:
     pytest.importorskip("mani_skill")
     lines = run_script("episodes.py", "--rounds", "1", "--seconds", "0.1", "--only", "recording")
     rows = columns(lines, below="recording")
-    assert len(rows) == 9 * 2
+    assert len(rows) == 10 * 2
     for case in ("states, HalfCheetah-v5", "224x224 lossless, PushT"):
         plain, slots = rows[f"{case}: plain"], rows[f"{case}: recorded"]
         # With one round the overhead is that of the two figures beside it.

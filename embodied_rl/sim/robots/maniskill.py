@@ -16,7 +16,13 @@ from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, check_arguments, missing_assets, registered_tasks
 from embodied_rl.sim.robots.maniskill_cameras import film_cameras, film_from
 from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
-from embodied_rl.sim.robots.maniskill_patches import fast_tensors, no_asset_prompt, no_render_materials, quick_rebuild
+from embodied_rl.sim.robots.maniskill_patches import (
+    contacts_of_their_own,
+    fast_tensors,
+    no_asset_prompt,
+    no_render_materials,
+    quick_rebuild,
+)
 from embodied_rl.sim.robots.maniskill_state import EpisodeState
 from embodied_rl.sim.robots.mujoco_cameras import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
@@ -105,6 +111,7 @@ class ManiSkillSim:
         import torch
 
         self._torch = torch
+        contacts_of_their_own()
         fast_tensors()
         quick_rebuild()
         # Inference mode from the first tensor on: nothing here is ever differentiated, and each small operation gets cheaper.

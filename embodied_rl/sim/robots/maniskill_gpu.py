@@ -18,7 +18,7 @@ from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.sim.robots.maniskill import INSTRUCTIONS, REWARD_MODES, require_vulkan, tasks
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, missing_assets, registered_tasks
 from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
-from embodied_rl.sim.robots.maniskill_patches import no_asset_prompt, no_render_materials
+from embodied_rl.sim.robots.maniskill_patches import contacts_of_their_own, no_asset_prompt, no_render_materials
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
@@ -150,6 +150,7 @@ class ManiSkillGpuSim:
 
         self._torch = torch
         self.num_envs = num_envs
+        contacts_of_their_own()
         with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -1,4 +1,4 @@
-"""What ManiSkill 3.0.1 needs to run headless and fast on a CPU; each patch leaves every number bit for bit as it was."""
+"""What ManiSkill 3.0.1 needs to run headless and fast on a CPU; each patch leaves every number of a fresh process bit for bit as it was."""
 
 from __future__ import annotations
 
@@ -79,6 +79,26 @@ def quick_rebuild() -> None:
         gc.collect()
         gc.freeze()
         _settled = True
+
+
+def contacts_of_their_own() -> None:
+    """Have every robot and scene from an MJCF file keep or lose its contacts by what this file says.
+
+    ManiSkill writes a file's flags into its own defaults: after MS-CartpoleBalance-v1, whose file disables contacts, the parts of every
+    humanoid and hopper pass through each other for the rest of the process.
+    """
+    from mani_skill.utils.building import _mjcf_loader as loader
+
+    if getattr(loader.MJCFLoader, "_embodied_rl_own_options", False):
+        return
+    parse = loader.MJCFLoader._parse_mjcf
+
+    def parse_alone(self: Any, mjcf_string: str) -> Any:
+        loader.DEFAULT_MJCF_OPTIONS = {"contact": True}
+        return parse(self, mjcf_string)
+
+    loader.MJCFLoader._parse_mjcf = parse_alone
+    loader.MJCFLoader._embodied_rl_own_options = True
 
 
 def fast_tensors() -> None:

@@ -128,6 +128,19 @@ def test_neighbours_do_not_matter(pushcube: ManiSkillSim) -> None:
     assert_equal(alone[1], together[1])
 
 
+def test_a_file_that_disables_contacts_disables_its_own() -> None:
+    """The cart-pole's file does; shapes ignore each other whose third collision groups have a bit in common."""
+    maniskill.make("MS-CartpoleBalance-v1", 1).close()
+    sim = maniskill.make("MS-HumanoidStand-v1", 1)
+    links = {link.name: link for link in sim.envs[0].agent.robot.links}
+    right, left = (
+        [shape.get_collision_groups()[2] for shape in links[name]._bodies[0].collision_shapes] for name in ("right_foot", "left_foot")
+    )
+    sim.close()
+    assert len(right) == len(left) == 2
+    assert not any(one & other for one in right for other in left), "one foot would pass through the other"
+
+
 def test_initial_state_follows_the_seed_without_reconfiguring(pushcube: ManiSkillSim) -> None:
     first, second = episode(pushcube, 2, {0: 3, 1: 4}, 3), episode(pushcube, 2, {0: 4, 1: 3}, 3)
     np.testing.assert_array_equal(first[0][0], second[1][0])
