@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from embodied_rl.cli import command_line, run_command
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import TrainConfig
 
+_LOCK = ".lock"
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+")
 """Of a run's folder, where the user names none."""
 
@@ -74,23 +76,24 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
         UserError: and its kinds, for everything a user can mend.
         SimFault, NonFiniteError: see `Trainer.run`.
     """
-    run_dir, checkpoint = _where(config)
-    if checkpoint is not None:
-        config = _continued(config, checkpoint, overrides)
-        _announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
-    # A libgomp that spins between parallel regions takes the cores from the simulators; it must be told before torch loads it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from embodied_rl.roles.failures import RoleLost
+    run_dir, checkpoint, claim = _where(config)
+    with claim:
+        if checkpoint is not None:
+            config = _continued(config, checkpoint, overrides)
+            _announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
+        # A libgomp that spins between parallel regions takes the cores from the simulators; it must be told before torch loads it.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from embodied_rl.roles.failures import RoleLost
 
-    started: float | None = _process_start()
-    for num_restarts in itertools.count():
-        try:
-            _run(config, run_dir, command, checkpoint, started)
-        except RoleLost as lost:
-            # Who trained has ended, and its weights are gone with it.
-            checkpoint, started = _last_before(lost, config, run_dir, num_restarts), None
-        else:
-            break
+        started: float | None = _process_start()
+        for num_restarts in itertools.count():
+            try:
+                _run(config, run_dir, command, checkpoint, started)
+            except RoleLost as lost:
+                # Who trained has ended, and its weights are gone with it.
+                checkpoint, started = _last_before(lost, config, run_dir, num_restarts), None
+            else:
+                break
     return run_dir
 
 
@@ -165,11 +168,11 @@ def _process_start() -> float:
     return psutil.Process().create_time() if first and sys.argv[0].endswith("train.py") else time.time()
 
 
-def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
-    """The run's folder, and the checkpoint to continue from."""
+def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None, IO[bytes]]:
+    """The run's folder, the checkpoint to continue from, and what keeps other runs out of the folder until it is closed."""
     from embodied_rl.checkpoint import find_last, load_checkpoint
     from embodied_rl.errors import UserError
-    from embodied_rl.files import cannot_write, next_free
+    from embodied_rl.files import next_free
 
     run_dir = Path(config.run_dir)
     checkpoint = None
@@ -180,23 +183,52 @@ def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
         checkpoint = load_checkpoint(config.resume)
     if checkpoint is not None:
         run_dir = checkpoint.run_dir
-    elif config.resume == "auto" and run_dir.is_dir() and any(run_dir.iterdir()) and not _DEFAULT_NAME.fullmatch(run_dir.name):
+    elif config.resume == "auto" and _holds_files(run_dir) and not _DEFAULT_NAME.fullmatch(run_dir.name):
         # Killed before its first checkpoint: from the start again, in its own folder.
         _announce(f"{run_dir} holds no checkpoint yet; its run begins again.")
-    elif run_dir.exists() and any(run_dir.iterdir()):
+    elif _holds_files(run_dir):
         # Two runs that start within a second want the same default folder; one that the user named is not to be guessed about.
         if find_last(run_dir) is not None and not _DEFAULT_NAME.fullmatch(run_dir.name):
             raise UserError(f"run_dir={run_dir} already holds a run. Continue it with resume=auto, or choose another folder.")
         taken, run_dir = run_dir, next_free(run_dir)
         _announce(f"{taken} is not empty; this run goes to {run_dir}.")
+    claim = _claim(run_dir)
+    while claim is None:
+        if checkpoint is not None or not _DEFAULT_NAME.match(run_dir.name):
+            raise UserError(f"Another process is writing the run in {run_dir}. Wait for it, end it, or choose another run_dir.")
+        taken, run_dir = run_dir, next_free(run_dir)
+        _announce(f"{taken} is another run's; this run goes to {run_dir}.")
+        claim = _claim(run_dir)
+    return run_dir, checkpoint, claim
+
+
+def _holds_files(run_dir: Path) -> bool:
+    return run_dir.is_dir() and any(path.name != _LOCK for path in run_dir.iterdir())
+
+
+def _claim(run_dir: Path) -> IO[bytes] | None:
+    """Make the folder this process's own until the file is closed, or the process ends; None where it is another's already.
+
+    Raises UserError where nothing can be written.
+    """
+    from embodied_rl.files import cannot_write
+
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".write_test"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
+        claim = (run_dir / _LOCK).open("ab")
     except OSError as error:
         raise cannot_write(run_dir, error) from error
-    return run_dir, checkpoint
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claim.close()
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return claim
 
 
 def _newest_unfinished(folder: Path, seed: int) -> Path | None:

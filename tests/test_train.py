@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -183,6 +185,27 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     assert train(load_train_config([*overrides, f"run_dir={tmp_path}/other"])) == tmp_path / "other_2"
+
+
+def test_two_processes_never_write_the_same_run(tmp_path: Path) -> None:
+    """Whoever comes second finds the folder claimed: with a name of its own where the name is the default's, and else an error."""
+    overrides = [*PENDULUM, "total_steps=256", "checkpoint.every_steps=128"]
+    run = train(load_train_config([*overrides, f"run_dir={tmp_path}/run"]))
+    for name in ("run", "other", "20260101-120000-seed1"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    with contextlib.ExitStack() as first:
+        for name in ("run", "other", "20260101-120000-seed1"):
+            claim = first.enter_context((tmp_path / name / ".lock").open("ab"))
+            fcntl.flock(claim, fcntl.LOCK_EX)
+        for chosen in (f"resume={run}", f"run_dir={tmp_path}/other"):
+            with pytest.raises(UserError, match=r"Another process is writing the run in .*/(run|other)\. Wait for it"):
+                train(load_train_config([*overrides, chosen, "total_steps=512"]))
+        taken = tmp_path / "20260101-120000-seed1"
+        assert train(load_train_config([*overrides, f"run_dir={taken}"])) == tmp_path / "20260101-120000-seed1_2"
+        assert [path.name for path in taken.iterdir()] == [".lock"]
+    # Who is gone holds nothing: the folder is taken, and the run goes on.
+    assert train(load_train_config([*overrides, f"run_dir={taken}"])) == taken
+    assert train(load_train_config([f"resume={run}", "total_steps=512"]), overrides=["total_steps=512"]) == run
 
 
 def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
