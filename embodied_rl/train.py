@@ -192,13 +192,11 @@ def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None, IO[bytes]]:
             raise UserError(f"run_dir={run_dir} already holds a run. Continue it with resume=auto, or choose another folder.")
         taken, run_dir = run_dir, next_free(run_dir)
         _announce(f"{taken} is not empty; this run goes to {run_dir}.")
-    claim = _claim(run_dir)
-    while claim is None:
-        if checkpoint is not None or not _DEFAULT_NAME.match(run_dir.name):
+    while (claim := _claim(run_dir)) is None:
+        if checkpoint is not None or not _DEFAULT_NAME.fullmatch(Path(config.run_dir).name):
             raise UserError(f"Another process is writing the run in {run_dir}. Wait for it, end it, or choose another run_dir.")
-        taken, run_dir = run_dir, next_free(run_dir)
+        taken, run_dir = run_dir, next_free(Path(config.run_dir))
         _announce(f"{taken} is another run's; this run goes to {run_dir}.")
-        claim = _claim(run_dir)
     return run_dir, checkpoint, claim
 
 
