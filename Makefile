@@ -7,9 +7,10 @@ PY := .venv/bin/python
 STAMP := .venv/.stamp
 TEST_STAMP := .venv/.stamp-tests
 ARGS ?=
+MINUTES ?= 10
 export PYTHON
 
-.PHONY: help setup train test test-all check format docs doctor lock clean
+.PHONY: help setup train test test-all chaos check format docs doctor lock clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,6 +38,9 @@ test: check ## the tests that every change must pass
 
 test-all: check ## every test, the slow ones too
 	$(PY) -m pytest --numprocesses 2 --dist loadfile -m "" $(ARGS)
+
+chaos: $(TEST_STAMP) ## attack commands, files, requests and processes for MINUTES=10
+	$(PY) -m tests.chaos minutes=$(MINUTES) $(ARGS)
 
 format: $(STAMP) ## rewrite the files in the house's format
 	$(PY) -m ruff check --fix .
