@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.env import EndingEnv, SimEnv, SnapshotEnv
+from embodied_rl.sim.env import EndingEnv, SimEnv, SnapshotEnv, split_step
 from embodied_rl.sim.rooms import INFO_ROOM, Rooms, plain_info
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
@@ -62,6 +62,7 @@ class SlotRunner:
 
     def __init__(self, sim: SimEnv, slab: Slab, setup: Mapping[str, Any], start: int, stop: int) -> None:
         self.sim = sim
+        self._parts_of_step = split_step(sim)
         self.start, self.stop = start, stop
         self.num_envs, self.num_slots, self.index = self.stop - self.start, setup["num_slots"], setup["worker"]
         self.max_episode_steps: int | None = setup["max_episode_steps"]
@@ -212,7 +213,10 @@ class SlotRunner:
         return self.action[rows] if self._action_room is None else self._action_room.read_all(ids)
 
     def _advance_chunk(self, ids: list[int], rows: Any) -> np.ndarray:
-        """Play each row's chunk until it or the episode ends; sums go to `out`, single steps to the chunk's arrays. Returns done [n]."""
+        """Play each row's chunk until it or the episode ends; sums go to `out`, single steps to the chunk's arrays. Returns done [n].
+
+        Observations are made where they are read: at an episode's end, and after the chunk.
+        """
         chunk, out = self._chunk, self.out
         for name in ("chunk_reward", "chunk_success", "executed"):
             chunk[name][rows] = 0
@@ -224,7 +228,7 @@ class SlotRunner:
                 break
             # Those that step together all move; what happens to the others is not looked at, and a reset follows.
             moved = np.asarray(self._all if self.sim.spec.steps_together else active)
-            self.sim.step(moved.tolist(), self.action[moved, step], out)
+            self._parts_of_step.advance(moved.tolist(), self.action[moved, step], out)
             at = np.asarray(active)
             self._count(at)
             self._check_finite(at)
@@ -236,11 +240,18 @@ class SlotRunner:
             terminated[at], truncated[at] = out.terminated[at], out.truncated[at]
             ended = [i for i in active if terminated[i] or truncated[i]]
             if ended:
+                self._observe(ended)
                 self._keep_final(ended)
+        if going := [i for i in ids if not (terminated[i] or truncated[i])]:
+            self._observe(going)
         out.reward[rows] = chunk["chunk_reward"][rows].sum(axis=1)
         out.success[rows] = chunk["chunk_success"][rows].any(axis=1)
         out.terminated[rows], out.truncated[rows] = terminated[rows], truncated[rows]
         return (terminated | truncated)[rows]
+
+    def _observe(self, ids: list[int]) -> None:
+        self._parts_of_step.observe(ids, self.out)
+        self._check_finite(np.asarray(ids))
 
     def _count_part(self, part: _Part) -> None:
         """`_count` of neighbours, in place: a microsecond here is a microsecond of every step."""
@@ -406,6 +417,8 @@ class SlotRunner:
                 scratch.observation[key][env_id] = value
         for action in item["actions"]:
             self._replay(env_id, action, scratch)
+        if item["actions"]:
+            self._parts_of_step.observe([env_id], scratch)
         return self._compare_and_publish(env_id, item, scratch)
 
     def _replay(self, env_id: int, action: Any, scratch: StepBuffers) -> None:
@@ -418,7 +431,7 @@ class SlotRunner:
                 batch[0] = step
             else:
                 batch = np.asarray(step)[None]
-            self.sim.step([env_id], batch, scratch)
+            self._parts_of_step.advance([env_id], batch, scratch)
             self._count(rows, scratch)
             if scratch.terminated[env_id] or scratch.truncated[env_id]:
                 raise ReplayEnded(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.types import EpisodeSummary
 
 COUNTING = "tests.sim.toy:CountingSim"
+SPLIT = "tests.sim.toy:SplitCountingSim"
 
 
 def make(chunk_size: int = 4, slots: int = 2, workers: int = 1, target: str = COUNTING, **kwargs) -> EnvManager:
@@ -102,3 +107,81 @@ def test_a_chunk_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
 def test_text_has_no_chunks() -> None:
     with pytest.raises(UserError, match="which has no chunks"):
         make(target="tests.sim.toy:TalkingSim")
+
+
+RULES = {
+    "its own end": {"length": 6},
+    "the end of a chunk": {"length": 8},
+    "first success": {"length": 50, "success_ends_episode": True},
+    "a limit": {"length": 50, "max_episode_steps": 7},
+}
+
+
+def played(manager: EnvManager, seed: int = 0, chunks: int = 24) -> tuple[list[dict[str, np.ndarray]], list[EpisodeSummary]]:
+    """Everything a caller sees of random chunks, some of them shorter; final observations where an episode ended."""
+    manager.reset()
+    rng, seen, episodes = np.random.default_rng(seed), [], []
+    for _ in range(chunks):
+        batch = manager.step(rng.uniform(-1, 1.5, (manager.num_slots, rng.integers(1, manager.chunk_size + 1), 1)))
+        assert batch.chunk_reward is not None
+        parts = {"observation": batch.observation["state"], "final": batch.final_observation["state"][batch.done], "reward": batch.reward}
+        parts |= {"terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success, "each": batch.chunk_reward}
+        seen.append({name: part.copy() for name, part in parts.items()})
+        episodes += batch.episodes
+    return seen, episodes
+
+
+def assert_equal(mine: list[dict[str, np.ndarray]], theirs: list[dict[str, np.ndarray]]) -> None:
+    assert len(mine) == len(theirs)
+    for a, b in zip(mine, theirs, strict=True):
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_unread_observations_are_not_made_and_nothing_else_changes(rule: str, together: bool) -> None:
+    with make(**RULES[rule]) as manager:
+        expected, episodes = played(manager)
+    with make(target=SPLIT, together=together, **RULES[rule]) as manager:
+        seen, split_episodes = played(manager)
+    assert_equal(seen, expected)
+    assert len(split_episodes) == len(episodes) > 2
+    assert [dataclasses.replace(episode, final_info={}) for episode in split_episodes] == [
+        dataclasses.replace(episode, final_info={}) for episode in episodes
+    ]
+
+
+def test_one_observation_is_made_for_each_chunk() -> None:
+    with make(target=SPLIT, length=11) as manager:
+        manager.reset()
+        episodes = [episode for _ in range(3) for episode in manager.step(np.zeros((2, 4, 1))).episodes]
+    # What the last step's info knows of: those after the steps 4 and 8. The one after step 11 is made once that step has ended it.
+    assert [episode.final_info["observed"] for episode in episodes] == [2, 2]
+
+
+def test_every_observation_is_made_without_chunks() -> None:
+    with make(target=SPLIT, length=11, chunk_size=1) as manager:
+        manager.reset()
+        episodes = [episode for _ in range(11) for episode in manager.step(np.zeros((2, 1))).episodes]
+    assert [episode.final_info["observed"] for episode in episodes] == [10, 10]
+
+
+def test_a_replayed_episode_makes_only_its_last_observation() -> None:
+    with make(target=SPLIT, length=40) as manager:
+        manager.reset()
+        before = [manager.step(np.full((2, 4, 1), number / 10)).observation["state"].copy() for number in range(5)][-1]
+        manager.offload()
+        manager.onload()
+        batch = manager.step(np.ones((2, 4, 1)))
+        np.testing.assert_array_equal(batch.observation["state"], before + np.array([0, 4, 4]))
+        episodes = [episode for _ in range(4) for episode in manager.step(np.zeros((2, 4, 1))).episodes]
+    # One after the replay, one after each of the five chunks but the last, whose info is older than its observation.
+    assert [episode.final_info["observed"] for episode in episodes] == [5, 5]
+
+
+def test_nan_is_noticed_where_an_observation_is_made() -> None:
+    with make(target=SPLIT, length=40, misbehave="nan_observation", at=2) as manager:
+        manager.reset()
+        with pytest.raises(SimFault, match="NaN or infinity in the observation"):
+            manager.step(np.zeros((2, 4, 1)))

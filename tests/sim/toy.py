@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
@@ -108,6 +109,30 @@ class CountingSim:
             open(f"{self.once}.hangs", "w").close()
         while True:
             time.sleep(0.01)
+
+
+class SplitCountingSim(SplitStep, CountingSim):
+    """The same, writing observations where it is asked to; its info counts those of the running episode (`together`: all step at once)."""
+
+    def __init__(self, num_envs: int, together: bool = False, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
+        self.spec = dataclasses.replace(self.spec, steps_together=together, snapshots="none" if together else "replay")
+        self._unread = StepBuffers.allocate(self.spec, num_envs).observation
+        self.observed = np.zeros(num_envs, int)
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        super().reset(env_ids, seeds, out, options)
+        self.observed[list(env_ids)] = 0
+
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        CountingSim.step(self, env_ids, actions, dataclasses.replace(out, observation=self._unread))
+        for env_id in env_ids:
+            out.info[env_id] = {**(out.info[env_id] or {}), "observed": int(self.observed[env_id])}
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        for env_id in env_ids:
+            self.observed[env_id] += 1
+            self._observe(env_id, out)
 
 
 class SavedCountingSim(CountingSim):

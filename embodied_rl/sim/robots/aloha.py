@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
@@ -42,7 +43,7 @@ def make(task: str, num_envs: int, **kwargs: Any) -> AlohaSim:
     return AlohaSim(num_envs, task, **kwargs)
 
 
-class AlohaSim:
+class AlohaSim(SplitStep):
     """Actions [14] are target positions: six joints in radians and the gripper from 0 (closed) to 1 (open), left arm, then right.
 
     Snapshots are exact: MuJoCo's integration state and the elapsed steps.
@@ -129,7 +130,8 @@ class AlohaSim:
             self._elapsed[i] = 0
             self._observe(i, out)
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
         for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):
             physics = self.physics[i]
             present = self._task.get_qpos(physics)
@@ -140,6 +142,10 @@ class AlohaSim:
             out.reward[i], out.success[i], out.terminated[i] = reward, reward == SUCCESS_REWARD, False
             out.truncated[i] = self._elapsed[i] >= self._limit
             out.info[i] = {"stage": int(reward)}
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        for i in env_ids:
             self._observe(i, out)
 
     def snapshot(self, env_id: int) -> bytes:

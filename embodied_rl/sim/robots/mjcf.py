@@ -17,6 +17,7 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
@@ -41,7 +42,7 @@ def make(num_envs: int, task: str, **kwargs: Any) -> MjcfSim:
     return MjcfSim(num_envs, task, **kwargs)
 
 
-class MjcfSim:
+class MjcfSim(SplitStep):
     """Actions are the actuators' controls within their ``ctrlrange``; positions start at a keyframe or at ``qpos0``, with noise.
 
     Snapshots are exact: MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces,
@@ -143,7 +144,8 @@ class MjcfSim:
             self._elapsed[i] = 0
             self._observe(i, out)
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
         model = self.model
         for i, controls in zip(env_ids, actions, strict=True):
             data = self.data[i]
@@ -156,6 +158,10 @@ class MjcfSim:
             out.terminated[i] = self._terminated is not None and bool(self._terminated(model, data))
             out.truncated[i] = self._elapsed[i] >= self._limit
             out.info[i] = {"time_s": float(data.time)}
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        for i in env_ids:
             self._observe(i, out)
 
     def snapshot(self, env_id: int) -> bytes:

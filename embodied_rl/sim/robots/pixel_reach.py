@@ -14,6 +14,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.paths import assets_dir
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.mujoco_drawing import new_renderer
 from embodied_rl.sim.robots.mujoco_state import DataState
 from embodied_rl.sim.robots.physics import MujocoPhysics
@@ -36,7 +37,7 @@ def tasks() -> list[str]:
     return ["PixelReach"]
 
 
-class PixelReach:
+class PixelReach(SplitStep):
     """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is
     ``1 - tanh(distance / 0.2 m)``, success within 3 cm.
 
@@ -90,7 +91,8 @@ class PixelReach:
             self._elapsed[i] = 0
             self._observe(i, out)
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
         for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
             data = self.data[i]
             data.ctrl[:] = command
@@ -103,6 +105,10 @@ class PixelReach:
             out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
             out.success[i] = distance <= SUCCESS_RADIUS_M
             out.info[i] = {"distance_m": distance}
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        for i in env_ids:
             self._observe(i, out)
 
     def distance(self, env_id: int) -> float:

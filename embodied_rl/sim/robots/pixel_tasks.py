@@ -13,7 +13,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
-from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.env import SimEnv, SplitStep
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.robots.mujoco_state import DataState
 from embodied_rl.sim.robots.physics import MujocoPhysics
@@ -62,7 +62,7 @@ def task_set(name: str) -> tuple[str, ...]:
     return (name,) if name in INSTRUCTIONS else tuple(task for task in INSTRUCTIONS if name == "all" or task.startswith(name))
 
 
-class PixelTasks:
+class PixelTasks(SplitStep):
     """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1].
 
     Observation "rgb" [image_size, image_size, 3] uint8, "state" [2] = the tip's place, ± 1 at the ends of its rails, and "instruction"
@@ -132,7 +132,8 @@ class PixelTasks:
             self._mujoco.mj_forward(self.model, data)
             self._observe(i, out)
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
         for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
             data, before = self.data[i], self.distance(i)
             data.ctrl[:] = command
@@ -145,6 +146,10 @@ class PixelTasks:
             out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
             out.success[i] = success
             out.info[i] = {"distance_m": distance, "task": self._present[i]}
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        for i in env_ids:
             self._observe(i, out)
 
     def distance(self, env_id: int) -> float:
