@@ -39,6 +39,12 @@ class NonFiniteError(FloatingPointError):
     """NaN or infinity where a finite number is needed; the run stops and says where it came from."""
 
 
+def brief(what: object, limit: int = 160) -> str:
+    """What an error or a file says, on one line and cut: it may say much, and of its own choosing."""
+    text = " ".join(str(what).split())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only when something is near."""
     known = sorted(set(choices))

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, brief
 from embodied_rl.files import write_atomic, write_atomic_with
+from embodied_rl.reading import open_regular
 
 if TYPE_CHECKING:
     from PIL import Image
 
 GREEN, RED, GREY = (46, 160, 67), (218, 54, 51), (140, 140, 140)
 MAX_GIF_BYTES = 3_000_000
+MAX_DECODED_BYTES = 2**31
+"""Of all pictures of a video that is read as a whole."""
 _TEXT, _STRIP = (255, 255, 255), (0, 0, 0, 150)
 _SHORTEST_S, _SLOWEST_FPS = 2.0, 5
 
@@ -200,13 +203,19 @@ def mp4_as_gif(path: Path, max_bytes: int = MAX_GIF_BYTES) -> bytes:
     """The pictures of an mp4 as a GIF of at most about `max_bytes`. Raises UserError for a file that is no video."""
     import av
 
+    frames, size = [], 0
     try:
+        open_regular(path).close()
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             rate = float(stream.average_rate or 20)
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-    except (av.FFmpegError, IndexError) as error:
-        raise UserError(f"'{path}' is not a video that can be read: {error}.") from error
+            for frame in container.decode(stream):
+                size += 3 * frame.width * frame.height
+                if size > MAX_DECODED_BYTES:
+                    raise ValueError(f"its pictures take more than {MAX_DECODED_BYTES / 2**30:g} GiB; cut it, or make it smaller")
+                frames.append(frame.to_ndarray(format="rgb24"))
+    except (av.FFmpegError, OSError, ValueError, IndexError, OverflowError) as error:
+        raise UserError(f"'{path}' is not a video that can be read: {brief(error)}.") from error
     if not frames:
         raise UserError(f"'{path}' is not a video that can be read: it holds no picture.")
     return gif_bytes(frames, max(1, round(rate)), max_bytes=max_bytes)

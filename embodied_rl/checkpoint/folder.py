@@ -32,8 +32,9 @@ from embodied_rl import __version__
 from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card, show, show_action
 from embodied_rl.checkpoint.checksums import FileSums, fault_of, sum_of_document, sums_of
 from embodied_rl.config import TrainConfig
-from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
 from embodied_rl.files import cannot_write, fsync, reset_mode
+from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
@@ -232,9 +233,9 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True) -> Checkpoin
             package_version=str(document["package_version"]),
             base=document.get("base"),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{folder}': {STATE_FILE} lacks or misspells a part ({error!r}). Use another checkpoint."
+            f"Checkpoint '{folder}': {STATE_FILE} lacks or misspells a part ({brief(repr(error))}). Use another checkpoint."
         ) from error
 
 
@@ -362,7 +363,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, ValueError, OSError) as error:
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged ({error}). {_way_out(path.parent)}") from error
+        raise IncompatibleCheckpointError(
+            f"Checkpoint file '{path}' is truncated or damaged ({brief(error)}). {_way_out(path.parent)}"
+        ) from error
 
 
 def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
@@ -393,34 +396,40 @@ def _way_out(folder: Path) -> str:
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(read_regular(path))
     except (ValueError, OSError) as error:
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is not valid JSON ({error}). {_way_out(folder)}") from error
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is not valid JSON ({brief(error)}). {_way_out(folder)}") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
         writer = document.get("package_version", "unknown") if isinstance(document, dict) else "unknown"
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{folder}' has format version {version} (written by embodied_rl {writer}); "
+            f"Checkpoint '{folder}' has format version {brief(version, 20)} (written by embodied_rl {brief(writer, 20)}); "
             f"embodied_rl {__version__} reads version {FORMAT_VERSION}. Install the version that wrote it, or train again."
         )
     if _SUM in document and sum_of_document(document, _SUM) != document[_SUM]:
         raise IncompatibleCheckpointError(
             f"Checkpoint file '{path}' is damaged: its content is not what was written (SHA-256 differs). {_way_out(folder)}"
         )
+    if not _are_sums(document.get(_SUMS, {})):
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: '{_SUMS}' holds no sums of files. {_way_out(folder)}")
     return dict(document)
 
 
-def _read_config(path: Path) -> TrainConfig:
-    import yaml
+def _are_sums(found: Any) -> bool:
+    """Whether it is `FileSums`."""
+    entries = found.values() if isinstance(found, dict) else [None]
+    return all(isinstance(told, dict) and type(told.get("bytes")) is int and isinstance(told.get("sha256"), str) for told in entries)
 
+
+def _read_config(path: Path) -> TrainConfig:
     try:
-        return TrainConfig.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return TrainConfig.from_dict(parse_yaml(read_regular(path)))
     except FileNotFoundError as error:
         raise IncompatibleCheckpointError(
             f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint."
         ) from error
-    except (yaml.YAMLError, UserError, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+    except (ValueError, OSError, TypeError, RecursionError) as error:  # UserError is a ValueError
+        reason = brief(error, 260)
         raise IncompatibleCheckpointError(f"Checkpoint file '{path}' cannot be read as a configuration: {reason}") from error
 
 

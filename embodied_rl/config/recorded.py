@@ -18,6 +18,8 @@ class RecordedConfig:
     """Use episodes alone that succeeded at some step."""
     memory_mb: float = 1024.0
     """Recorded steps held in memory at a time; of a larger recording, changing parts of this size are learned from."""
+    verify: bool = True
+    """Hold recordings of our own format against their checksums where they are read first; false: trusted, and read a little faster."""
     expert: str | None = None
     """``package.module:Attribute`` that makes an expert for one episode: called with an observation, it returns the action. It plays
     where no recording is given, and answers for DAgger."""

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.recording import EpisodeTable, RecordingError
+from embodied_rl.reading import parse_json, read_regular
 
 INDEX_FILE = "episodes.jsonl"
 _SEED_LIMIT = 2**63
+_MOST_ROWS = 2**32
+"""Of an episode: sums of what more claims would not fit into 64 bits."""
 _DECODER = json.JSONDecoder()
 """`json.loads` of bytes guesses their encoding first, which takes as long as a short line itself."""
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -45,6 +48,8 @@ class Index:
     table: EpisodeTable
     snapshots: np.ndarray
     """[E] int64 number of snapshots."""
+    sums: np.ndarray
+    """[E, C + 1] int64 CRC-32 of each episode's rows of each column, of its snapshots last."""
     size: int
     """Bytes of the finished lines; what comes after is a line that was cut short."""
 
@@ -93,7 +98,7 @@ def read_index(path: Path, num_columns: int) -> Index:
         RecordingError: the file is missing, or a line is not what it should be; the message has the line and the field.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     size = data.rfind(b"\n") + 1
@@ -106,16 +111,19 @@ def read_index(path: Path, num_columns: int) -> Index:
     table = EpisodeTable(
         lengths=lengths,
         seeds=_int64(path, "seed", columns["seed"]),
-        returns=np.array(columns["return"], np.float64),
+        returns=_floats(columns["return"]),
         success_once=np.array(columns["success_once"], bool),
         success_at_end=np.array(columns["success_at_end"], bool),
         complete=np.array(columns["complete"], bool),
         tasks=tasks,
     )
-    index = Index(path, lines, table, snapshots, size)
+    sums = columns["crc32"]
+    _require(path, np.array([_are_sums(found, num_columns + 1) for found in sums], bool), "crc32", f"has not {num_columns + 1} sums")
+    index = Index(path, lines, table, snapshots, np.array(sums, np.int64).reshape(len(lines), num_columns + 1), size)
     _require(path, lengths >= 1, "steps", "is not at least 1")
     _require(path, snapshots >= 0, "snapshots", "is negative")
-    _require(path, np.array([len(sums) == num_columns + 1 for sums in columns["crc32"]], bool), "crc32", f"has not {num_columns + 1} sums")
+    _require(path, np.maximum(lengths, snapshots) <= _MOST_ROWS, "steps", f"or 'snapshots' is more than {_MOST_ROWS:,}")
+    _require(path, np.isfinite(table.returns), "return", "is not finite")
     step_rows = index.step_rows
     for name, rows in (
         ("step_row", step_rows),
@@ -124,6 +132,10 @@ def read_index(path: Path, num_columns: int) -> Index:
     ):
         _require(path, _int64(path, name, columns[name]) == rows, name, "does not follow from the episodes before")
     return index
+
+
+def _are_sums(found: list[Any], count: int) -> bool:
+    return len(found) == count and all(type(value) is int and 0 <= value < 2**32 for value in found)
 
 
 def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
@@ -136,8 +148,8 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
         return entries
     for number, line in enumerate(lines):
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            entry = parse_json(line)
+        except ValueError as error:
             raise RecordingError(f"'{path}', episode {number}: the line is not JSON ({error}).") from error
         if type(entry) is not dict:
             raise RecordingError(f"'{path}', episode {number}: the line is not a JSON object.")
@@ -164,6 +176,13 @@ def _int64(path: Path, name: str, values: list[int]) -> np.ndarray:
     except OverflowError:
         number = next(number for number, value in enumerate(values) if not -_SEED_LIMIT <= value < _SEED_LIMIT)
         raise RecordingError(f"'{path}', episode {number}: field '{name}' does not fit into 64 bits.") from None
+
+
+def _floats(values: list[float]) -> np.ndarray:
+    try:
+        return np.array(values, np.float64)
+    except OverflowError:  # whole numbers of hundreds of digits
+        return np.array([float(value) if abs(value) < 2**1023 else np.inf for value in values], np.float64)
 
 
 def _require(path: Path, holds: np.ndarray, name: str, complaint: str) -> None:

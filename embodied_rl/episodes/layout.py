@@ -19,6 +19,8 @@ import numpy as np
 
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
 from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.errors import brief
+from embodied_rl.reading import parse_npy
 from embodied_rl.types import SimSpec, VariableSpec
 
 Encoding = Literal["array", "text", "json", "arrays", "png", "mp4", "mp4_lossless"]
@@ -89,17 +91,17 @@ class Column:
         """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
         name, encoding, per = data["name"], data["encoding"], data["per"]
         if not isinstance(name, str) or not name or encoding not in Encoding.__args__ or per not in ("step", "observation"):  # type: ignore[attr-defined]
-            raise ValueError(f"column {name!r} has encoding {encoding!r} and rows per {per!r}")
+            raise ValueError(f"column {name!r:.60} has encoding {encoding!r:.40} and rows per {per!r:.40}")
         shape = tuple(data.get("shape", ()))
         if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in shape):
-            raise ValueError(f"column {name!r} has shape {shape}")
+            raise ValueError(f"column {name!r:.60} has shape {brief(list(shape), 60)}")
         dtype = ""
         if encoding in ("text", "json", "arrays"):
             shape = ()
         else:
             dtype = _plain_dtype(data["dtype"])
             if encoding != "array" and (dtype != "|u1" or len(shape) != 3 or shape[2] != 3):
-                raise ValueError(f"column {name!r} holds pictures of shape {shape} and dtype {dtype}")
+                raise ValueError(f"column {name!r:.60} holds pictures of shape {brief(list(shape), 60)} and dtype {dtype}")
         return Column(name, encoding, per, dtype, shape)
 
 
@@ -110,7 +112,7 @@ SNAPSHOT_COLUMN = Column(SNAPSHOTS, "arrays", "step")
 def _plain_dtype(text: Any) -> str:
     dtype = np.dtype(str(text))
     if dtype.kind not in _NUMERIC_KINDS or dtype.shape or dtype.names:
-        raise ValueError(f"dtype {text!r} is not a plain number")
+        raise ValueError(f"dtype {text!r:.60} is not a plain number")
     return dtype.str
 
 
@@ -209,7 +211,7 @@ def decode_row(column: Column, data: bytes) -> Any:
         from embodied_rl.episodes.pictures import decode_png
 
         return decode_png(data, column.shape)
-    array = np.load(io.BytesIO(data), allow_pickle=False)
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in _NUMERIC_KINDS:
+    array = parse_npy(data)
+    if array.dtype.kind not in _NUMERIC_KINDS:
         raise ValueError("is not an array of numbers")
     return array

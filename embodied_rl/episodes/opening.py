@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from embodied_rl.episodes.index import Index
 from embodied_rl.episodes.layout import SNAPSHOTS, Column
 from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.errors import brief
+from embodied_rl.reading import open_regular, parse_json, read_npy_header, read_regular
 
 LAYOUT_FILE = "part.json"
 
@@ -25,11 +27,11 @@ def read_columns(folder: Path) -> tuple[Column, ...]:
     """The columns of a part. Raises RecordingError where ``part.json`` is missing or wrong."""
     path = folder / LAYOUT_FILE
     try:
-        columns = tuple(Column.from_dict(data) for data in json.loads(path.read_bytes())["columns"])
+        columns = tuple(Column.from_dict(data) for data in parse_json(read_regular(path))["columns"])
     except OSError as error:
         raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RecordingError(f"'{path}' does not describe columns: {' '.join(str(error).split())}.") from error
+        raise RecordingError(f"'{path}' does not describe columns: {brief(error)}.") from error
     if len({column.name for column in columns}) != len(columns):
         raise RecordingError(f"'{path}' names a column twice.")
     return columns
@@ -60,23 +62,22 @@ def array_dtype(column: Column) -> tuple[str, tuple[int, ...]]:
 def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], ends: np.ndarray) -> int:
     """Where the rows of an .npy file begin, if it reaches to the rows `ends` [E], one past the last of each episode."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            if version != (1, 0):
-                raise ValueError(f"version {version} of the format")
-            found = np.lib.format.read_array_header_1_0(file)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            found = read_npy_header(file)
             offset = file.tell()
     except OSError as error:
         raise RecordingError(f"'{path}', field '{field}': cannot be read: {error.strerror or error}.") from error
-    except (ValueError, TypeError, SyntaxError, RecursionError) as error:
-        raise RecordingError(f"'{path}', field '{field}': is not an .npy file ({' '.join(str(error).split())[:200]}).") from error
+    except ValueError as error:
+        raise RecordingError(f"'{path}', field '{field}': {error}.") from error
     # The number of rows in the header is not looked at: a recorder that was killed may have counted one episode too many.
-    if found[0][1:] != shape or found[1] or found[2].hasobject or found[2].str != dtype:
+    if found[0][1:] != shape or found[1] or found[2].str != dtype:
         rows = ", ".join(["rows", *map(str, shape)])
-        raise RecordingError(f"'{path}', field '{field}': holds {found[2]} {list(found[0])} instead of {np.dtype(dtype)} [{rows}].")
+        held = f"{brief(found[2], 40)} {brief(list(found[0]), 80)}"
+        raise RecordingError(f"'{path}', field '{field}': holds {held} instead of {np.dtype(dtype)} [{brief(rows, 80)}].")
     row_bytes = np.dtype(dtype).itemsize * math.prod(shape)
-    missing = offset + ends * row_bytes > size
+    # Floating: what is claimed may not fit into 64 bits, and is only compared.
+    missing = offset + ends * float(min(row_bytes, 2**62)) > size
     if missing.any():
         episode = int(np.argmax(missing))
         raise RecordingError(

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied_rl.files import cannot_write, fsync
+from embodied_rl.reading import open_regular
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _COUNT_DIGITS = 20
@@ -204,7 +205,7 @@ def video_name(number: int) -> str:
 def file_checksum(path: Path) -> int:
     """CRC-32 of a file's bytes."""
     checksum = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(2**20):
             checksum = zlib.crc32(chunk, checksum)
     return checksum

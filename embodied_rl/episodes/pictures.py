@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.errors import brief
 from embodied_rl.files import cannot_write
+from embodied_rl.reading import open_regular
 
 DEFAULT_FPS = 10
 """Where the simulator does not say how often it is controlled."""
@@ -123,10 +125,11 @@ class VideoReader:
 
         self._path, self._shape, self._count = path, shape, count
         try:
+            open_regular(path).close()
             # What the stream is stands in the header: nothing needs to be decoded to find out.
             self._container = av.open(str(path), options={"analyzeduration": "0", "probesize": "32"})
-        except (OSError, ValueError) as error:
-            raise VideoError(f"cannot be opened ({error})") from error
+        except (av.FFmpegError, OSError, ValueError) as error:
+            raise VideoError(f"cannot be opened ({brief(error)})") from error
         if not self._container.streams.video:
             raise VideoError("holds no video")
         stream: Any = self._container.streams.video[0]
@@ -159,7 +162,7 @@ class VideoReader:
                 if position > number:
                     break
         except (av.FFmpegError, OSError, ValueError, TypeError) as error:
-            raise VideoError(f"cannot be decoded at picture {number} ({error})") from error
+            raise VideoError(f"cannot be decoded at picture {number} ({brief(error)})") from error
         raise VideoError(f"has no picture {number}")
 
     def _array(self, frame: Any) -> np.ndarray:
@@ -192,4 +195,4 @@ def decode_png(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
                 raise VideoError(f"holds a picture {image.mode} {image.height} × {image.width}, not RGB {shape[0]} × {shape[1]}")
             return np.asarray(image)
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise VideoError(f"holds a picture that cannot be decoded ({error})") from error
+        raise VideoError(f"holds a picture that cannot be decoded ({brief(error)})") from error

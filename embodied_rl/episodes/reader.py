@@ -24,7 +24,8 @@ from embodied_rl.episodes.part_files import blob_checksum, file_checksum, video_
 from embodied_rl.episodes.pictures import VideoError, VideoReader
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import EpisodeTable, RecordedStep, Recording, RecordingError
-from embodied_rl.errors import did_you_mean
+from embodied_rl.errors import brief, did_you_mean
+from embodied_rl.reading import open_regular
 
 __all__ = ["NativeRecording", "Recording", "RecordingError", "open_recording"]
 
@@ -34,15 +35,20 @@ MAPPED_BYTES = 2**25
 """After so many bytes handed out, mapped pages are given back; they stay in the system's page cache."""
 
 
-def open_recording(path: Path | str) -> Recording:
+def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
     """Open a recording, of whichever format the path holds.
+
+    Args:
+        path: a folder or a file.
+        verify: of our own format, hold what is read for the first time against its checksum. False: what was verified before is read
+            again a little faster.
 
     Raises:
         RecordingError: there is none, or it is damaged; the message names the file, the episode and the field.
     """
     path = Path(path)
     if (path / RECORDING_FILE).is_file():
-        return NativeRecording(path)
+        return NativeRecording(path, verify=verify)
     if not path.exists():
         parent = path.parent if path.parent.is_dir() else Path()
         raise RecordingError(f"There is no recording '{path}'.{did_you_mean(path.name, (entry.name for entry in parent.iterdir()))}")
@@ -57,9 +63,9 @@ class NativeRecording(Recording):
     Arrays of an episode are read-only views into the files; they are valid until the recording is closed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
         info = read_info(path)
-        self._parts = [PartReader(folder, info) for folder in part_folders(path)]
+        self._parts = [PartReader(folder, info, verify) for folder in part_folders(path)]
         super().__init__(path, info, _joined([part.index.table for part in self._parts]))
         self._ends = np.cumsum([part.index.num_episodes for part in self._parts]).tolist()
         self._handed_out = 0
@@ -83,7 +89,9 @@ class NativeRecording(Recording):
         Raises:
             RecordingError: no part has a column of this name that is a plain array.
         """
-        found = [part.rows(column) for part in self._parts for column in part.columns if column.name == name and column.encoding == "array"]
+        found = [
+            part.all_rows(column) for part in self._parts for column in part.columns if column.name == name and column.encoding == "array"
+        ]
         if not found:
             names = {column.name for part in self._parts for column in part.columns if column.encoding == "array"}
             raise RecordingError(f"'{self.path}' has no arrays '{name}'.{did_you_mean(name, names)}")
@@ -152,7 +160,7 @@ class NativeRecording(Recording):
 class PartReader:
     """The files of one part, mapped when they are first asked for."""
 
-    def __init__(self, folder: Path, info: RecordingInfo) -> None:
+    def __init__(self, folder: Path, info: RecordingInfo, verify: bool = True) -> None:
         self.folder, self.columns = folder, read_columns(folder)
         _require_fit(folder, self.columns, info)
         self.index: Index = read_index(folder / INDEX_FILE, len(self.columns))
@@ -166,6 +174,9 @@ class PartReader:
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
         self._blobs: dict[str, mmap.mmap | bytes] = {}
         self._videos: OrderedDict[tuple[str, int], VideoReader] = OrderedDict()
+        # [C + 1, E] what was held against its checksum, snapshots last.
+        self._verified = np.full((len(self.columns) + 1, self.index.num_episodes), not verify)
+        self._numbers = {column.name: number for number, column in enumerate((*self.columns, SNAPSHOT_COLUMN))}
 
     def episode(self, number: int) -> RecordedEpisode:
         """Raises RecordingError where its data are damaged."""
@@ -173,19 +184,21 @@ class PartReader:
         first = int(self._step_rows[number])
         steps, seen = slice(first, first + length), slice(first + number, first + number + length + 1)
         read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
+        self._verify_arrays(number)
         for column, room, key, rows in self._arrays():
             if rows is None:
                 read[room][key] = self.column(column, number)
             else:
                 read[room][key] = rows[steps if column.per == "step" else seen]
         self._require_finite(number, read[""])
+        snapshots = self.snapshots(number)
         try:
             return RecordedEpisode(
                 seed=entry["seed"],
                 observation=read["observation"],
                 **read[""],
                 state=read["state"] or None,
-                snapshots=self.snapshots(number),
+                snapshots=snapshots,
                 images=read["images"],
                 task=entry["task"],
                 instruction=entry["instruction"],
@@ -193,7 +206,7 @@ class PartReader:
                 same_lengths=True,
             )
         except ValueError as error:
-            raise RecordingError(f"'{self.folder}', episode {number}: {error}") from error
+            raise RecordingError(f"'{self.folder}', episode {number}: {brief(error)}") from error
 
     def step(self, number: int, time: int) -> RecordedStep:
         """Raises IndexError, or RecordingError where its data are damaged."""
@@ -231,10 +244,12 @@ class PartReader:
         count = column.rows_of(int(self.index.table.lengths[number]))
         if column.is_picture:
             if column.is_video:
-                # Opened now, so that a damaged file is found now.
+                # Opened now, so that a damaged file is found now; verified now, for copies are made of the file as it is.
                 self._video(column, number)
+                self.verify(column, number)
             video = (self._video_path(column, number), column.encoding) if column.is_video else None
             return Frames(count, column.shape, lambda time: self.row(column, number, time), video)
+        self.verify(column, number)
         if column.encoding == "array":
             start = self._start(column, number)
             return self.rows(column)[start : start + count]
@@ -254,11 +269,14 @@ class PartReader:
         """All rows of neighbouring episodes, one after another: a view where they are plain arrays."""
         if column.encoding != "array":
             return joined([self.column(column, number) for number in range(first, stop)])
+        for number in np.flatnonzero(~self._verified[self._numbers[column.name], first:stop]).tolist():
+            self.verify(column, first + number)
         end = self._start(column, stop - 1) + column.rows_of(int(self.index.table.lengths[stop - 1]))
         return self.rows(column)[self._start(column, first) : end]
 
     def row(self, column: Column, number: int, time: int) -> Any:
         """One row of an episode."""
+        self.verify(column, number)
         if column.is_video:
             try:
                 return self._video(column, number).read(time)
@@ -270,12 +288,13 @@ class PartReader:
         try:
             return decode_row(column, data)
         except (ValueError, EOFError, RecursionError) as error:
-            raise self.damaged(column, number, f"row {time} {error}") from error
+            raise self.damaged(column, number, f"row {time} {brief(error)}") from error
 
     def snapshots(self, number: int) -> dict[int, bytes]:
         """{step: bytes} of an episode."""
         if not self.index.snapshots[number]:
             return {}
+        self.verify(SNAPSHOT_COLUMN, number)
         return {int(row[0]): self.blob_bytes(SNAPSHOTS, SNAPSHOTS, number, row[1:]) for row in self.snapshot_places(number)}
 
     def snapshot_places(self, number: int) -> np.ndarray:
@@ -299,15 +318,35 @@ class PartReader:
     def damage(self, number: int) -> list[str]:
         """Columns whose checksum is not that of the index, one line each."""
         problems = []
-        for column, expected in zip([*self.columns, None], self.index.entry(number)["crc32"], strict=True):
+        for column in (*self.columns, SNAPSHOT_COLUMN):
             try:
-                found = self.snapshot_checksum(number) if column is None else self.checksum(column, number)
+                self._compare(column, number)
             except RecordingError as error:
                 problems.append(str(error))
-                continue
-            if found != expected:
-                problems.append(str(self.damaged(column or SNAPSHOT_COLUMN, number, "the checksum does not match: bytes were altered")))
         return problems
+
+    def verify(self, column: Column, number: int) -> None:
+        """Hold an episode's rows of a column against their checksum, where that was not done before. Raises RecordingError."""
+        place = self._numbers[column.name], number
+        if not self._verified[place]:
+            self._compare(column, number)
+            self._verified[place] = True
+
+    def _compare(self, column: Column, number: int) -> None:
+        found = self.snapshot_checksum(number) if column is SNAPSHOT_COLUMN else self.checksum(column, number)
+        if found != self.index.sums[number, self._numbers[column.name]]:
+            raise self.damaged(column, number, "the checksum does not match: bytes were altered")
+
+    def _verify_arrays(self, number: int) -> None:
+        """All columns of plain arrays of an episode; the others are verified as they are read."""
+        if not self._verified[:, number].all():
+            for column in self.columns:
+                if column.encoding == "array":
+                    self.verify(column, number)
+
+    def all_rows(self, column: Column) -> np.ndarray:
+        """As `rows`, every episode's verified."""
+        return self.run(column, 0, self.index.num_episodes) if self.index.num_episodes else self.rows(column)
 
     def checksum(self, column: Column, number: int) -> int:
         """CRC-32 of an episode's rows of a column, as `RecordingWriter` forms it."""
@@ -372,7 +411,7 @@ class PartReader:
         row_bytes, offset = np.dtype(dtype).itemsize * math.prod(shape), self._offsets[name]
         path = self.folder / f"{stem or name}.npy"
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 mapped = mmap.mmap(file.fileno(), offset + num_rows * row_bytes, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise RecordingError(f"'{path}', field '{name}': cannot be read: {error}.") from error
@@ -383,7 +422,7 @@ class PartReader:
     def _map_blob(self, name: str, stem: str, number: int) -> mmap.mmap | bytes:
         path = self.folder / f"{stem}.bin"
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 # An empty file cannot be mapped.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
         except (OSError, ValueError) as error:
@@ -440,12 +479,15 @@ def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo)
     for column in layout_for(info.spec, "raw", {}):
         other = found.pop(column.name, None)
         if other is None:
-            raise RecordingError(f"'{path}': the column '{column.name}' is missing.")
+            raise RecordingError(f"'{path}': the column '{brief(column.name, 60)}' is missing.")
         same = (other.dtype, other.shape, other.per) == (column.dtype, column.shape, column.per)
         if not same or (other.encoding != column.encoding and not other.is_picture):
-            raise RecordingError(f"'{path}': the column '{column.name}' is {other.to_dict()}, and the simulator has {column.to_dict()}.")
+            raise RecordingError(
+                f"'{path}': the column '{column.name}' is {brief(other.to_dict(), 120)}, and the simulator has "
+                f"{brief(column.to_dict(), 120)}."
+            )
     for name, column in found.items():
         known = name.startswith(("state.", "images.")) and column.per == "observation"
         known |= name in OPTIONAL_COLUMNS and column.per == "step"
         if not known:
-            raise RecordingError(f"'{path}': the column '{name}' is none of a recording.")
+            raise RecordingError(f"'{path}': the column '{brief(name, 60)}' is none of a recording.")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import secrets
 import shutil
 import threading
@@ -30,9 +31,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
 from embodied_rl.files import cannot_write, fsync, replace_folder, reset_mode, write_atomic
 from embodied_rl.hybrid import fsdp
+from embodied_rl.reading import parse_json, read_regular
 
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
@@ -158,17 +160,56 @@ def read_index(folder: Path | str) -> dict[str, Any]:
     """The index of a checkpoint. Raises IncompatibleCheckpointError where it is missing or damaged."""
     path = Path(folder) / INDEX_FILE
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = parse_json(read_regular(path))
         version = index["format_version"]
-        if not (isinstance(index["tensors"], dict) and isinstance(index["files"], dict)):
-            raise TypeError("tensors and files must be mappings")
     except FileNotFoundError as error:
         raise IncompatibleCheckpointError(f"'{folder}' holds no sharded checkpoint: {INDEX_FILE} is missing.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged ({error!r}). Use another checkpoint.") from error
+        raise _damaged(path, brief(error)) from error
     if version != FORMAT_VERSION:
-        raise IncompatibleCheckpointError(f"Checkpoint '{folder}' has format version {version}; this program reads {FORMAT_VERSION}.")
+        what = f"Checkpoint '{folder}' has format version {brief(version, 20)}"
+        raise IncompatibleCheckpointError(f"{what}; this program reads {FORMAT_VERSION}.")
+    try:
+        if "sha256" in index and _sum_of(index) != index["sha256"]:
+            raise ValueError("its content is not what was written (SHA-256 differs)")
+        for told in index["files"].values():
+            if type(told["bytes"]) is not int or not isinstance(told["sha256"], str):
+                raise ValueError("a file has no size and SHA-256")
+        for name, entry in index["tensors"].items():
+            _check_parts(name, entry, index["files"])
+        dict(index["metadata"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(
+            path, brief(error) if isinstance(error, ValueError) else f"it lacks or misspells a part, {brief(repr(error), 80)}"
+        ) from error
     return index
+
+
+def _check_parts(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Raise ValueError where what the index says of a tensor cannot be: before memory is taken for it."""
+    shape, dtype = entry["shape"], getattr(torch, str(entry["dtype"]), None)
+    places = [(shape, shape), *((part["start"], part["size"]) for part in entry["parts"])]
+    sides = [side for place in places for row in place for side in row]
+    whole = all(isinstance(row, list) and len(row) == len(shape) for place in places for row in place)
+    if not whole or any(type(side) is not int or not 0 <= side < 2**48 for side in sides) or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"tensor {name!r:.60} has no shape, type and parts")
+    if any(
+        not isinstance(part["file"], str) or part["file"] not in files or Path(part["file"]).name != part["file"] for part in entry["parts"]
+    ):
+        raise ValueError(f"tensor {name!r:.60} lies in a file that is not listed")
+    # Parts may be there twice, and then none is missing for it; fewer never suffice.
+    if math.prod(shape) * dtype.itemsize > len(entry["parts"]) * max((files[part["file"]]["bytes"] for part in entry["parts"]), default=0):
+        raise ValueError(f"tensor {name!r:.60} claims more than its files hold")
+
+
+def _damaged(path: Path, what: str) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged ({what}). Use another checkpoint.")
+
+
+def _sum_of(index: Mapping[str, Any]) -> str:
+    """Digest of an index without its own, the same after it was written and read."""
+    rest = {key: value for key, value in index.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def training_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
@@ -331,7 +372,8 @@ def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: d
         "files": files,
         "tensors": {name: {**entry, "parts": places[name]} for name, entry in description.items()},
     }
-    write_atomic(partial / INDEX_FILE, json.dumps(index, indent=1))
+    index = json.loads(json.dumps(index))
+    write_atomic(partial / INDEX_FILE, json.dumps({**index, "sha256": _sum_of(index)}, indent=1))
     replace_folder(partial, final)
 
 
@@ -351,22 +393,27 @@ def _fill(folder: Path, index: dict[str, Any], name: str, local: Tensor, start: 
         try:
             with safe_open(path, framework="pt") as file:
                 found = file.get_tensor(name) if not source else file.get_slice(name)[source]
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged ({error}). Use another checkpoint.") from error
-        view = local[target] if target else local
+            view = local[target] if target else local
+            if found.shape != view.shape:
+                raise ValueError(f"'{brief(name, 60)}' has the shape {brief(list(found.shape), 60)}")
+        except (SafetensorError, OSError, RuntimeError, ValueError, IndexError) as error:
+            raise _damaged(path, brief(error)) from error
         view.copy_(found)
         missing -= view.numel()
     if missing:
-        raise IncompatibleCheckpointError(f"Checkpoint '{folder}' lacks {missing} entries of '{name}'. Use another checkpoint.")
+        raise IncompatibleCheckpointError(f"Checkpoint '{folder}' lacks {missing} entries of '{brief(name, 60)}'. Use another checkpoint.")
 
 
 def _check_entry(folder: Path, name: str, tensor: Tensor, entry: dict[str, Any] | None) -> None:
     if entry is None:
-        raise IncompatibleCheckpointError(f"Checkpoint '{folder}' has no tensor '{name}': it is another model's, or without an optimizer.")
+        raise IncompatibleCheckpointError(
+            f"Checkpoint '{folder}' has no tensor '{brief(name, 60)}': it is another model's, or without an optimizer."
+        )
     wanted = [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
     if [entry["shape"], entry["dtype"]] != wanted:
         raise IncompatibleCheckpointError(
-            f"Tensor '{name}' of checkpoint '{folder}' is {entry['dtype']} {entry['shape']}, but {wanted[1]} {wanted[0]} is needed."
+            f"Tensor '{brief(name, 60)}' of checkpoint '{folder}' is {entry['dtype']} {brief(entry['shape'], 60)}, "
+            f"but {wanted[1]} {wanted[0]} is needed."
         )
 
 

@@ -62,7 +62,7 @@ class Demonstrations:
         self._folder = run_dir / FOLDER
         self._recordings: list[Recording] = []
         for path in config.recording:
-            recording = open_recording(path)
+            recording = open_recording(path, verify=config.algorithm.recorded.verify)
             # Recordings that were imported name their task in their own way.
             check_recording(recording, self.spec, policy.observation_keys, same_task=bool(recording.info.sim))
             _warn_of_other_settings(recording, config.sim)

@@ -304,7 +304,7 @@ READING: dict[str, tuple[Callable[[Path], object], int, str]] = {
 def test_damage_is_found_at_reading_and_other_episodes_stay_readable(recording: Path, case: str) -> None:
     damage, number, message = READING[case]
     damage(recording / "part-0000")
-    with open_recording(recording) as opened:
+    with open_recording(recording, verify=False) as opened:
         with pytest.raises(RecordingError, match=message) as raised:
             opened.episode(number)
         assert "\n" not in str(raised.value)
@@ -314,7 +314,7 @@ def test_damage_is_found_at_reading_and_other_episodes_stay_readable(recording: 
         assert any(re.search(message, problem) for problem in validate(opened))
 
 
-# ---- damage that only `validate` looks for --------------------------------------------------------------------------
+# ---- damage that only `validate` and checksums find -----------------------------------------------------------------
 
 LYING: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of a state": (
@@ -339,12 +339,62 @@ LYING: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_validate_finds_what_is_readable_and_wrong(recording: Path, case: str) -> None:
     damage, message = LYING[case]
     damage(recording / "part-0000")
-    with open_recording(recording) as opened:
+    with open_recording(recording, verify=False) as opened:
         problems = validate(opened)
     assert any(re.search(message, problem) for problem in problems), problems
     # Nothing is said of episodes that are sound.
     numbers = {re.search(r"episode (\d)", problem).group(1) for problem in problems}  # type: ignore[union-attr]
     assert len(numbers) == 1
+
+
+COLUMNS_OF = {
+    "a bit of a state": "observation.state",
+    "nan in a state": "observation.state",
+    "a letter": "observation.text",
+    "a byte of a video": "observation.rgb",
+}
+
+
+@pytest.mark.parametrize("case", [case for case in LYING if case not in ("a return", "a success", "an end")])
+def test_checksums_are_compared_at_the_first_reading(recording: Path, case: str) -> None:
+    damage, _ = LYING[case]
+    damage(recording / "part-0000")
+    with open_recording(recording) as opened:
+        told = []
+        for number in range(4):
+            try:
+                opened.episode(number)
+            except RecordingError as error:
+                told.append(str(error))
+        assert len(told) == 1
+        assert "the checksum does not match" in told[0]
+        (number,) = re.findall(r"', episode (\d)", told[0])
+        # As training reads it, and a step at a time, nothing else having been read before.
+        if (name := COLUMNS_OF.get(case)) is not None:
+            with open_recording(recording) as again, pytest.raises(RecordingError, match="checksum does not match"):
+                again.read_many([int(number)], [name])
+            with open_recording(recording) as again, pytest.raises(RecordingError, match="checksum does not match"):
+                again.step(int(number), 0)
+        if name == "observation.state":
+            with open_recording(recording) as again, pytest.raises(RecordingError, match="checksum does not match"):
+                again.column(name)  # type: ignore[attr-defined]
+
+
+def test_a_checksum_is_compared_once_and_not_where_the_recording_is_trusted(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodied_rl.episodes import reader
+
+    compared: list[tuple[str, int]] = []
+    compare = reader.PartReader._compare
+    monkeypatch.setattr(reader.PartReader, "_compare", lambda *given: (compared.append((given[1].name, given[2])), compare(*given))[1])
+    with open_recording(sound) as opened:
+        for _ in range(3):
+            for number in range(4):
+                opened.episode(number)
+        assert len(set(compared)) == len(compared) > 4 * 9
+    compared.clear()
+    with open_recording(sound, verify=False) as opened:
+        opened.episode(0)
+    assert compared == []
 
 
 def test_a_sound_recording_has_no_problems(sound: Path) -> None:
@@ -367,8 +417,8 @@ def test_nothing_in_a_row_is_unpickled(tmp_path: Path) -> None:
     bomb = header + pickle.dumps(Evil())
     (tmp_path / "r/part-0000/observation.cloud.bin").write_bytes(bomb * 3)
     np.save(tmp_path / "r/part-0000/observation.cloud.npy", np.array([[i * len(bomb), len(bomb)] for i in range(3)], "<i8"))
-    with open_recording(tmp_path / "r") as recording, pytest.raises(RecordingError, match=r"field 'observation.cloud': row 0 "):
-        recording.episode(0)
+    with open_recording(tmp_path / "r", verify=False) as forged, pytest.raises(RecordingError, match=r"field 'observation.cloud': row 0 "):
+        forged.episode(0)
     assert not (tmp_path / "ran").exists()
 
 

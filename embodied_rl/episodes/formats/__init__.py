@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.episodes.formats.base import Advance, ForeignRecording
+from embodied_rl.episodes.formats.base import Advance, ForeignRecording, told_as_damage
 from embodied_rl.episodes.formats.notes import FieldNote
 from embodied_rl.episodes.recording import Recording, RecordingError
 from embodied_rl.errors import did_you_mean
@@ -92,7 +92,8 @@ def open_foreign(path: Path, name: str | None = None) -> ForeignRecording:
         raise RecordingError(f"'{path}' is no recording in a format that is known: native, {', '.join(FORMATS)}.")
     found = format_named(name)
     reader: type[Any] = getattr(importlib.import_module(f"{__name__}.{found.module}"), found.reader)
-    recording = reader(path)
+    with told_as_damage(path):
+        recording = reader(path)
     assert isinstance(recording, ForeignRecording)
     return recording
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +14,10 @@ import numpy as np
 from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import EpisodeTable, Recording, RecordingError
+from embodied_rl.episodes.validation import fit_problems
+from embodied_rl.errors import UserError, brief
+from embodied_rl.reading import parse_json as parse_text
+from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, TensorSpec, VariableSpec
 
 SIDE_ENTRY = "embodied_rl"
@@ -31,8 +35,33 @@ def damaged(path: Path, what: str, episode: int | str | None = None, field: str 
     """The one line for a file that is not what it should be."""
     where = f"'{path}'"
     where += "" if episode is None else f", episode {episode}"
-    where += "" if field is None else f", field '{field}'"
-    return RecordingError(f"{where}: {what}.")
+    where += "" if field is None else f", field '{brief(field, 80)}'"
+    return RecordingError(f"{where}: {brief(what, 260)}.")
+
+
+@contextmanager
+def told_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
+    """The boundary of what reads files of others: what they hold may be of any kind in any place, and each check that fails is damage.
+
+    Raises:
+        RecordingError: instead of what Python, numpy or a library raises where a value is of another kind than it should be.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+    ) as error:
+        raise damaged(path, f"holds what cannot be read ({type(error).__name__}: {brief(error)})", episode) from error
 
 
 def unknown_seed(number: int) -> int:
@@ -51,8 +80,17 @@ class ForeignRecording(Recording):
         self.notes = tuple(notes)
         """What the file does not say and what stands in its place."""
 
+    def episode(self, number: int) -> RecordedEpisode:
+        position = self._position(number)
+        with told_as_damage(self.path, position):
+            found = self._episode(position)
+            if problems := fit_problems(found, self.spec):
+                raise damaged(self.path, problems[0].rstrip("."), position)
+        return found
+
     @abstractmethod
-    def episode(self, number: int) -> RecordedEpisode: ...
+    def _episode(self, number: int) -> RecordedEpisode:
+        """Episode `number`, which there is. What it raises of other kinds than RecordingError is taken for damage."""
 
 
 @dataclass
@@ -86,10 +124,10 @@ class TableBuilder:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises RecordingError naming the file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_text(read_regular(path))
     except FileNotFoundError as error:
         raise damaged(path, "is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise damaged(path, f"cannot be read as JSON ({error})") from error
     if not isinstance(data, dict):
         raise damaged(path, f"must hold a JSON object, holds a {type(data).__name__}")
@@ -99,8 +137,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(path: Path, text: Any, field: str, episode: int | None = None) -> dict[str, Any]:
     """A JSON object in an attribute or a column. Raises RecordingError."""
     try:
-        data = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
+        data = parse_text(text)
+    except (TypeError, ValueError) as error:
         raise damaged(path, f"cannot be read as JSON ({error})", episode, field) from error
     if not isinstance(data, dict):
         raise damaged(path, f"must hold a JSON object, holds a {type(data).__name__}", episode, field)
@@ -113,6 +151,9 @@ def finish_episode(path: Path, number: int, fields: Mapping[str, Any]) -> Record
         require_finite(path, fields.get(name), number, name)
     for key, part in fields["observation"].items():
         require_finite(path, part, number, f"observation.{key}")
+    for name in ("reward", "terminated", "truncated", "success"):
+        if fields[name].ndim != 1:
+            raise damaged(path, f"must hold one value a step, holds rows of {list(fields[name].shape[1:])}", number, name)
     try:
         return RecordedEpisode(**fields)
     except (ValueError, TypeError) as error:

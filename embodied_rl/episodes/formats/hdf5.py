@@ -7,24 +7,30 @@ region references, compound and opaque types.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from embodied_rl.episodes.formats.base import PER_STEP_EXTRAS, SIDE_ENTRY, damaged, parse_json, parse_side_episode, side_episode
 from embodied_rl.episodes.formats.notes import NoteBook
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.errors import MissingExtraError
+from embodied_rl.errors import MissingExtraError, brief
 
 if TYPE_CHECKING:
     import h5py
 
-MAX_FIELD_BYTES = 32 * 2**30
-"""A dataset that claims more is taken for a lie."""
+MAX_RATIO = 1100
+"""Of what a field holds to what it takes in the file: deflate reaches 1,032 with zeros, the other filters of HDF5 less with real data. A
+field that claims more, and more than `SMALL_BYTES`, is taken for a lie."""
+SMALL_BYTES = 2**24
+_BLOCK_BYTES = 2**26
+"""Read at once."""
 _NUMBERS = "biuf"
 
 
@@ -45,10 +51,11 @@ class H5File:
         self._h5py = import_h5py()
         if not path.is_file():
             raise damaged(path, "is missing")
+        self._size = path.stat().st_size
         try:
             self.root: h5py.Group = self._h5py.File(path, "r")
         except (OSError, RuntimeError, ValueError) as error:
-            raise damaged(path, f"cannot be opened as HDF5: it is damaged, cut short, or another kind of file ({error})") from error
+            raise damaged(path, f"cannot be opened as HDF5: it is damaged, cut short, or another kind of file ({brief(error)})") from error
 
     def close(self) -> None:
         self.root.file.close()
@@ -91,9 +98,21 @@ class H5File:
                     raise damaged(self.path, "holds objects or references, which are not read", episode, field)
             if dtype.kind not in kinds:
                 raise damaged(self.path, f"must hold {'numbers' if kinds == _NUMBERS else 'text'}, holds {dtype}", episode, field)
-            if found.size is None or found.size * dtype.itemsize > MAX_FIELD_BYTES:
-                raise damaged(self.path, f"claims {found.shape} values of {dtype}, more than a field can hold", episode, field)
+            self._require_honest(found, episode, field)
         return found
+
+    def _require_honest(self, found: h5py.Dataset, episode: int | None, field: str) -> None:
+        """Before memory is taken for what a dataset claims: it may not be more than its bytes in the file can stand for."""
+        if found.size is None:
+            raise damaged(self.path, "claims None values: it is empty", episode, field)
+        stored = min(found.id.get_storage_size(), self._size)
+        # HDF5 takes memory for a whole chunk, however little of it is asked for.
+        claimed = found.dtype.itemsize * max(found.size, math.prod(found.chunks or ()))
+        if claimed > max(SMALL_BYTES, MAX_RATIO * stored):
+            what = f"claims {brief(list(found.shape), 60)} values of {found.dtype}, {claimed:,} bytes, and has {stored:,} in the file"
+            raise damaged(self.path, what, episode, field)
+        if claimed > psutil.virtual_memory().available:
+            raise damaged(self.path, f"takes {claimed / 2**30:.1f} GiB, more than this machine has free", episode, field)
 
     def array(self, parent: h5py.Group, name: str, episode: int | None = None, length: int | None = None) -> np.ndarray:
         """Numbers [T, ...]; `length` is the T that must be."""
@@ -104,27 +123,52 @@ class H5File:
         if length is not None and found.shape[0] != length:
             raise damaged(self.path, f"has {found.shape[0]} rows instead of {length}", episode, field)
         with self._errors(episode, field):
-            return found[()]
+            values = np.empty(found.shape, found.dtype)
+            rows = max(1, _BLOCK_BYTES // max(1, found.dtype.itemsize * math.prod(found.shape[1:])))
+            for first in range(0, len(values) if values.size else 0, rows):
+                values[first : first + rows] = found[first : first + rows]
+            return values
 
     def strings(self, parent: h5py.Group, name: str, episode: int | None = None, length: int | None = None) -> np.ndarray:
         """Texts as an object array [T] of str."""
         found = self.dataset(parent, name, episode, kinds="OS")
         field = _field(parent, name)
+        if found.ndim > 1:
+            raise damaged(self.path, f"must hold a text a step, holds {brief(list(found.shape), 60)}", episode, field)
+        if length is not None and found.size != length:
+            raise damaged(self.path, f"has {found.size} rows instead of {length}", episode, field)
         with self._errors(episode, field):
-            values = np.atleast_1d(found[()])
-            texts = np.empty(len(values), object)
-            texts[:] = [value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in values]
-        if length is not None and len(texts) != length:
-            raise damaged(self.path, f"has {len(texts)} rows instead of {length}", episode, field)
+            texts = np.empty(found.size, object)
+            for row, value in enumerate(self._values(found, episode, field)):
+                texts[row] = value.decode("utf-8") if isinstance(value, bytes) else str(value)
         return texts
 
-    def leaves(self, group: h5py.Group, episode: int | None = None, joint: str = "/") -> dict[str, tuple[h5py.Group, str]]:
+    def _values(self, found: h5py.Dataset, episode: int | None, field: str) -> Iterator[Any]:
+        """Texts, some at a time: rows may all point to the same long one, and a few bytes of the file be millions in memory."""
+        if not found.ndim:
+            yield found[()]
+            return
+        total, rows = 0, max(1, min(1024, _BLOCK_BYTES // max(1, self._size)))
+        for first in range(0, len(found), rows):
+            for value in found[first : first + rows]:
+                total += len(value)
+                if total > max(SMALL_BYTES, 4 * self._size):
+                    raise damaged(self.path, f"holds more than {total:,} bytes of text, and the file has {self._size:,}", episode, field)
+                yield value
+
+    def leaves(
+        self, group: h5py.Group, episode: int | None = None, joint: str = "/", seen: frozenset[int] = frozenset()
+    ) -> dict[str, tuple[h5py.Group, str]]:
         """{name below the group, levels joined by `joint`: (its parent, its own name)} of all datasets below a group."""
         found: dict[str, tuple[h5py.Group, str]] = {}
+        with self._errors(episode, group.name):
+            seen |= {self._h5py.h5o.get_info(group.id).addr}
         for name in self.names(group):
             child = self._child(group, name, episode)
             if isinstance(child, self._h5py.Group):
-                found |= {f"{name}{joint}{inner}": place for inner, place in self.leaves(child, episode, joint).items()}
+                if self._h5py.h5o.get_info(child.id).addr in seen:
+                    raise damaged(self.path, "is a group that lies within itself", episode, _field(group, name))
+                found |= {f"{name}{joint}{inner}": place for inner, place in self.leaves(child, episode, joint, seen).items()}
             else:
                 found[name] = (group, name)
         return found
@@ -141,6 +185,8 @@ class H5File:
             dtype = owner.attrs.get_id(name).dtype
             if dtype.kind == "O" and self._h5py.check_string_dtype(dtype) is None:
                 raise damaged(self.path, "holds objects or references, which are not read", episode, f"{owner.name}@{name}")
+            if owner.attrs.get_id(name).get_storage_size() > self._size:
+                raise damaged(self.path, "claims more than the file has", episode, f"{owner.name}@{name}")
             value = owner.attrs[name]
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
@@ -162,7 +208,7 @@ class H5File:
         except RecordingError:
             raise
         except (OSError, KeyError, RuntimeError, TypeError, ValueError, UnicodeError, MemoryError) as error:
-            raise damaged(self.path, f"cannot be read ({error})", episode, field) from error
+            raise damaged(self.path, f"cannot be read ({brief(error)})", episode, field) from error
 
 
 def _field(parent: h5py.Group, name: str) -> str:

@@ -32,7 +32,7 @@ from embodied_rl.episodes.formats.base import (
     unknown_last,
     unknown_seed,
 )
-from embodied_rl.episodes.formats.lerobot_columns import Clip, DataFile, decode_picture
+from embodied_rl.episodes.formats.lerobot_columns import Clip, DataFile, decode_picture, open_parquet
 from embodied_rl.episodes.formats.lerobot_layout import Feature
 from embodied_rl.episodes.formats.notes import NoteBook
 from embodied_rl.episodes.frames import Frames
@@ -83,12 +83,8 @@ class LeRobotRecording(ForeignRecording):
 
     # ---- episodes ----
 
-    def episode(self, number: int) -> RecordedEpisode:
-        position, notes = self._position(number), NoteBook()
-        return self._build(position, notes)
-
-    def _build(self, number: int, notes: NoteBook) -> RecordedEpisode:
-        place = self._places[number]
+    def _episode(self, number: int) -> RecordedEpisode:
+        place, notes = self._places[number], NoteBook()
         rows = self._rows(number, [feature for feature in self._features if feature.storage != "video"])
         fields = self._flags(number, rows, notes)
         parts: dict[str, dict[str, Any]] = {"observation": {}, "state": {}, "images": {}}
@@ -202,7 +198,8 @@ class LeRobotRecording(ForeignRecording):
 
     def _table(self, path: Path, columns: list[str] | None = None) -> Any:
         try:
-            return self._parquet.read_table(path, columns=columns)
+            with open_parquet(self._parquet, path) as file:
+                return file.read(columns=columns)
         except Exception as error:  # pyarrow's errors have half a dozen classes
             raise damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
 
@@ -233,7 +230,7 @@ class LeRobotRecording(ForeignRecording):
             rows += present.select(wanted).to_pylist()
         rows.sort(key=lambda row: row["episode_index"])
         total, first = self._info.get("total_episodes", len(rows)), 0
-        if not rows or [row["episode_index"] for row in rows] != list(range(total)):
+        if not rows or len(rows) != total or any(row["episode_index"] != number for number, row in enumerate(rows)):
             raise damaged(folder, f"lists {len(rows)} episodes, {layout.INFO} says {total}, numbered from 0")
         places = []
         for number, row in enumerate(rows):

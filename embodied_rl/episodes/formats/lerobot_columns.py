@@ -11,7 +11,21 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.formats.base import damaged
+from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
+
+
+def open_parquet(parquet: Any, path: Path) -> Any:
+    """A parquet file, mapped. Raises ValueError where it claims more rows than its bytes can stand for, and what pyarrow raises."""
+    size = path.stat().st_size
+    file = parquet.ParquetFile(path, memory_map=True)
+    groups = file.metadata
+    # Columns that say the same in every row take next to nothing.
+    unpacked = [8 * groups.num_rows, *(groups.row_group(number).total_byte_size for number in range(groups.num_row_groups))]
+    if max(unpacked) > max(SMALL_BYTES, MAX_RATIO * size):
+        file.close()
+        raise ValueError(f"{size:,} bytes cannot hold the {max(unpacked):,} that it claims")
+    return file
 
 
 class DataFile:
@@ -22,7 +36,7 @@ class DataFile:
         if not path.is_file():
             raise damaged(path, "is missing")
         try:
-            self._file = parquet.ParquetFile(path, memory_map=True)
+            self._file = open_parquet(parquet, path)
             groups = self._file.metadata
             sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
             numbers = np.asarray(self._file.read(columns=["episode_index"])["episode_index"].to_numpy(), np.int64)
@@ -144,7 +158,7 @@ class Clip:
         try:
             self._container = av.open(str(path))
             self._stream: Any = self._container.streams.video[0]
-        except (OSError, ValueError, IndexError) as error:
+        except (av.FFmpegError, OSError, ValueError, IndexError) as error:
             raise damaged(
                 path, f"cannot be opened as a video: it is damaged or cut short ({_line(error)})", number, feature.name
             ) from error
@@ -166,7 +180,7 @@ class Clip:
                     return self._array(frame, feature)
                 if self._last > second:
                     break
-        except (av.FFmpegError, OSError, ValueError, TypeError) as error:
+        except (av.FFmpegError, OSError, ValueError, TypeError, OverflowError) as error:
             self._last = -np.inf
             raise damaged(self.path, f"cannot be decoded at {second:.3f} s ({_line(error)})", number, feature.name) from error
         self._last = -np.inf

@@ -7,12 +7,14 @@ which rows and which seconds are its own, ``meta/tasks.parquet`` what was to be 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Any, Literal
 
 from embodied_rl.episodes.formats.base import SIDE_ENTRY, damaged
-from embodied_rl.errors import MissingExtraError
+from embodied_rl.errors import MissingExtraError, brief
 
 VERSION = "v3.0"
 INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
@@ -131,9 +133,13 @@ def import_pyarrow() -> tuple[Any, Any]:
 def inside(root: Path, template: str, **indices: Any) -> Path:
     """A file that ``info.json`` names by a template. Raises RecordingError where it does not lie in the data set's folder."""
     try:
+        for _, name, form, conversion in Formatter().parse(template):
+            # More would reach into attributes, or fill the memory with zeros.
+            if name is not None and (name not in indices or conversion or not re.fullmatch(r"(0\dd)?", form or "")):
+                raise ValueError(f"{{{name}:{form}}} is none of {', '.join(indices)}")
         path = root / template.format(**indices)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        raise damaged(root / INFO, f"holds a template '{template}' that cannot be filled in ({error})") from error
+        raise damaged(root / INFO, f"holds a template '{brief(template, 80)}' that cannot be filled in ({error})") from error
     if not path.resolve().is_relative_to(root.resolve()):
-        raise damaged(root / INFO, f"names '{path}', which is not in the data set's folder")
+        raise damaged(root / INFO, f"names '{brief(path, 120)}', which is not in the data set's folder")
     return path

@@ -89,9 +89,8 @@ class ManiSkillRecording(ForeignRecording):
             raise
         super().__init__(h5_path, info, table.table(), notes.notes())
 
-    def episode(self, number: int) -> RecordedEpisode:
-        position = self._position(number)
-        return self._read(position, NoteBook())
+    def _episode(self, number: int) -> RecordedEpisode:
+        return self._read(number, NoteBook())
 
     def close(self) -> None:
         self._file.close()

@@ -95,15 +95,15 @@ class MinariRecording(ForeignRecording):
             raise
         super().__init__(folder, info, table.table(), notes.notes())
 
-    def episode(self, number: int) -> RecordedEpisode:
-        position, notes = self._position(number), NoteBook()
-        file, group = self._file, self._group(position)
-        fields = self._flags(position, notes)
+    def _episode(self, number: int) -> RecordedEpisode:
+        notes = NoteBook()
+        file, group = self._file, self._group(number)
+        fields = self._flags(number, notes)
         rows = len(fields["reward"]) + 1
-        fields["observation"] = {key: self._leaf(group, leaf, position, rows) for key, leaf in self._keys.items()}
-        options = {name.partition("/")[2]: self._plain(group, name, position) for name in group.attrs if name.startswith("options/")}
+        fields["observation"] = {key: self._leaf(group, leaf, number, rows) for key, leaf in self._keys.items()}
+        options = {name.partition("/")[2]: self._plain(group, name, number) for name in group.attrs if name.startswith("options/")}
         fields.setdefault("metadata", {"reset_options": options} if options else {})
-        return finish_episode(file.path, position, fields)
+        return finish_episode(file.path, number, fields)
 
     def close(self) -> None:
         self._file.close()
@@ -225,16 +225,17 @@ def _decode_jpegs(file: H5File, dataset: Any, spec: TensorSpec, number: int, row
 
     if len(dataset) != rows:
         raise damaged(file.path, f"has {len(dataset)} rows instead of {rows}", number, field)
-    pictures = np.empty((rows, *spec.shape), np.uint8)
+    pictures = []
     for row in range(rows):
         try:
             with Image.open(io.BytesIO(np.asarray(dataset[row], np.uint8).tobytes()), formats=["JPEG"]) as image:
+                # Before anything is made of what the space claims.
                 if (image.height, image.width) != spec.shape[:2]:
                     raise ValueError(f"a picture of {image.height} × {image.width}")
-                pictures[row] = np.asarray(image)
+                pictures.append(np.asarray(image))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise damaged(file.path, f"holds no picture of {list(spec.shape)} in row {row} ({error})", number, field) from error
-    return pictures
+    return np.stack(pictures)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------

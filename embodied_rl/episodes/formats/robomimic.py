@@ -98,8 +98,8 @@ class RobomimicRecording(ForeignRecording):
             raise
         super().__init__(file.path, info, table.table(), notes.notes())
 
-    def episode(self, number: int) -> RecordedEpisode:
-        return self._read(self._position(number), NoteBook(), self._keys)
+    def _episode(self, number: int) -> RecordedEpisode:
+        return self._read(number, NoteBook(), self._keys)
 
     def close(self) -> None:
         self._file.close()

@@ -92,6 +92,26 @@ def enormous(file: h5py.File, _: Path) -> None:
     file.create_dataset("x", (2**45,), dtype=np.float32, chunks=(1024,))
 
 
+def a_little_below_the_old_limit(file: h5py.File, _: Path) -> None:
+    # 29.8 GiB in a file of a few kilobytes.
+    file.create_dataset("x", (8 * 10**9,), dtype=np.float32, chunks=(1024,))
+
+
+def chunk_of_a_gigabyte(file: h5py.File, _: Path) -> None:
+    file.create_dataset("x", (2,), dtype=np.float32, chunks=(2**28,), maxshape=(None,))
+
+
+def packed_twice(file: h5py.File, _: Path) -> None:
+    # Deflated, and deflated again: a thousand times a thousand.
+    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    made.set_chunk((2**27,))
+    made.set_deflate(9)
+    made.set_deflate(9)
+    space = h5py.h5s.create_simple((2**27,))
+    h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, space, made)
+    file["x"][:] = np.zeros(2**27, np.uint8)
+
+
 def group(file: h5py.File, _: Path) -> None:
     file.create_group("x")
 
@@ -112,8 +132,11 @@ REFUSED = {
     compound: "must hold numbers, holds",
     opaque_pickle: "must hold numbers, holds",
     texts: "must hold numbers, holds object",
-    empty: "more than a field can hold",
-    enormous: "more than a field can hold",
+    empty: "claims None values: it is empty",
+    enormous: r"claims \[35184372088832\] values of float32, 140,737,488,355,328 bytes, and has 0 in the file",
+    a_little_below_the_old_limit: "32,000,000,000 bytes, and has 0 in the file",
+    chunk_of_a_gigabyte: "1,073,741,824 bytes, and has 0 in the file",
+    packed_twice: r"134,217,728 bytes, and has [\d,]+ in the file",
     group: "must be a dataset, is a group",
     scalar: "must have a row per step, is a single number",
 }
@@ -128,6 +151,40 @@ def test_what_is_no_plain_array_of_numbers_is_refused(make: Callable[[h5py.File,
         opened.array(opened.root, "x", 4)
     opened.close()
     assert not (tmp_path / "exploited").exists()
+
+
+def test_zeros_that_are_packed_well_are_read(tmp_path: Path) -> None:
+    """The bound is above what a single deflate reaches, and the blocks are put together as the rows were."""
+    rows = np.zeros((40, 2**20), np.uint8)
+    rows[:, 0] = np.arange(40)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=rows, chunks=(1, 2**20), compression="gzip")
+        file.create_dataset("wide", data=rows, chunks=(40, 2**14), compression="gzip", compression_opts=9)
+    assert (tmp_path / "x.h5").stat().st_size < 2 * rows.nbytes / 900
+    opened = H5File(tmp_path / "x.h5")
+    for name in ("x", "wide"):
+        np.testing.assert_array_equal(opened.array(opened.root, name), rows)
+    opened.close()
+
+
+def test_a_group_within_itself_and_texts_that_point_to_one_place_end(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        inner = file.create_group("a/b")
+        inner["again"] = file["a"]
+        texts = file.create_dataset("texts", (3000,), dtype=h5py.string_dtype())
+        texts[0] = "x" * 20_000
+    # Every row is made to point to where the first text lies.
+    with h5py.File(tmp_path / "x.h5", "r") as file:
+        offset = file["texts"].id.get_offset()
+    data = bytearray((tmp_path / "x.h5").read_bytes())
+    data[offset : offset + 16 * 3000] = data[offset : offset + 16] * 3000
+    (tmp_path / "x.h5").write_bytes(data)
+    opened = H5File(tmp_path / "x.h5")
+    with pytest.raises(RecordingError, match=r"field '/a/b/again': is a group that lies within itself"):
+        opened.leaves(opened.group(opened.root, "a"))
+    with pytest.raises(RecordingError, match=r"field '/texts': holds more than [\d,]+ bytes of text"):
+        opened.strings(opened.root, "texts")
+    opened.close()
 
 
 @pytest.mark.parametrize("make", [references, references_in_rows], ids=lambda make: make.__name__)

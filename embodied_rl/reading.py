@@ -1,0 +1,122 @@
+"""Reading what others wrote: regular files only, and JSON, YAML and .npy within bounds. What is wrong comes as OSError or ValueError."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import stat
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from embodied_rl.errors import brief
+
+MAX_YAML_NODES = 10**6
+"""Of a document with its aliases written out; a configuration has some hundreds."""
+_MAX_JSON_DEPTH = 200
+"""Python's own parser gives up at about a thousand, and what is as deep cannot be copied or written again."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file open for reading. Raises OSError where it is none: a pipe or a device would never end."""
+    # Without blocking: to open a pipe waits for its other end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """A file's bytes. Raises OSError as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def parse_json(data: str | bytes) -> Any:
+    """What a JSON text holds. Raises ValueError, in one short line: it is no JSON, or is nested too deeply."""
+    try:
+        found = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no {error.encoding}: {error.reason} at byte {error.start}") from None
+    except ValueError as error:
+        raise ValueError(brief(error)) from None
+    require_shallow(found)
+    return found
+
+
+def require_shallow(value: Any, depth: int = _MAX_JSON_DEPTH) -> None:
+    """Raise ValueError where lists and mappings are nested more than `depth` deep."""
+    level = [value]
+    for _ in range(depth):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What of a list's or a mapping's values are lists and mappings."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (inner for inner in values if isinstance(inner, (dict, list)))
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """What a YAML text holds, by YAML's own types only. Raises ValueError, in one short line: it is no YAML, or aliases blow it up."""
+    import yaml
+
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None and _expanded(root, {}) > MAX_YAML_NODES:
+            raise ValueError("its aliases stand for more than a million values")
+        found = yaml.safe_load(text)
+        require_shallow(found)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError) as error:  # of dates, numbers and keys that are none
+        raise ValueError(brief(error)) from None
+    return found
+
+
+def _expanded(node: Any, known: dict[int, float]) -> float:
+    """Nodes below one of YAML's, each alias counted as what it stands for; infinite where one stands within itself."""
+    if (count := known.get(id(node))) is not None:
+        return count
+    known[id(node)] = math.inf
+    inner = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))] if isinstance(node.value, list) else []
+    known[id(node)] = 1 + sum(_expanded(part, known) for part in inner)
+    return known[id(node)]
+
+
+def read_npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """(shape, whether in Fortran's order, dtype) of an .npy file of version 1.0; the file then stands at its data. Raises ValueError."""
+    try:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"version {version} of the format")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError, tokenize.TokenError) as error:
+        raise ValueError(f"is not an .npy file ({brief(error) or type(error).__name__})") from None
+    if any(not 0 <= size < 2**63 for size in shape):
+        raise ValueError(f"is not an .npy file: its shape is {brief(list(shape))}")
+    return shape, fortran, dtype
+
+
+def parse_npy(data: bytes) -> np.ndarray:
+    """The array of an .npy file. Raises ValueError, also where it claims more than there is: nothing is made of its size before."""
+    file = io.BytesIO(data)
+    shape, fortran, dtype = read_npy_header(file)
+    claimed, there = math.prod(shape) * dtype.itemsize, len(data) - file.tell()
+    if dtype.hasobject:
+        raise ValueError("is an .npy file of objects, which are not read")
+    if claimed != there:
+        raise ValueError(f"is not an .npy file: it claims {claimed} bytes of data, and has {there}")
+    return np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape, order="F" if fortran else "C").copy()
