@@ -8,40 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import ipaddress
 import json
+import math
 import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 from embodied_rl.errors import UserError
+from embodied_rl.http_parsing import HttpProblem as HttpProblem
+from embodied_rl.http_parsing import checked_headers, parse_body, path_of, require_our_name
 
 _IDLE_CONNECTION_S = 75.0
 """A connection on which nothing comes for so long is closed: clients reconnect, and threads are not for ever."""
 _POLL_S = 0.05
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
-class HttpProblem(Exception):
-    """A request that is refused, or could not be done: status, a word for programs, a sentence for people."""
-
-    def __init__(
-        self, status: int, kind: str, message: str, *, choices: Iterable[str] = (), headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.message = status, kind, message
-        self.choices = sorted(choices)
-        self.headers = dict(headers or {})
-
-    def to_dict(self) -> dict[str, Any]:
-        """{error, kind, choices}: the body of the answer."""
-        return {"error": self.message, "kind": self.kind, "choices": self.choices}
+_LINGER_S = 2.0
+"""How long a connection that ends still takes what its client sends."""
+_SLOWEST_BYTES_S = 100_000
+"""A body may take a second more for so many bytes."""
+_LONGEST_LINE = 2**16
 
 
 @dataclass(frozen=True)
@@ -88,11 +80,19 @@ ProblemFormat = Callable[[HttpProblem], Any]
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one client may ask of the server."""
+    """What one client may ask of the server. Raises UserError for a limit that is not above 0 and finite."""
 
-    max_body_bytes: int = 32 * 2**20
+    max_body_mb: float = 32.0
+    """Of one request (2**20 bytes)."""
     max_connections: int = 256
     """Open at a time; a further one is answered 503."""
+    request_s: float = 30.0
+    """From a request's first byte to its last; large bodies get more."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 class _Listening(ThreadingHTTPServer):
@@ -101,7 +101,9 @@ class _Listening(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], requests: type[BaseHTTPRequestHandler], max_connections: int) -> None:
+    def __init__(self, address: tuple[str, int], requests: type[BaseHTTPRequestHandler], max_connections: int, full: bytes) -> None:
+        """`full`: the whole answer to a connection that is one too many."""
+        self.full = full
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._places = threading.Semaphore(max_connections)
         self.connections = set[socket.socket]()
@@ -118,7 +120,10 @@ class _Listening(ThreadingHTTPServer):
                 raise
         else:
             with contextlib.suppress(OSError):
-                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                request.setblocking(False)
+                request.sendall(self.full)
+                request.shutdown(socket.SHUT_WR)
+                request.recv(2**16)  # a connection that is closed over unread bytes is reset, and the answer lost
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -164,9 +169,10 @@ class HttpServer:
             settings = _Settings(handle, allowed, any_host_header, format_problem)
 
         try:
-            self._server = _Listening((host, port), Requests, allowed.max_connections)
-        except OSError as error:
-            raise UserError(f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another host= or port=.") from error
+            self._server = _Listening((host, port), Requests, allowed.max_connections, _full(allowed, format_problem))
+        except (OSError, OverflowError, ValueError) as error:  # the last two: a port, or a name, that cannot be one
+            why = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"Cannot listen on {host}:{port}: {why}. Choose another host= or port= (0 to 65535).") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True)
         self._thread.start()
 
@@ -238,32 +244,41 @@ class _Settings:
     format_problem: ProblemFormat
 
 
+class _PatientReader(io.RawIOBase):
+    """Reads a connection until `until`; TimeoutError afterwards, however many bytes trickled in before."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self.until = connection, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(self.until - time.monotonic(), 0.001))
+        return self._connection.recv_into(buffer)
+
+
+def _full(limits: ServerLimits, format_problem: ProblemFormat) -> bytes:
+    message = f"{limits.max_connections} connections are open, which is as many as this server holds; try again soon."
+    body = json.dumps(format_problem(HttpProblem(503, "busy", message))).encode()
+    head = f"Retry-After: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n".encode() + body
+
+
 class _Requests(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.1"  # a line that cannot be read is answered with a head too
     server_version, sys_version = "embodied_rl", ""
     disable_nagle_algorithm = True
     wbufsize = 2**16  # head and body leave in one packet
     timeout = _IDLE_CONNECTION_S
     settings: _Settings
 
-    def do_GET(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
-
-    def do_DELETE(self) -> None:
-        self._serve()
-
-    do_PUT = do_PATCH = do_OPTIONS = do_GET  # noqa: N815 - for the handler to refuse
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses by itself (a malformed request line, headers that are too long), as JSON like the rest."""
-        self.close_connection = True
-        self._send(self._refusal(HttpProblem(int(code), "bad_request", message or "The request cannot be read.")))
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._patient = _PatientReader(self.connection)
+        self.rfile: io.BufferedReader = io.BufferedReader(self._patient)
 
     def handle(self) -> None:
         # A client that goes away in the middle, at any place, is no error of ours.
@@ -273,12 +288,41 @@ class _Requests(BaseHTTPRequestHandler):
     def finish(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             super().finish()
+        with contextlib.suppress(OSError):
+            self._linger()
 
-    def _serve(self) -> None:
+    def _linger(self) -> None:
+        """Take what a refused client is still sending: a connection that is closed over unread bytes is reset, and the refusal lost."""
+        self.connection.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + _LINGER_S
+        while (left := until - time.monotonic()) > 0:
+            self.connection.settimeout(left)
+            if not self.connection.recv(2**16):
+                return
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself: a malformed request line, headers that are too long."""
+        status = 400 if code >= 500 else int(code)  # the version that a client speaks is its affair
+        raise HttpProblem(status, "bad_request", f"{message or 'The request cannot be read'}.")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, read it within its time, answer it."""
+        self._patient.until = time.monotonic() + _IDLE_CONNECTION_S
+        self.command, self.requestline, self.request_version = "", "", self.default_request_version
+        self._read_whole, self.close_connection = False, True
+        if not self.rfile.peek(1):
+            return
+        self._patient.until = time.monotonic() + self.settings.limits.request_s
         try:
             answer = self._answer()
         except HttpProblem as problem:
             answer = self._refusal(problem)
+        if not self._read_whole:
+            self.close_connection = True  # in the middle of a request, nobody knows where the next one begins
+        self.connection.settimeout(_IDLE_CONNECTION_S)
         if isinstance(answer, Reply):
             self._send(answer)
         else:
@@ -286,7 +330,11 @@ class _Requests(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _answer(self) -> Reply | EventStream:
-        request = self._read()
+        try:
+            request = self._read()
+        except TimeoutError:
+            took = f"{self.settings.limits.request_s:g} s"
+            raise HttpProblem(408, "too_slow", f"The request did not arrive within {took}; send it anew.") from None
         try:
             return self.settings.handle(request)
         except HttpProblem:
@@ -304,34 +352,39 @@ class _Requests(BaseHTTPRequestHandler):
         return Reply(self.settings.format_problem(problem), problem.status, problem.headers)
 
     def _read(self) -> HttpRequest:
-        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
+        if self.raw_requestline in (b"\r\n", b"\n"):  # clients may leave one behind their last body
+            self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
+        if len(self.raw_requestline) > _LONGEST_LINE:
+            raise HttpProblem(414, "bad_request", f"The request's first line has more than {_LONGEST_LINE:,} bytes.")
+        if not self.parse_request() or len(self.requestline.split()) != 3:
+            raise HttpProblem(
+                400, "bad_request", f"The request's first line must be 'METHOD /path HTTP/1.1', got {self.requestline!r:.80}."
+            )
+        headers = checked_headers(self.headers)
         body = self._read_body(headers)
-        if not self.settings.any_host_header and not _is_address(headers.get("host", "")):
-            raise HttpProblem(403, "wrong_host", "This server is called by its address or localhost; set a token to allow other names.")
-        return HttpRequest(self.command, urlsplit(self.path).path, headers, body, self._client_gone)
+        self._read_whole = True
+        path = path_of(self.path)
+        if not self.settings.any_host_header:
+            require_our_name(headers)
+        return HttpRequest(self.command, path, headers, parse_body(body, headers), self._client_gone)
 
-    def _read_body(self, headers: Mapping[str, str]) -> dict[str, Any]:
-        # Whatever is refused before its body was read leaves the connection in the middle of one: it is closed.
+    def _read_body(self, headers: Mapping[str, str]) -> bytes:
         length = headers.get("content-length")
         if "transfer-encoding" in headers or (length is None and self.command == "POST"):
-            self.close_connection = True
             raise HttpProblem(411, "length_required", "Send the body with a Content-Length; chunked bodies are not taken.")
-        if length is not None and not length.isdecimal():
-            self.close_connection = True
+        if length is not None and not (length.isascii() and length.isdecimal()):
             raise HttpProblem(400, "bad_request", f"Content-Length must be a number, got '{length[:40]}'.")
-        size, most = int(length or 0), self.settings.limits.max_body_bytes
-        if size > most:
-            self.close_connection = True
-            raise HttpProblem(413, "body_too_large", f"The body has {size:,} bytes; this server takes {most:,}.")
+        digits, most = (length or "0").lstrip("0"), int(self.settings.limits.max_body_mb * 2**20)
+        if len(digits) > 18 or int(digits or 0) > most:
+            size_text = f"{int(digits):,}" if len(digits) <= 18 else f"a {len(digits)}-digit number of"
+            raise HttpProblem(413, "body_too_large", f"The body has {size_text} bytes; this server takes {most:,}.")
+        size = int(digits or 0)
+        self._patient.until += size / _SLOWEST_BYTES_S
         data = self.rfile.read(size)
         if len(data) != size:
-            self.close_connection = True
             raise HttpProblem(400, "bad_request", f"The body ends after {len(data):,} of {size:,} bytes.")
-        if not data:
-            return {}
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise HttpProblem(415, "not_json", "Send the body as 'Content-Type: application/json'.")
-        return parse_object(data)
+        return data
 
     def _client_gone(self) -> bool:
         try:
@@ -354,7 +407,8 @@ class _Requests(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def _stream(self, stream: EventStream) -> None:
         self.send_response(200)
@@ -374,29 +428,3 @@ class _Requests(BaseHTTPRequestHandler):
             close = getattr(stream.events, "close", None)
             if close is not None:
                 close()
-
-
-def _is_address(host_header: str) -> bool:
-    host = urlsplit(f"//{host_header}").hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises HttpProblem 400 for anything else, NaN and infinities included."""
-    try:
-        found = json.loads(data, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise HttpProblem(400, "bad_request", f"The body is not JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise HttpProblem(400, "bad_request", f"The body must be a JSON object, got {type(found).__name__}.")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")

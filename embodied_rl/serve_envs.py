@@ -45,7 +45,7 @@ def _main(argv: Sequence[str]) -> None:
 
 def start(values: dict[str, Any]) -> Any:
     """The service (`EnvironmentService`) that the arguments describe, listening. Raises UserError."""
-    from embodied_rl.http_server import token_from
+    from embodied_rl.http_server import ServerLimits, token_from
     from embodied_rl.service.app import TOKEN_VARIABLE, EnvironmentService, offered_simulators
     from embodied_rl.service.environment import ServiceLimits
 
@@ -57,7 +57,7 @@ def start(values: dict[str, Any]) -> Any:
         port=values["port"],
         token=token_from(TOKEN_VARIABLE),
         limits=ServiceLimits(**limits),
-        max_body_bytes=int(values["max_body_mb"] * 2**20),
+        http=ServerLimits(max_body_mb=values["max_body_mb"]),
     )
 
 

@@ -36,7 +36,8 @@ FLOORS: dict[str, set[str]] = {
     "cli": GROUND,
     "comparison": GROUND,
     "progress": set(),
-    "http_server": {"errors"},
+    "http_parsing": {"errors"},
+    "http_server": {"errors", "http_parsing"},
     "sandbox": {"errors"},
     "text_search": {"errors"},
     "compose": GROUND | {"config"},
@@ -92,7 +93,20 @@ COMMAND_LINES = {"train", "evaluate", "render", "record", "replay", "offline_eva
 COMMAND_LINES |= {"serve_envs", "serve_agent", "plan", "__main__"}
 """The roof: they may import everything, each other too; nobody below may import them."""
 
-TORCH_FREE = ("sim", "service", "http_server", "sandbox", "text_search", "types", "errors", "registry", "paths", "config", "files")
+TORCH_FREE = (
+    "sim",
+    "service",
+    "http_server",
+    "http_parsing",
+    "sandbox",
+    "text_search",
+    "types",
+    "errors",
+    "registry",
+    "paths",
+    "config",
+    "files",
+)
 
 
 def modules() -> dict[str, Path]:

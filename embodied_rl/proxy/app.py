@@ -57,11 +57,10 @@ class ProxyOptions:
     training recomputes."""
     output: Path | None = None
     """Folder that ended sessions are written to, as JSON. None: they are kept for `AgentProxy.take_finished`."""
-    max_body_bytes: int = 4 * 2**20
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.max_body_bytes < 1:
-            raise UserError(f"max_new_tokens and max_body_bytes must be >= 1, got {self.max_new_tokens} and {self.max_body_bytes}.")
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}.")
 
 
 class AgentProxy:
@@ -81,6 +80,7 @@ class AgentProxy:
         port: int = 0,
         token: str | None = None,
         limits: SessionLimits | None = None,
+        http: ServerLimits | None = None,
     ) -> None:
         """`backend` belongs to the proxy's thread until `close`, and to the caller after it.
 
@@ -107,7 +107,7 @@ class AgentProxy:
                 self._answer,
                 host=host,
                 port=port,
-                limits=ServerLimits(max_body_bytes=options.max_body_bytes),
+                limits=http or ServerLimits(max_body_mb=4.0),
                 any_host_header=token is not None,
                 format_problem=openai_error,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.http_server import HttpProblem
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
@@ -223,12 +225,17 @@ def added_text(
 
 @dataclass
 class SessionLimits:
-    """How many sessions there may be, and for how long."""
+    """How many sessions there may be, and for how long. Raises UserError for a limit that is not above 0 and finite."""
 
     max_sessions: int = 1024
     """Open at a time."""
     idle_s: float = 3600.0
     """A session that nobody uses for so long is ended, as ``idle``."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 @dataclass

@@ -55,7 +55,7 @@ class EnvironmentService:
         port: int = 0,
         token: str | None = None,
         limits: ServiceLimits | None = None,
-        max_body_bytes: int = 32 * 2**20,
+        http: ServerLimits | None = None,
     ) -> None:
         """Listen and serve until `close`.
 
@@ -66,9 +66,7 @@ class EnvironmentService:
         self._token = token
         self.hub = Hub(simulators, limits or ServiceLimits())
         try:
-            self._server = HttpServer(
-                self._answer, host=host, port=port, limits=ServerLimits(max_body_bytes=max_body_bytes), any_host_header=token is not None
-            )
+            self._server = HttpServer(self._answer, host=host, port=port, limits=http, any_host_header=token is not None)
         except BaseException:
             self.hub.close()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ _DETAIL = 2000
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """What environments may use. Raises UserError for a limit that is not above 0."""
+    """What environments may use. Raises UserError for a limit that is not above 0 and finite."""
 
     max_environments: int = 64
     memory_mb: float | None = 4096.0
@@ -47,8 +48,8 @@ class ServiceLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value <= 0:
-                raise UserError(f"{name} must be > 0, got {value}.")
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import random
 import ssl
 import time
@@ -49,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a client tries. Raises UserError for a time that is not above 0."""
+    """How long a client tries. Raises UserError for a time that is not above 0 and finite."""
 
     attempt_s: float = 20.0
     """Without an answer for so long, the connection is given up and the request sent again on another."""
@@ -61,8 +62,8 @@ class Patience:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
-                raise UserError(f"{name} must be > 0, got {value}.")
+            if not 0 < value < math.inf:
+                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 class JsonClient:
@@ -70,9 +71,13 @@ class JsonClient:
 
     def __init__(self, url: str, *, token: str | None = None, patience: Patience | None = None) -> None:
         """Nothing is sent yet. Raises UserError for what is no URL of a server."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"url must be like http://127.0.0.1:8700, got '{url}'.")
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # brackets that do not close, a port beyond 65535
+            usable = False
+        if not usable:
+            raise UserError(f"url must be like http://127.0.0.1:8700, got {url!r:.80}.")
         self.url = url.rstrip("/")
         self._parts, self._prefix = parts, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json", "Connection": "keep-alive"}
@@ -117,7 +122,7 @@ class JsonClient:
                 fault = RemoteFault("connection", f"{type(error).__name__}: {error}")
                 if said is not None and isinstance(error, TimeoutError) and time.monotonic() >= until:
                     fault = said  # it had no time to say so again
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 self.close()
                 fault = said = RemoteFault("bad_response", f"its answer is not a JSON object: {error}")
             if (sent and not repeat and fault.kind in ("connection", "bad_response")) or time.monotonic() + wait >= until:
@@ -145,6 +150,8 @@ class JsonClient:
                 )
             else:
                 self._connection = http.client.HTTPConnection(host, self._parts.port, timeout=timeout)
+        if self._connection.sock is None:  # a new connection, or one that the server's last answer ended (HTTP/1.0, Connection: close)
+            self._connection.timeout = timeout
             self._connection.connect()
         self._connection.sock.settimeout(timeout)
         return self._connection

@@ -167,15 +167,20 @@ def decode_action(spec: ActionSpec, data: Any) -> np.ndarray:
     if spec.kind == "text":
         return _decode_text(spec, data)
     wanted = f"a list of {spec.dim} numbers" if spec.kind == "continuous" else f"a whole number below {spec.num_actions}"
+    refusal = UserError(f"The action must be {wanted}, got {data!r:.80}.")
     try:
         row = np.asarray(data, np.float64).reshape(-1)
-    except (TypeError, ValueError):
-        raise UserError(f"The action must be {wanted}, got {data!r:.80}.") from None
+    except (TypeError, ValueError, OverflowError):
+        raise refusal from None
     if len(row) != spec.dim or not np.isfinite(row).all():
-        raise UserError(f"The action must be {wanted}, got {data!r:.80}.")
+        raise refusal
     if spec.kind == "discrete" and (row[0] != int(row[0]) or not 0 <= row[0] < spec.num_actions):
-        raise UserError(f"The action must be {wanted}, got {data!r:.80}.")
-    return row.astype(spec.dtype)[None]
+        raise refusal
+    with np.errstate(over="ignore"):
+        action = row.astype(spec.dtype)
+    if not np.isfinite(action).all():  # a number of 64 bits that is infinite in 32
+        raise refusal
+    return action[None]
 
 
 def _decode_text(spec: ActionSpec, data: Any) -> np.ndarray:

@@ -24,6 +24,7 @@ from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
 from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.torch_tokens import TorchTokens
+from embodied_rl.http_server import ServerLimits
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.packing import TokenSequence
@@ -45,7 +46,7 @@ def tokenizer() -> ChatTokenizer:
 
 @contextmanager
 def serving(backend: Any, tokenizer: ChatTokenizer, **options: Any) -> Iterator[AgentProxy]:
-    where = {key: options.pop(key) for key in ("token", "limits", "host") if key in options}
+    where = {key: options.pop(key) for key in ("token", "limits", "host", "http") if key in options}
     proxy = AgentProxy(backend, tokenizer, ProxyOptions(model="tiny", stop_ids=(END,), **options), **where)
     try:
         yield proxy
@@ -253,7 +254,7 @@ def test_what_cannot_be_done_is_refused(refusing: AgentProxy, change: dict[str, 
 
 @pytest.fixture(scope="module")
 def refusing(tokenizer: ChatTokenizer) -> Iterator[AgentProxy]:
-    with serving(says(tokenizer, "x"), tokenizer, max_body_bytes=20_000) as proxy:
+    with serving(says(tokenizer, "x"), tokenizer, http=ServerLimits(max_body_mb=0.02)) as proxy:
         yield proxy
 
 

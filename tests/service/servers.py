@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from embodied_rl.config import SimConfig
-from embodied_rl.http_server import HttpProblem, HttpRequest, HttpServer, Reply
+from embodied_rl.http_server import HttpProblem, HttpRequest, HttpServer, Reply, ServerLimits
 from embodied_rl.service.app import EnvironmentService
 from embodied_rl.service.environment import ServiceLimits
 from embodied_rl.sim import remote_client
@@ -31,8 +31,8 @@ SIMULATORS = {
 
 
 @contextmanager
-def served(*, max_body_bytes: int = 32 * 2**20, token: str | None = None, **limits: Any) -> Iterator[EnvironmentService]:
-    service = EnvironmentService(SIMULATORS, token=token, limits=ServiceLimits(**limits), max_body_bytes=max_body_bytes)
+def served(*, http: ServerLimits | None = None, token: str | None = None, **limits: Any) -> Iterator[EnvironmentService]:
+    service = EnvironmentService(SIMULATORS, token=token, limits=ServiceLimits(**limits), http=http)
     try:
         yield service
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -364,3 +365,29 @@ def test_a_rock_step_whose_answer_is_lost_is_not_sent_again() -> None:
     finally:
         proxy.close()
         server.server.close()
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 200 OK\r\nConnection: close\r\n"])
+def test_a_server_that_ends_the_connection_behind_each_answer_is_asked_on_another(head: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(3):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(head + b'Content-Length: 9\r\n\r\n{"ok": 1}')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        client = JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", patience=Patience(attempt_s=5.0, deadline_s=5.0))
+        assert [client.call("GET", "/").body for _ in range(3)] == [{"ok": 1}] * 3
+        assert client.num_repeats == 0
+        client.close()
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:x", "ftp://x", "http://", "http://h:0"])
+def test_what_is_no_url_of_a_server(url: str) -> None:
+    with pytest.raises(UserError, match=r"url must be like http://127\.0\.0\.1:8700"):
+        JsonClient(url)

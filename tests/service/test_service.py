@@ -25,6 +25,7 @@ from PIL import Image
 
 from embodied_rl import serve_envs
 from embodied_rl.errors import UserError
+from embodied_rl.http_server import ServerLimits
 from embodied_rl.service import environment as environment_module
 from embodied_rl.service.app import EnvironmentService, offered_simulators
 from embodied_rl.service.environment import Environment, Outcome
@@ -187,7 +188,7 @@ def test_what_cannot_be_done_is_refused(small: EnvironmentService, path: str, bo
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[EnvironmentService]:
-    with served(max_body_bytes=2**16) as running:
+    with served(http=ServerLimits(max_body_mb=1 / 16)) as running:
         yield running
 
 

@@ -124,3 +124,10 @@ def test_snapshots() -> None:
     for wrong in ("*", 3, None, "ä"):
         with pytest.raises(SnapshotError):
             decode_snapshot(wrong)
+
+
+@pytest.mark.parametrize("wrong", [[1e300], [10**400], [float("nan")], ["x"], [[1.0], [2.0]], [None], {}, "text"])
+def test_an_action_that_is_no_number_of_its_type_is_refused(wrong: object) -> None:
+    spec = ActionSpec.continuous([-1.0], [1.0])
+    with pytest.raises(UserError, match="a list of 1 numbers"):
+        decode_action(spec, wrong)

@@ -1,0 +1,133 @@
+"""What comes over a socket and is no proper request: one JSON error in time, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from embodied_rl.errors import UserError
+from embodied_rl.http_server import HttpRequest, HttpServer, Reply, ServerLimits
+from embodied_rl.service.environment import ServiceLimits
+
+LIMITS = ServerLimits(max_body_mb=2 / 16, max_connections=3, request_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HttpServer]:
+    def echo(request: HttpRequest) -> Reply:
+        return Reply({"method": request.method, "path": request.path, "body": request.body})
+
+    running = HttpServer(echo, limits=LIMITS)
+    yield running
+    running.close()
+
+
+def sent(server: HttpServer, data: bytes, *, whole: bool = True) -> tuple[int, dict[str, object]]:
+    """(status, JSON body) of the first answer; the connection's end is waited for. `whole`: nothing more is sent."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(data)
+        if whole:
+            connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+def posted(body: bytes, *headers: bytes, first: bytes = b"POST /x HTTP/1.1") -> bytes:
+    head = [first, b"Host: 127.0.0.1", b"Content-Type: application/json", *headers]
+    if not any(header.lower().startswith(b"content-length") for header in headers):
+        head.append(b"Content-Length: %d" % len(body))
+    return b"\r\n".join([*head, b"", body])
+
+
+def got(*headers: bytes, target: bytes = b"/x") -> bytes:
+    return b"\r\n".join([b"GET " + target + b" HTTP/1.1", *headers, b"", b""])
+
+
+LOCAL = b"Host: 127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "part"),
+    [
+        (got(b"Host: [::1"), 403, "address or localhost"),
+        (got(b"Host: evil.example"), 403, "address or localhost"),
+        (got(LOCAL, b"Origin: http://evil.example"), 403, "evil.example"),
+        (got(LOCAL, b"Origin: null"), 403, "null"),
+        (got(LOCAL, target=b"http://[::1/"), 400, "target must be a path"),
+        (got(LOCAL, target=b"x" * 70_000), 414, "65,536"),
+        (posted(b"", b"Content-Length: " + b"9" * 5000), 413, "5000-digit"),
+        (posted(b"", b"Content-Length: 131073"), 413, "131,073 bytes; this server takes 131,072"),
+        (posted(b"", b"Content-Length: \xd9\xa3"), 400, "must be a number"),
+        (posted(b"{}", b"Content-Length: 2", b"Content-Length: 3"), 400, "there twice"),
+        (got(LOCAL, LOCAL), 400, "there twice"),
+        (got(LOCAL, b"Content-Length : 2"), 400, "cannot be read"),
+        (got(LOCAL, b"no colon here", b"Content-Length: 2"), 400, "cannot be read"),
+        (got(LOCAL, b"X: folded\r\n over two lines"), 400, "cannot be read"),
+        (got(*[b"X-%d: 1" % number for number in range(200)]), 431, ""),
+        (b"GET /x\r\n\r\n", 400, "first line"),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400, ""),
+        (b"GET /x HTTP/9.9\r\n\r\n", 400, ""),
+        (posted(b'{"a": 1'), 400, "not JSON"),
+        (posted(b'{"a": 1e999}'), 400, "beyond the numbers"),
+        (posted(b'{"a": -Infinity}'), 400, "no number of JSON"),
+        (posted(b'{"a": %s}' % (b"9" * 5000)), 400, "not JSON"),
+        (posted(b'{"a": %s1%s}' % (b"[" * 64, b"]" * 64)), 400, "64 deep"),
+        (posted(b"[" * 100_000), 400, "not JSON"),
+        (posted(b'{"a": "\xff"}'), 400, "not JSON"),
+        (posted(b"{}", b"Content-Length: 7"), 400, "ends after 2 of 7"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_json_error(server: HttpServer, data: bytes, status: int, part: str) -> None:
+    found, body = sent(server, data)
+    assert found == status
+    assert part in str(body["error"])
+    assert "\n" not in str(body["error"])
+    assert len(str(body["error"])) <= 400
+    assert sent(server, posted(b'{"a": 1}'))[1]["body"] == {"a": 1}
+
+
+def test_what_can_be_meant_is_answered(server: HttpServer) -> None:
+    assert sent(server, b"\r\n" + got(b"Host: [::1]:80", b"Origin: http://[::1]:80", target=b"http://[::1]:80/a?b=c"))[1]["path"] == "/a"
+    assert sent(server, posted(b'{"a": %s1%s}' % (b"[" * 63, b"]" * 63)))[0] == 200
+    assert sent(server, posted(b"{}", first=b"BREW /pot HTTP/1.1"))[1]["method"] == "BREW", "methods are the handler's affair"
+
+
+def test_slow_requests_have_an_end(server: HttpServer) -> None:
+    assert sent(server, b"POST /x HTTP/1.1\r\nHost: 127.0", whole=False)[0] == 408
+    assert sent(server, posted(b'{"a"', b"Content-Length: 20"), whole=False)[1]["kind"] == "too_slow"
+
+
+def test_a_refusal_arrives_though_the_body_is_still_being_sent(server: HttpServer) -> None:
+    # A connection that is closed over unread bytes is reset, and the answer in its way is lost.
+    assert sent(server, posted(b"x" * 2_000_000))[0] == 413
+
+
+def test_one_connection_too_many_is_told(server: HttpServer) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", server.port)) as first,
+        socket.create_connection(("127.0.0.1", server.port)) as second,
+        socket.create_connection(("127.0.0.1", server.port)) as third,
+    ):
+        for held in (first, second, third):
+            held.sendall(got(LOCAL))
+            assert held.recv(65536).startswith(b"HTTP/1.1 200")
+        status, body = sent(server, b"", whole=False)
+    assert (status, body["kind"]) == (503, "busy")
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(UserError, match="0 to 65535"):
+        HttpServer(lambda request: Reply({}), port=port)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_limits_are_finite(value: float) -> None:
+    with pytest.raises(UserError, match="max_body_mb must be a finite number above 0"):
+        ServerLimits(max_body_mb=value)
+    with pytest.raises(UserError, match="idle_s must be a finite number above 0"):
+        ServiceLimits(idle_s=value)
