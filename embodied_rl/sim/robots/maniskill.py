@@ -6,44 +6,13 @@ machine without any Vulkan; pictures need a Vulkan device and ``render: true``, 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
-from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, check_arguments, missing_assets, registered_tasks
-from embodied_rl.sim.robots.maniskill_cameras import film_cameras, film_from
-from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
-from embodied_rl.sim.robots.maniskill_patches import (
-    contacts_of_their_own,
-    fast_tensors,
-    no_asset_prompt,
-    no_render_materials,
-    quick_rebuild,
-)
-from embodied_rl.sim.robots.maniskill_state import EpisodeState
-from embodied_rl.sim.robots.mujoco_cameras import require_camera
-from embodied_rl.sim.robots.spaces import action_spec, action_splits
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
+from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, missing_assets, registered_tasks
+from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 
-REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")
-"""In the order in which we prefer them."""
-
-INSTRUCTIONS = {
-    "PushCube-v1": "push the cube to the target",
-    "PullCube-v1": "pull the cube to the target",
-    "PickCube-v1": "pick up the cube and move it to the goal",
-    "StackCube-v1": "stack the red cube on the green cube",
-    "LiftPegUpright-v1": "lift the peg upright",
-    "PegInsertionSide-v1": "insert the peg into the hole in the box",
-    "PokeCube-v1": "poke the cube with the peg",
-    "RollBall-v1": "roll the ball to the goal",
-    "PlaceSphere-v1": "place the sphere into the bin",
-    "PullCubeTool-v1": "pull the cube closer with the tool",
-}
+__all__ = ["ManiSkillSim", "make", "tasks"]
 
 
 def tasks() -> list[str]:
@@ -53,7 +22,13 @@ def tasks() -> list[str]:
 
 
 def make(
-    task: str, num_envs: int, render: bool = False, render_size: int = 256, camera_size: int | None = None, **kwargs: Any
+    task: str,
+    num_envs: int,
+    render: bool = False,
+    render_size: int = 256,
+    camera_size: int | None = None,
+    batched: bool = False,
+    **kwargs: Any,
 ) -> ManiSkillSim:
     """`num_envs` environments of one ManiSkill task in this process.
 
@@ -78,167 +53,8 @@ def make(
     missing = missing_assets(task)
     if missing:
         raise MissingAssetsError(assets_message(task, missing))
+    if batched:
+        from embodied_rl.sim.robots.maniskill_batch.sim import ManiSkillBatchSim
+
+        return ManiSkillBatchSim(task, num_envs, render=render, render_size=render_size, camera_size=camera_size, kwargs=kwargs)
     return ManiSkillSim(task, num_envs, render=render, render_size=render_size, camera_size=camera_size, kwargs=kwargs)
-
-
-class ManiSkillSim:
-    """See `make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
-
-    Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
-    engine's caches; ``options={"reconfigure": True}`` builds the scene anew and makes the episode exact (some 20 ms, more with cameras).
-    """
-
-    def __init__(
-        self, task: str, num_envs: int, render: bool, render_size: int, camera_size: int | None, kwargs: Mapping[str, Any]
-    ) -> None:
-        registered = registered_tasks()[task]
-        made: dict[str, Any] = {"obs_mode": "state", **kwargs}
-        made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
-        observes_pictures = check_mode(task, made["obs_mode"])
-        check_arguments(task, made)
-        self._render = observes_pictures or render
-        if self._render:
-            require_vulkan(task)
-            made |= {"render_mode": "rgb_array", "human_render_camera_configs": {"width": render_size, "height": render_size}}
-            if not observes_pictures:  # the task's own cameras are there for `film_from` alone
-                made.setdefault("sensor_configs", {"width": render_size, "height": render_size})
-            if camera_size is not None:
-                made["sensor_configs"] = {"width": camera_size, "height": camera_size, **made.get("sensor_configs", {})}
-            made.setdefault("render_backend", "cpu")
-        else:
-            made["render_backend"] = "none"
-        made |= {"sim_backend": "physx_cpu", "num_envs": 1}
-        import torch
-
-        self._torch = torch
-        contacts_of_their_own()
-        fast_tensors()
-        quick_rebuild()
-        # Inference mode from the first tensor on: nothing here is ever differentiated, and each small operation gets cheaper.
-        with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about its own spaces' precision
-            try:
-                self.envs = [registered.make(**made) for _ in range(num_envs)]
-            except UserError:
-                raise
-            except FileNotFoundError as error:
-                raise MissingAssetsError(assets_message(task, [str(error.filename)])) from error
-            except Exception as error:  # a wrong argument surfaces as any of a dozen types
-                raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
-            self._states = [EpisodeState(env, self._render) for env in self.envs]
-            observation, info = self.envs[0].reset(seed=0)
-        first = self.envs[0]
-        self.cameras = cameras(observation)
-        """Names of the cameras of an image mode; the parts of the first one carry no name: "rgb", "rgb.<second camera>"."""
-        self._robots = action_splits(first.single_action_space)
-        self._elapsed = [0] * num_envs
-        self._limit: int | None = registered.max_episode_steps
-        self.spec = SimSpec(
-            task=task,
-            observation={key: TensorSpec(tuple(part.shape[1:]), dtype_name(part)) for key, part in named_parts(observation).items()},
-            action=action_spec(first.single_action_space),
-            max_episode_steps=self._limit,
-            control_hz=float(first.control_freq),
-            instruction=INSTRUCTIONS.get(task),
-            reports_success="success" in info,
-            can_render=self._render,
-            snapshots="exact",
-        )
-
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        builds = bool((options or {}).get("reconfigure")) or self.envs[0].reconfiguration_freq != 0
-        with self._torch.inference_mode(), no_render_materials(active=builds and not self._render):
-            for i, seed in zip(env_ids, seeds, strict=True):
-                observation, _ = self.envs[i].reset(seed=int(seed), options=dict(options or {}))
-                self._elapsed[i] = 0
-                self._write(out, i, observation)
-
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        limit = self._limit
-        with self._torch.inference_mode():
-            rows = self._torch.tensor(actions)  # a copy: the rows may lie in shared memory, and controllers keep their last action
-            for row, i in enumerate(env_ids):
-                action: Any = rows[row : row + 1]
-                if self._robots:
-                    action = {robot: action[:, columns] for robot, columns in self._robots.items()}
-                observation, reward, _, _, info = self.envs[i].step(action)
-                self._elapsed[i] += 1
-                self._write(out, i, observation)
-                out.reward[i] = reward.item()
-                out.terminated[i] = "fail" in info and bool(info["fail"])
-                out.truncated[i] = limit is not None and self._elapsed[i] >= limit
-                out.success[i] = "success" in info and bool(info["success"])
-                out.info[i] = {key: value.item() for key, value in info.items() if hasattr(value, "item") and value.numel() == 1}
-
-    def render(self, env_id: int) -> np.ndarray:
-        """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""
-        if not self._render:
-            raise UserError(
-                f"ManiSkill task '{self.spec.task}' was made without rendering: pass render=True (configuration: +sim.kwargs.render=true)."
-            )
-        with self._torch.inference_mode():
-            return self.envs[env_id].render().numpy()[0]
-
-    def film_cameras(self, env_id: int) -> list[str]:
-        """See `CameraEnv`: ManiSkill's cameras for people, then those that are sensors."""
-        return film_cameras(self.envs[env_id]) if self._render else []
-
-    def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `CameraEnv`."""
-        require_camera(camera, self.film_cameras(env_id))
-        with self._torch.inference_mode():
-            return film_from(self.envs[env_id], camera)
-
-    def objects(self, env_id: int = 0) -> dict[int, str]:
-        """{number in segmentation pictures: name of the object or robot link}; 0 is the background and has no name."""
-        return numbered_objects(self.envs[env_id])
-
-    def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`; the live environment builds its scene anew as well, so that both continue alike (`maniskill_state`)."""
-        saved = self._states[env_id].capture()
-        data = encode_state({"task": self.spec.task, "elapsed": self._elapsed[env_id], "episode": saved})
-        self.restore(env_id, data)
-        return data
-
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task, robot or version."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._states[env_id].restore(tree["episode"])
-        self._elapsed[env_id] = tree["elapsed"]
-
-    def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `PhysicsEnv`: ManiSkill's own ``env_states``, "actors/<name>" [13] and "articulations/<name>" [13 + 2 · joints]."""
-        groups = self.envs[env_id].get_state_dict()
-        return {f"{group}/{name}": np.array(row[0]) for group, rows in groups.items() for name, row in rows.items()}
-
-    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `PhysicsEnv`. What follows differs from the uninterrupted episode by about 1e-6, in contact by more: see `snapshot`."""
-        groups: dict[str, dict[str, Any]] = {}
-        for name, row in state.items():
-            group, _, body = name.partition("/")
-            groups.setdefault(group, {})[body] = self._torch.tensor(np.asarray(row, np.float32)[None])
-        with self._torch.inference_mode():
-            self.envs[env_id].set_state_dict(groups)
-
-    def close(self) -> None:
-        for env in self.envs:
-            env.close()
-
-    def _write(self, out: StepBuffers, i: int, observation: Any) -> None:
-        if isinstance(observation, dict):
-            for key, part in named_parts(observation).items():
-                out.observation[key][i] = part[0].numpy()
-        else:
-            out.observation["state"][i] = observation.numpy()[0]
-
-
-def require_vulkan(task: str) -> None:
-    """Raise UserError where pictures cannot be drawn."""
-    from embodied_rl.sim.rendering import vulkan_available
-
-    if not vulkan_available():
-        raise UserError(
-            f"ManiSkill task '{task}' was asked for pictures, and this machine has no Vulkan device. "
-            "`python -m embodied_rl.doctor` names the package that brings one in software (lavapipe); obs_mode=state needs none."
-        )

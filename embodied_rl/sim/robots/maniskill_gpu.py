@@ -15,10 +15,11 @@ from unittest import mock
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
-from embodied_rl.sim.robots.maniskill import INSTRUCTIONS, REWARD_MODES, require_vulkan, tasks
+from embodied_rl.sim.robots.maniskill import tasks
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, missing_assets, registered_tasks
 from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
 from embodied_rl.sim.robots.maniskill_patches import contacts_of_their_own, no_asset_prompt, no_render_materials
+from embodied_rl.sim.robots.maniskill_sim import INSTRUCTIONS, REWARD_MODES, require_vulkan
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec

@@ -8,7 +8,9 @@ bit by bit, while an environment that was never saved differs from them by about
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,24 +34,26 @@ class EpisodeState:
     def __init__(self, env: Any, renders: bool) -> None:
         self._env, self._renders = env, renders
         # What a scene holds (the size of a peg, say) follows from the seed it was built with, which a plain reset does not change.
-        self._scene_seed = int(env._episode_seed[0])
+        self.scene_seed = int(env._episode_seed[0])
         build = env._reconfigure
 
         def build_and_remember(options: Any) -> None:
-            self._scene_seed = int(env._episode_seed[0])
+            self.scene_seed = int(env._episode_seed[0])
             build(options)
 
         env._reconfigure = build_and_remember
 
     def capture(self) -> dict[str, Any]:
         """A tree for `encode_state`; `restore` must follow also in the environment it was taken from."""
+        attributes = {name: vars(owner) for name, owner in owners_of(self._env)}
+        return self.pack(self.scene_seed, int(self._env._episode_seed[0]), physics_of(bodies_of(self._env.scene)), attributes)
+
+    @staticmethod
+    def pack(scene_seed: int, episode_seed: int, physics: dict[str, Any], attributes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """What `restore` takes, of the attributes of each owner (`owners_of`) and the state of the bodies (`physics_of`)."""
         packer = _TorchPacker()
-        return {
-            "scene_seed": self._scene_seed,
-            "episode_seed": int(self._env._episode_seed[0]),
-            "physics": _physics(self._env.scene),
-            "attributes": {name: packer.attributes(owner) for name, owner in _owners(self._env)},
-        }
+        packed = {name: packer.attributes(SimpleNamespace(**values)) for name, values in attributes.items()}
+        return {"scene_seed": scene_seed, "episode_seed": episode_seed, "physics": physics, "attributes": packed}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Build the scene anew and set what `capture` gave; some 20 ms, more with cameras.
@@ -63,19 +67,19 @@ class EpisodeState:
             self._env.reset(seed=state["scene_seed"], options={"reconfigure": True})
             if self._env.reconfiguration_freq == 0 and state["episode_seed"] != state["scene_seed"]:
                 self._env.reset(seed=state["episode_seed"])  # what the episode drew beside what is saved
-            owners = dict(_owners(self._env))
+            owners = dict(owners_of(self._env))
             if owners.keys() != state["attributes"].keys():
                 raise SnapshotError(
                     f"Snapshot was taken from a robot with {', '.join(state['attributes'])}; this one has {', '.join(owners)}. "
                     "Restore it into a simulator made with the same arguments."
                 )
-            _set_physics(self._env.scene, state["physics"])
+            _set_physics(bodies_of(self._env.scene), state["physics"])
             unpacker = _TorchUnpacker()
             for name, attributes in state["attributes"].items():
                 unpacker.attributes(owners[name], attributes)
 
 
-def _owners(env: Any) -> Iterator[tuple[str, Any]]:
+def owners_of(env: Any) -> Iterator[tuple[str, Any]]:
     """The Python objects with an episode's state: the environment, its robots and their controllers."""
     yield "env", env
     if env.agent is not None:
@@ -88,11 +92,31 @@ def _owners(env: Any) -> Iterator[tuple[str, Any]]:
                     yield f"{name} {mode} {part}", inner
 
 
-def _physics(scene: Any) -> dict[str, Any]:
-    """State of every body of the scene, registered for ManiSkill's own state or not."""
+@dataclass(frozen=True)
+class Bodies:
+    """SAPIEN's objects in one scene, by the names of ManiSkill's actors and articulations, in the order in which they were built."""
+
+    articulations: dict[str, Any]
+    actors: dict[str, tuple[Any, Any]]
+    """An entity, and its body where that is dynamic."""
+
+
+def bodies_of(scene: Any, i: int = 0) -> Bodies:
+    """What the `i`-th of a scene's separate scenes holds."""
     articulations, actors = {}, {}
     for name, articulation in scene.articulations.items():
-        body = articulation._objs[0]
+        for k in (place for place, number in enumerate(articulation._scene_idxs.tolist()) if number == i):
+            articulations[name] = articulation._objs[k]
+    for name, actor in scene.actors.items():
+        for k in (place for place, number in enumerate(actor._scene_idxs.tolist()) if number == i):
+            actors[name] = (actor._objs[k], actor._bodies[k] if actor.px_body_type == "dynamic" else None)
+    return Bodies(articulations, actors)
+
+
+def physics_of(bodies: Bodies) -> dict[str, Any]:
+    """State of every body of a scene, registered for ManiSkill's own state or not."""
+    articulations, actors = {}, {}
+    for name, body in bodies.articulations.items():
         articulations[name] = {
             "root": _pose(body.root_pose),
             "root_velocity": np.concatenate([body.root_linear_velocity, body.root_angular_velocity]),
@@ -101,31 +125,30 @@ def _physics(scene: Any) -> dict[str, Any]:
             "qf": np.array(body.qf),
             "targets": [(np.array(joint.drive_target), np.array(joint.drive_velocity_target)) for joint in body.active_joints],
         }
-    for name, actor in scene.actors.items():
-        state = {"pose": _pose(actor._objs[0].pose)}
-        if actor.px_body_type == "dynamic":
-            body = actor._bodies[0]
+    for name, (entity, body) in bodies.actors.items():
+        state = {"pose": _pose(entity.pose)}
+        if body is not None:
             state["velocity"] = np.concatenate([body.linear_velocity, body.angular_velocity])
         actors[name] = state
     return {"articulations": articulations, "actors": actors}
 
 
-def _set_physics(scene: Any, state: dict[str, Any]) -> None:
-    for kind, present in (("articulations", scene.articulations), ("actors", scene.actors)):
+def _set_physics(bodies: Bodies, state: dict[str, Any]) -> None:
+    for kind, present in (("articulations", bodies.articulations), ("actors", bodies.actors)):
         if state[kind].keys() != present.keys():
             raise SnapshotError(f"Snapshot was taken from a scene with the {kind} {sorted(state[kind])}; this one has {sorted(present)}.")
     for name, saved in state["articulations"].items():
-        body = scene.articulations[name]._objs[0]
+        body = bodies.articulations[name]
         body.root_pose = _to_pose(saved["root"])
         body.root_linear_velocity, body.root_angular_velocity = np.split(saved["root_velocity"], 2)
         body.qpos, body.qvel, body.qf = saved["qpos"], saved["qvel"], saved["qf"]
         for joint, (position, velocity) in zip(body.active_joints, saved["targets"], strict=True):
             joint.drive_target, joint.drive_velocity_target = position, velocity
     for name, saved in state["actors"].items():
-        actor = scene.actors[name]
-        actor._objs[0].pose = _to_pose(saved["pose"])
+        entity, body = bodies.actors[name]
+        entity.pose = _to_pose(saved["pose"])
         if "velocity" in saved:
-            actor._bodies[0].linear_velocity, actor._bodies[0].angular_velocity = np.split(saved["velocity"], 2)
+            body.linear_velocity, body.angular_velocity = np.split(saved["velocity"], 2)
 
 
 def _pose(pose: Any) -> np.ndarray:

@@ -238,7 +238,7 @@ def test_the_card_makes_the_policy_again() -> None:
         (lambda: FlowOptions("flow_sd"), "Did you mean 'flow_sde'"),  # type: ignore[arg-type]
         (lambda: FlowOptions(num_steps=1), "num_steps must be >= 2, got 1"),
         (lambda: FlowOptions(noise_level=0.0), "noise_level must be > 0"),
-        (lambda: FlowOptions(min_std=0.2, max_std=0.1), "got 0.2 and 0.1"),
+        (lambda: FlowOptions(min_std=0.2, max_std=0.1), r"policy\.min_std must be <= policy\.max_std \(0\.1\), got 0\.2"),
         (lambda: FlowOptions(std_floor=0.0), "std_floor must be > 0"),
         (lambda: FlowNetworkConfig(state_key=None), "would see nothing"),
         (lambda: FlowNetworkConfig(chunk=0), "chunk must be >= 1"),

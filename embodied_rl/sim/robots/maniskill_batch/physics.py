@@ -1,0 +1,274 @@
+"""PhysX's CPU engine in the shape of its GPU engine: N systems with one set of buffers.
+
+Reads are lazy: one `pack_poses` and one `pack` per scene bring all poses, velocities and joint positions, and only where a scene has
+moved since the last read. Writes go to the bodies at once, as ManiSkill's CPU path does, so that ``gpu_apply_…`` and ``gpu_fetch_…``
+have nothing to do. Steps are deferred until something is read or written: the substeps of one scene then run one after another,
+which keeps its memory in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import sapien
+import torch
+from sapien import physx
+
+from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
+
+
+class _Buffer:
+    """What ManiSkill expects of a CUDA array: a method `torch`."""
+
+    def __init__(self, read: Any) -> None:
+        self.torch = read
+
+
+class SceneLayout:
+    """Where the values of one scene lie in its packed bytes; equal for scenes that hold the same things.
+
+    Args:
+        scene: a `sapien.Scene` with everything added.
+
+    Raises:
+        UnsupportedTask: the bytes are not laid out as expected.
+    """
+
+    def __init__(self, scene: Any) -> None:
+        system = scene.physx_system
+        entities = list(scene.entities)
+        rows = {entity: row for row, entity in enumerate(entities)}
+        dynamic = list(system.rigid_dynamic_components)
+        self.articulations = [link.articulation for link in system.articulation_link_components if link.is_root]
+        self.rows_of_dynamic = np.array([rows[body.entity] for body in dynamic], np.int64)
+        self.dofs = tuple(articulation.dof for articulation in self.articulations)
+        self.num_entities = len(entities)
+        self.rows = rows
+        self.num_floats = 13 * len(dynamic) + sum(13 + 4 * dof for dof in self.dofs)
+        links = {link.entity: (number, link.index) for number, a in enumerate(self.articulations) for link in a.links}
+        self.signature = (
+            tuple(links.get(entity) for entity in entities),
+            tuple(self.rows_of_dynamic.tolist()),
+            tuple(bool(body.kinematic) for body in dynamic),
+            self.dofs,
+        )
+        self._check(scene, entities, dynamic)
+
+    def _check(self, scene: Any, entities: list[Any], dynamic: list[Any]) -> None:
+        """Hold the packed bytes against the objects themselves."""
+        poses, packed = np.frombuffer(scene.pack_poses(), np.float32), np.frombuffer(scene.physx_system.pack(), np.float32)
+        if poses.size != 7 * self.num_entities or packed.size != self.num_floats:
+            raise UnsupportedTask(
+                f"a scene packs {poses.size} and {packed.size} numbers, not {7 * self.num_entities} and {self.num_floats}"
+            )
+        expected = np.array([[*entity.pose.q, *entity.pose.p] for entity in entities], np.float32).reshape(-1)
+        bodies = [np.concatenate([b.linear_velocity, b.angular_velocity]) for b in dynamic]
+        joints = [np.concatenate([a.qpos, a.qvel]) for a in self.articulations]
+        got = [packed[13 * k + 7 : 13 * k + 13] for k in range(len(dynamic))]
+        start, found = 13 * len(dynamic), []
+        for dof in self.dofs:
+            found.append(packed[start + 13 : start + 13 + 2 * dof])
+            start += 13 + 4 * dof
+        pairs = [(expected, poses), *zip(bodies, got, strict=True), *zip(joints, found, strict=True)]
+        if not all(np.array_equal(one, other) for one, other in pairs):
+            raise UnsupportedTask("a scene packs its numbers in an order of its own")
+
+
+class BatchSystem:
+    """Stands in for `PhysxGpuSystem`, which it passes for in `isinstance`.
+
+    Args:
+        scenes: `sapien.Scene`s, each with a `PhysxCpuSystem` of its own.
+    """
+
+    def __init__(self, scenes: Sequence[Any]) -> None:
+        self.scenes = list(scenes)
+        self.systems = [scene.physx_system for scene in scenes]
+        self.ready = False
+        """The layout is known, so that buffers can be read; False while things are being added."""
+        self.rows: tuple[int, ...] = tuple(range(len(self.scenes)))
+        """Environments that act now: they are stepped and written to; the others stay as they are."""
+        self._pending = 0
+        self._stale = set(self.rows)
+        self._stale_bodies = set(self.rows)
+        self._contacts: dict[int, list[tuple[Any, Any, Any]]] = {}
+        self.cuda_rigid_body_data = _Buffer(self.bodies)
+        self.cuda_articulation_qpos = _Buffer(lambda: self._joint(0))
+        self.cuda_articulation_qvel = _Buffer(lambda: self._joint(1))
+        self.cuda_articulation_target_qpos = _Buffer(lambda: self._joint(2))
+        self.cuda_articulation_target_qvel = _Buffer(lambda: self._joint(3))
+
+    __class__ = property(lambda self: physx.PhysxGpuSystem)
+
+    @property
+    def timestep(self) -> float:
+        return self.systems[0].timestep
+
+    @timestep.setter
+    def timestep(self, seconds: float) -> None:
+        for system in self.systems:
+            system.timestep = seconds
+
+    # ---- what a GPU would have to be told ---------------------------------------------------------------------------
+
+    def gpu_init(self) -> None:
+        """Nothing: writes go to the bodies at once, and so it is with what follows."""
+
+    gpu_apply_articulation_qf = gpu_apply_articulation_qpos = gpu_apply_articulation_qvel = gpu_init
+    gpu_apply_articulation_root_pose = gpu_apply_articulation_root_velocity = gpu_init
+    gpu_apply_articulation_target_position = gpu_apply_articulation_target_velocity = gpu_init
+    gpu_apply_rigid_dynamic_data = gpu_apply_rigid_dynamic_force = gpu_update_articulation_kinematics = gpu_init
+    gpu_fetch_articulation_link_pose = gpu_fetch_articulation_link_velocity = gpu_fetch_articulation_qpos = gpu_init
+    gpu_fetch_articulation_qvel = gpu_fetch_articulation_qacc = gpu_fetch_articulation_target_qpos = gpu_init
+    gpu_fetch_articulation_target_qvel = gpu_fetch_rigid_dynamic_data = sync_poses_gpu_to_cpu = gpu_init
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One step of the scenes in `rows`, taken when something is read or written."""
+        self._pending += 1
+
+    def flush(self) -> None:
+        """Take the steps that are due."""
+        if self._pending:
+            count, self._pending = self._pending, 0
+            for i in self.rows:
+                step = self.systems[i].step
+                for _ in range(count):
+                    step()
+            self.moved(self.rows)
+
+    def moved(self, rows: Iterable[int]) -> None:
+        """What was read of these scenes no longer holds."""
+        self._stale.update(rows)
+        self._stale_bodies.update(rows)
+        for i in rows:
+            self._contacts.pop(i, None)
+
+    def act(self, rows: tuple[int, ...]) -> None:
+        """From now on these environments act."""
+        self.flush()
+        self.rows = rows
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def lay_out(self) -> None:
+        """Find out where everything lies; to be called when the scenes hold all that they will.
+
+        Raises:
+            UnsupportedTask: the scenes differ in what they hold.
+        """
+        self.layouts = [SceneLayout(scene) for scene in self.scenes]
+        first = self.layouts[0]
+        for layout in self.layouts:
+            if layout.signature != first.signature:
+                raise UnsupportedTask("its scenes hold different things")
+        num, self._dofs = len(self.scenes), first.dofs
+        most = max(first.dofs, default=0)
+        self._data = np.zeros((num, first.num_entities, 13), np.float32)
+        self._flat_data = torch.from_numpy(self._data.reshape(-1, 13))
+        self._joints = np.zeros((4, num, len(first.dofs), most), np.float32)
+        self._flat_joints = torch.from_numpy(self._joints.reshape(4, -1, most))
+        self._find_rows()
+        self.ready = True
+        self.moved(range(num))
+
+    def replace(self, i: int, scene: Any) -> None:
+        """Put another `sapien.Scene`, which holds the same things, in the place of scene `i`. Raises UnsupportedTask where it does not."""
+        layout = SceneLayout(scene)
+        if layout.signature != self.layouts[0].signature:
+            raise UnsupportedTask("a scene that was built anew holds other things")
+        self.flush()
+        self.scenes[i], self.systems[i], self.layouts[i] = scene, scene.physx_system, layout
+        self._find_rows()
+        self.moved((i,))
+
+    def _find_rows(self) -> None:
+        size, count = self.layouts[0].num_entities, len(self._dofs)
+        self._row_of_entity = {entity: i * size + row for i, layout in enumerate(self.layouts) for entity, row in layout.rows.items()}
+        self._row_of_articulation = {a: i * count + k for i, layout in enumerate(self.layouts) for k, a in enumerate(layout.articulations)}
+
+    def row_of(self, entity: Any) -> int:
+        """Row of a `sapien.Entity` in `cuda_rigid_body_data`."""
+        return self._row_of_entity[entity]
+
+    def row_of_articulation(self, articulation: Any) -> int:
+        """Row of a `PhysxArticulation` in the buffers of joints."""
+        return self._row_of_articulation[articulation]
+
+    def poses(self) -> torch.Tensor:
+        """[scenes · entities, 13]; position, quaternion (w first), and velocities that hold only after `bodies`."""
+        self.flush()
+        if self._stale:
+            rows = sorted(self._stale)
+            self._stale.clear()
+            packed = b"".join([self.scenes[i].pack_poses() for i in rows])
+            raw = np.frombuffer(packed, np.float32).reshape(len(rows), -1, 7)
+            place: Any = slice(None) if len(rows) == len(self.scenes) else rows
+            self._data[place, :, :3], self._data[place, :, 3:7] = raw[:, :, 4:], raw[:, :, :4]
+        return self._flat_data
+
+    def bodies(self) -> torch.Tensor:
+        """[scenes · entities, 13]: position, quaternion (w first), and of dynamic actors linear and angular velocity."""
+        self._read_bodies()
+        return self.poses()
+
+    def _joint(self, kind: int) -> torch.Tensor:
+        """[scenes · articulations, joints]: positions, velocities, targets of the drives, velocity targets."""
+        self._read_bodies()
+        return self._flat_joints[kind]
+
+    def _read_bodies(self) -> None:
+        self.flush()
+        if not self._stale_bodies:
+            return
+        rows = sorted(self._stale_bodies)
+        self._stale_bodies.clear()
+        raw = np.frombuffer(b"".join([self.systems[i].pack() for i in rows]), np.float32).reshape(len(rows), -1)
+        dynamic = self.layouts[0].rows_of_dynamic
+        place: Any = slice(None) if len(rows) == len(self.scenes) else np.asarray(rows)
+        start = 13 * len(dynamic)
+        velocities = raw[:, :start].reshape(len(rows), -1, 13)[:, :, 7:]
+        if len(rows) == len(self.scenes):
+            self._data[:, dynamic, 7:] = velocities
+        else:
+            self._data[np.asarray(rows)[:, None], dynamic[None], 7:] = velocities
+        for k, dof in enumerate(self._dofs):
+            at = start + 13
+            self._joints[0, place, k, :dof] = raw[:, at : at + dof]
+            self._joints[1, place, k, :dof] = raw[:, at + dof : at + 2 * dof]
+            targets = raw[:, at + 2 * dof : at + 4 * dof]
+            self._joints[2, place, k, :dof], self._joints[3, place, k, :dof] = targets[:, ::2], targets[:, 1::2]
+            start += 13 + 4 * dof
+
+    def contacts(self, i: int) -> list[tuple[Any, Any, Any]]:
+        """(contact, first entity, second entity) of scene `i`."""
+        self.flush()
+        found = self._contacts.get(i)
+        if found is None:
+            found = self._contacts[i] = [
+                (contact, contact.bodies[0].entity, contact.bodies[1].entity) for contact in self.systems[i].get_contacts()
+            ]
+        return found
+
+    # ---- the rest of PhysxSystem, over all scenes -------------------------------------------------------------------
+
+    @property
+    def rigid_dynamic_components(self) -> list[Any]:
+        return [body for system in self.systems for body in system.rigid_dynamic_components]
+
+    @property
+    def rigid_static_components(self) -> list[Any]:
+        return [body for system in self.systems for body in system.rigid_static_components]
+
+    @property
+    def articulation_link_components(self) -> list[Any]:
+        return [body for system in self.systems for body in system.articulation_link_components]
+
+
+def make_scenes(count: int, render_device: Any) -> list[Any]:
+    """Scenes with a CPU system each, and a render system where there is a device."""
+    extra = (lambda: [sapien.render.RenderSystem(render_device)]) if render_device is not None else list
+    return [sapien.Scene([physx.PhysxCpuSystem(), *extra()]) for _ in range(count)]
