@@ -82,6 +82,14 @@ class EnvRequest:
         return hashlib.sha256(json.dumps([self.operation, self.arguments], sort_keys=True).encode()).digest()
 
 
+def _read_spec(message: Mapping[str, Any], payload: bytes) -> dict[str, Any]:
+    return dict(message["spec"])
+
+
+def _read_outcome(message: Mapping[str, Any], payload: bytes) -> Outcome:
+    return Outcome(int(message["status"]), payload)
+
+
 class Environment:
     """A process with one environment. `lock` is held by whoever talks to it; `begin` and `finish` are called with it held."""
 
@@ -117,8 +125,7 @@ class Environment:
     def started(self) -> None:
         """Wait for the simulator. Raises HttpProblem when it cannot be built; the process is then gone."""
         try:
-            message, _ = self._process.receive(self._limits.start_timeout_s, "build its simulator")
-            self.spec = message["spec"]
+            self.spec = self._process.receive(self._limits.start_timeout_s, "build its simulator", _read_spec)
         except UserError as error:
             self.end(HttpProblem(422, "user_error", str(error)))
         except SimFault as fault:
@@ -164,10 +171,9 @@ class Environment:
         assert request is not None
         self._request = None
         try:
-            message, payload = self._process.receive(max(self._deadline - time.monotonic(), 0.01), request.operation)
+            outcome = self._process.receive(max(self._deadline - time.monotonic(), 0.01), request.operation, _read_outcome)
         except SimFault as fault:
             return self._failed(fault)
-        outcome = Outcome(int(message["status"]), payload)
         self.num_steps = 0 if request.operation == "reset" else self.num_steps + (request.operation == "step" and outcome.status == 200)
         if request.number is not None:
             self._last = outcome

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.channel import Channel, ChannelClosed
+from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim.env import SimEnv, SimFactory, SnapshotEnv
 from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.rooms import plain_info
@@ -158,7 +158,7 @@ def _limit(cpu_s: float | None) -> None:
 
 def _serve(channel: Channel, host: Host) -> None:
     while True:
-        message, _ = channel.recv()
+        message, _, _ = channel.next_request()
         try:
             status, body = host.answer(message)
             payload = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
@@ -170,11 +170,11 @@ def _serve(channel: Channel, host: Host) -> None:
             return _report(channel, FaultKind.OUT_OF_MEMORY, traceback.format_exc())
         except Exception:
             return _report(channel, FaultKind.RAISED, traceback.format_exc())
-        channel.send({"kind": "done", "status": status}, payload)
+        channel.answer({"kind": "done", "status": status}, payload)
 
 
 def _report(channel: Channel, kind: FaultKind, detail: str) -> None:
-    channel.send({"kind": "fault", "fault": kind.name, "detail": detail})
+    channel.answer({"kind": "fault", "fault": kind.name, "detail": detail})
 
 
 def main() -> None:
@@ -184,7 +184,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the server asks a hanging environment where it is
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     _live_with_server(int(sys.argv[2]), channel.socket)
-    setup, _ = channel.recv()
+    setup, _, _ = channel.next_request()
     sys.path[:] = setup["sys_path"]
     _limit(setup["cpu_s"])
     sim: SimEnv | None = None
@@ -192,16 +192,18 @@ def main() -> None:
         try:
             sim = SimFactory(**setup["factory"]).make(1)
         except UserError as error:
-            channel.send({"kind": "user_error", "message": str(error)})
+            channel.answer({"kind": "user_error", "message": str(error)})
         except MemoryError:
             _report(channel, FaultKind.OUT_OF_MEMORY, traceback.format_exc())
         except Exception:
             _report(channel, FaultKind.RAISED, traceback.format_exc())
         else:
-            channel.send({"kind": "spec", "spec": encode_spec(sim.spec)})
+            channel.answer({"kind": "done", "spec": encode_spec(sim.spec)})
             _serve(channel, Host(sim, setup["encoding"]))
     except ChannelClosed:
         pass
+    except ChannelGarbled as error:
+        _report(channel, FaultKind.GARBLED, f"On its own side there came {error}.")
     finally:
         if sim is not None:
             with contextlib.suppress(Exception):

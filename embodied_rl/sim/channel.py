@@ -3,71 +3,141 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
-_HEADER = struct.Struct("<II")
+_HEADER = struct.Struct("<8sQIQ")
+"""Key of the channel, number of the request, bytes of the text, bytes of the payload."""
+_MOST_TEXT = 1 << 28
+_MOST_PAYLOAD = 1 << 36
+STALL_S = 10.0
+"""A message that has begun and does not go on for so long was cut off."""
+_SLOWEST = 1 << 20
+"""Bytes a second: a message that comes more slowly is none."""
 
 
 class ChannelClosed(ConnectionError):
     """The other end is gone."""
 
 
+class ChannelGarbled(ValueError):
+    """What came is no message of the other end's: nothing that comes later can be trusted either."""
+
+
 class Channel:
-    """JSON messages, each with an optional block of raw bytes; nothing is pickled."""
+    """Requests one way, each with one answer: JSON, each with an optional block of raw bytes; nothing is pickled.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Every message carries the key of its channel, which the asking end draws and the first request brings, and the number of the request
+    that it asks or answers. So bytes that somebody else wrote, and answers to something else, are known at once.
+    """
+
+    def __init__(self, connection: socket.socket, *, asks: bool = False) -> None:
+        """`asks`: this end sends the requests."""
         self.socket = connection
+        self.number = 0
+        """Of the last request."""
+        self._key = secrets.token_bytes(8) if asks else None
 
-    def send(self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = None) -> None:
-        """Raises ChannelClosed, also when the other end does not take the message in time."""
-        text = json.dumps(message).encode()
-        self.socket.settimeout(timeout_s)
-        try:
-            self.socket.sendall(_HEADER.pack(len(text), len(payload)) + text + payload)
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
+    def ask(self, message: dict[str, Any], payload: bytes = b"", *, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
+        """Send the next request, and file descriptors along with it. Raises ChannelClosed as `answer`."""
+        self.number += 1
+        self._send(message, payload, fds, timeout_s)
 
-    def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
-        """Raises ChannelClosed when the other end is gone and TimeoutError when nothing whole came in time."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        text_size, payload_size = _HEADER.unpack(self._exactly(_HEADER.size, deadline))
-        text = self._exactly(text_size, deadline)
-        return json.loads(text), self._exactly(payload_size, deadline)
+    def answer(self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = None) -> None:
+        """Answer the last request. Raises ChannelClosed, also when the other end does not take the message in time."""
+        self._send(message, payload, (), timeout_s)
+
+    def next_answer(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
+        """The answer to the last request.
+
+        Raises:
+            ChannelClosed: the other end is gone.
+            ChannelGarbled: something else came, or a message was cut off.
+            TimeoutError: nothing came in time.
+        """
+        message, payload, fds = self._recv(self.number, timeout_s)
+        _close_all(fds)
+        return message, payload
+
+    def next_request(self, *, num_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]]:
+        """Wait for the next request; (message, payload, as many descriptors as were to come). Raises ChannelClosed or ChannelGarbled."""
+        message, payload, fds = self._recv(self.number + 1, None)
+        self.number += 1
+        if len(fds) != num_fds:
+            _close_all(fds)
+            raise ChannelGarbled(f"{len(fds)} file descriptors came instead of {num_fds}")
+        return message, payload, fds
 
     def has_message(self) -> bool:
         """Whether something, or the news of the other end's death, can be read without waiting."""
         return bool(select.select([self.socket], [], [], 0)[0])
 
-    def send_fd(self, fd: int) -> None:
-        """Raises ChannelClosed as `send`."""
-        try:
-            socket.send_fds(self.socket, [b"f"], [fd])
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
-
-    def recv_fd(self) -> int:
-        self.socket.settimeout(None)
-        _, fds, _, _ = socket.recv_fds(self.socket, 1, 1)
-        if not fds:
-            raise ChannelClosed("no descriptor came")
-        return fds[0]
-
     def close(self) -> None:
         self.socket.close()
 
-    def _exactly(self, size: int, deadline: float | None) -> bytes:
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: dict[str, Any], payload: bytes, fds: Sequence[int], timeout_s: float | None) -> None:
+        text = json.dumps(message).encode()
+        assert self._key is not None, "the first request brings the key"
+        data = _HEADER.pack(self._key, self.number, len(text), len(payload)) + text + payload
+        self.socket.settimeout(timeout_s)
+        try:
+            sent = socket.send_fds(self.socket, [data[: _HEADER.size]], fds) if fds else 0
+            self.socket.sendall(memoryview(data)[sent:])
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def _recv(self, number: int, timeout_s: float | None) -> tuple[dict[str, Any], bytes, list[int]]:
+        """A whole message of this number and the descriptors that came with it; none stay open when it raises."""
+        fds: list[int] = []
+        try:
+            header = self._begin(timeout_s, fds)
+            key, got, text_size, payload_size = _HEADER.unpack(header + self._exactly(_HEADER.size - len(header)))
+            if key != (self._key or key) or text_size > _MOST_TEXT or payload_size > _MOST_PAYLOAD:
+                raise ChannelGarbled(f"a message of {text_size:,} + {payload_size:,} bytes that is none of ours")
+            if got != number:
+                raise ChannelGarbled(f"a message of request {got} instead of {number}")
+            message = _parsed(self._exactly(text_size))
+            payload = self._exactly(payload_size)
+        except BaseException:
+            _close_all(fds)
+            raise
+        self._key = key
+        return message, payload, fds
+
+    def _begin(self, timeout_s: float | None, fds: list[int]) -> bytes:
+        """The first bytes of a header, all of it as a rule. 1 ms at least: what has already arrived is taken even when the time is up."""
+        self.socket.settimeout(None if timeout_s is None else max(timeout_s, 0.001))
+        try:
+            data, came, _, _ = socket.recv_fds(self.socket, _HEADER.size, 8)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        fds += came
+        if not data:
+            raise ChannelClosed("the other end closed the connection")
+        if self._key is not None and not data.startswith(self._key[: len(data)]):
+            raise ChannelGarbled(f"bytes that are no message: {data[:16].hex(' ')} …")
+        return data
+
+    def _exactly(self, size: int) -> bytes:
+        """The rest of a message that has begun."""
         parts, missing = [], size
+        until = time.monotonic() + STALL_S + size / _SLOWEST
         while missing:
-            # 1 ms at least: what has already arrived is taken even when the time is up.
-            self.socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
+            self.socket.settimeout(min(STALL_S, max(until - time.monotonic(), 0.001)))
             try:
                 part = self.socket.recv(min(missing, 1 << 20))
             except TimeoutError:
-                raise
+                raise ChannelGarbled(f"a message was cut off: {missing} of {size} bytes did not come in time") from None
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
             if not part:
@@ -75,3 +145,18 @@ class Channel:
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ChannelGarbled(f"a message that is no JSON ({type(error).__name__}): {text[:40]!r}") from None
+    if not isinstance(message, dict):
+        raise ChannelGarbled(f"a message that is a {type(message).__name__} instead of an object: {text[:40]!r}")
+    return message
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.env import SimFactory
-from embodied_rl.sim.process import WorkerProcess
+from embodied_rl.sim.process import WorkerProcess, done
 from embodied_rl.sim.transport import MANAGER_YIELDS, Bell, Slab, memory_of, slab_layout
 from embodied_rl.types import SimSpec, VariableSpec
 
@@ -126,17 +126,17 @@ class Crew:
         for index in range(len(self.workers)):
             self.share(index)
         for worker in self.workers:
-            worker.receive(self.plan.start_timeout_s, "map the shared memory")
+            worker.receive(self.plan.start_timeout_s, "map the shared memory", done)
         self.refill_spares()
 
     def receive_spec(self, index: int) -> SimSpec:
         """A worker's first message. Raises SimFault or UserError."""
-        message, _ = self.workers[index].receive(self.plan.start_timeout_s, "build its simulator")
-        self.applied[index] = message["placement"]
-        problems = message["placement"].get("problems")
+        spec, applied = self.workers[index].receive(self.plan.start_timeout_s, "build its simulator", _read_spec)
+        self.applied[index] = applied
+        problems = applied.get("problems")
         if problems and index == 0:
             warnings.warn(f"Placement of the simulators: {'; '.join(map(str, problems))}.", stacklevel=2)
-        return SimSpec.from_dict(message["spec"])
+        return spec
 
     def share(self, index: int, *, awaits_resume: bool = False) -> None:
         """Hand a worker the slab and its slots; it answers when it has mapped it.
@@ -157,8 +157,7 @@ class Crew:
             "placement": self._placement(index) if worker in self._were_spares else None,
         }
         layout = self.slab.layout
-        worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment})
-        worker.hand_over(self.slab.fd)
+        worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment}, fds=[self.slab.fd])
 
     def replace(self, index: int) -> bool:
         """Put a new worker in the place of one that is gone; True when it was a spare, whose simulator is (being) built already."""
@@ -238,6 +237,10 @@ class Crew:
         worker = WorkerProcess(index, setup, threads=threads)
         self._processes.append(worker)
         return worker
+
+
+def _read_spec(message: Mapping[str, Any], payload: bytes) -> tuple[SimSpec, dict[str, Any]]:
+    return SimSpec.from_dict(message["spec"]), dict(message["placement"])
 
 
 def split_slots(slots: range, parts: int) -> list[range]:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,10 +19,10 @@ from embodied_rl.sim.crew import Crew, CrewPlan, crew_size
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultPolicy, FaultRecord
 from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
-from embodied_rl.sim.process import WorkerProcess, close_all
+from embodied_rl.sim.process import WorkerProcess, close_all, done
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
-from embodied_rl.sim.supervisor import Supervisor
+from embodied_rl.sim.supervisor import Supervisor, read_drift
 from embodied_rl.sim.transport import ABORTED, IDLE, PENDING, READY, fence
 from embodied_rl.types import SimSpec, StepBatch
 
@@ -158,7 +158,7 @@ class EnvManager:
         self._supervisor.forget_aborts()
         crew.state[:] = self._all.idle
         message = {"operation": "reset", "seeds": chosen.to_dict(), "seed_round": seed_round, "reconfigure": reconfigure}
-        self._supervisor.command(dict.fromkeys(range(self.num_workers), (message, b"")), self._plan.start_timeout_s, "reset")
+        self._supervisor.command(dict.fromkeys(range(self.num_workers), (message, b"")), self._plan.start_timeout_s, "reset", done)
         return self._all.batch(None)
 
     def step(self, actions: np.ndarray | Sequence[str]) -> StepBatch:
@@ -274,8 +274,8 @@ class EnvManager:
         for slot in slots:
             index = int(crew.worker_of[slot])
             request = {"operation": "render", "slot": int(slot)}
-            message, payload = self._supervisor.command({index: (request, b"")}, max(self._plan.step_timeout_s, 60.0), "render")[index]
-            frames.append(np.frombuffer(payload, np.uint8).reshape(message["shape"]))
+            limit_s = max(self._plan.step_timeout_s, 60.0)
+            frames.append(self._supervisor.command({index: (request, b"")}, limit_s, "render", _read_frame)[index])
         return frames
 
     # ---- snapshots and offload --------------------------------------------------------------------------------------
@@ -318,8 +318,8 @@ class EnvManager:
             items.setdefault(int(crew.worker_of[slot]), []).append({**item, "publish": True})
             self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
         requests = {index: ({"operation": "resume"}, encode_state(own)) for index, own in items.items()}
-        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "restore episodes")
-        self.last_drift = {int(slot): drift for message, _ in answers.values() for slot, drift in message["drift"].items()}
+        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "restore episodes", read_drift)
+        self.last_drift = {slot: drift for drifts in answers.values() for slot, drift in drifts.items()}
         views = self._views.of([int(slot) for slot in slots])
         views.mark(IDLE)  # a step that was ready belonged to what the slot did before
         views.clear_outcome()
@@ -349,9 +349,9 @@ class EnvManager:
         for slot in slots:
             wanted.setdefault(int(crew.worker_of[slot]), []).append(slot)
         requests = {index: ({"operation": "snapshot", "slots": own}, b"") for index, own in wanted.items()}
-        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "save its state")
+        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "save its state", _read_states)
         for index, own in wanted.items():
-            for slot, state in zip(own, decode_state(answers[index][1]), strict=True):
+            for slot, state in zip(own, answers[index], strict=True):
                 if crew.state[slot] > READY:
                     continue  # the next episode has just begun, and its seed says all
                 self._ledger.rebase(slot, {**state, "observation": crew.observation(slot)})
@@ -487,6 +487,16 @@ class EnvManager:
         if PENDING in bytes(crew.state):
             crew.bell.wait(lambda: PENDING not in bytes(crew.state), math.inf, self._supervisor.poll)
         self._supervisor.settle()
+
+
+def _read_frame(message: Mapping[str, Any], payload: bytes) -> np.ndarray:
+    height, width, *colours = message["shape"]
+    return np.frombuffer(payload, np.uint8).reshape(height, width, *colours)
+
+
+def _read_states(message: Mapping[str, Any], payload: bytes) -> list[dict[str, Any]]:
+    """Of the slots that were asked for: the simulator's own state and the counters."""
+    return [{"sim": state["sim"], "counters": dict(state["counters"])} for state in decode_state(payload)]
 
 
 assert os.name == "posix", "embodied_rl needs Linux or macOS (on Windows: WSL 2)"

@@ -11,13 +11,16 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import thread_variables
-from embodied_rl.sim.channel import Channel, ChannelClosed
+from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
 from embodied_rl.stopping import waiting
+
+Answer = TypeVar("Answer")
 
 _OUTPUT_TAIL_BYTES = 6000
 _SEND_TIMEOUT_S = 30.0
@@ -25,7 +28,7 @@ _STACK_S = 1.0
 """For a hanging worker to write down where it is."""
 _STACK_ENDS = (b" in _run_module_as_main\n", b"\n  ...\n")
 """The outermost call of ``python -m``, or what stands for it where there are too many."""
-_REAP_S = 60.0
+_REAP_S = 10.0
 """For a process whose socket is closed already to end, on a busy machine: its status tells why."""
 
 
@@ -60,10 +63,10 @@ class WorkerProcess:
         finally:
             theirs.close()
             os.close(life_read)
-        self.channel = Channel(ours)
-        # Who is killed before it has read this is found dead by whoever waits for its first message.
+        self.channel = Channel(ours, asks=True)
+        # One that is killed before it has read this is found dead when its first message is waited for.
         with contextlib.suppress(ChannelClosed):
-            self.channel.send({**setup, "sys_path": sys.path})
+            self.channel.ask({**setup, "sys_path": sys.path})
 
     @property
     def pid(self) -> int:
@@ -72,45 +75,49 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def request(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        """Hand over a message. Raises SimFault when the worker is gone, or takes nothing for half a minute."""
+    def request(self, message: dict[str, Any], payload: bytes = b"", *, fds: Sequence[int] = ()) -> None:
+        """Hand over a message and descriptors of ours. Raises SimFault when the worker is gone, or takes nothing for half a minute."""
         try:
-            self.channel.send(message, payload, timeout_s=_SEND_TIMEOUT_S)
+            self.channel.ask(message, payload, fds=fds, timeout_s=_SEND_TIMEOUT_S)
         except ChannelClosed:
             raise self._death() from None
 
-    def hand_over(self, fd: int) -> None:
-        """Give the process a file descriptor of ours too. Raises SimFault as `request`."""
-        try:
-            self.channel.send_fd(fd)
-        except ChannelClosed:
-            raise self._death() from None
+    def receive(self, timeout_s: float, doing: str, read: Callable[[dict[str, Any], bytes], Answer]) -> Answer:
+        """The worker's answer to the last request, as `read` makes it out.
 
-    def receive(self, timeout_s: float, doing: str) -> tuple[dict[str, Any], bytes]:
-        """The worker's next message. Raises SimFault or UserError when it failed, died or was too slow at `doing`."""
+        Raises:
+            SimFault: the worker failed, died or was too slow at `doing`, or what it sent is no answer.
+            UserError: the worker refuses.
+        """
         try:
             with waiting:
-                message, payload = self.channel.recv(timeout_s)
+                message, payload = self.channel.next_answer(timeout_s)
+            if (kind := message.get("kind")) in ("user_error", "fault"):
+                raise self._told(message)
+            if kind != "done":
+                raise ChannelGarbled(f"a message of kind {kind!r:.40}")
         except ChannelClosed:
             raise self._death() from None
         except TimeoutError:
             raise self.timed_out(timeout_s, doing) from None
-        if message["kind"] == "user_error":
-            raise UserError(message["message"])
-        if message["kind"] == "fault":
-            kind = FaultKind[message["fault"]]
-            error = NonFiniteSimulationError if kind is FaultKind.NON_FINITE else SimFault
-            where = {key: message[key] for key in ("slots", "seeds", "steps") if key in message}
-            raise error(kind, self.index, message["detail"], **where)
-        return message, payload
+        except ChannelGarbled as error:
+            raise self._garbled(str(error), doing) from None
+        try:
+            return read(message, payload)
+        except Exception as error:  # whatever a reader stumbles over: it is not what was asked for
+            raise self._garbled(f"{type(error).__name__}: {error}", doing) from None
 
     def check(self, failed: bool) -> None:
         """Raise what happened to the worker, if something did; `failed` is its own flag in shared memory."""
         if failed:
-            self.receive(5.0, "report a failure")
+            self.receive(5.0, "report a failure", no_answer)
         if not self.alive():
             # Its last words may still be in the socket.
-            self.receive(0.5, "report its end")
+            try:
+                self.receive(0.5, "report its end", no_answer)
+            except SimFault as fault:
+                if fault.kind is not FaultKind.GARBLED:
+                    raise
             raise self._death()
 
     def timed_out(self, timeout_s: float, doing: str) -> SimFault:
@@ -160,11 +167,28 @@ class WorkerProcess:
         self.channel.close()
         self._output.close()
 
+    def _told(self, message: Mapping[str, Any]) -> UserError | SimFault:
+        """The failure that a worker reports. Raises ChannelGarbled where it is none."""
+        try:
+            if message["kind"] == "user_error":
+                return UserError(str(message["message"]))
+            kind = FaultKind[message["fault"]]
+            error = NonFiniteSimulationError if kind is FaultKind.NON_FINITE else SimFault
+            where = {key: [int(number) for number in message[key]] for key in ("slots", "seeds", "steps") if key in message}
+            return error(kind, self.index, str(message["detail"]), **where)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ChannelGarbled(f"a report of a failure that says nothing ({error!r})") from None
+
+    def _garbled(self, what: str, doing: str) -> SimFault:
+        return SimFault(FaultKind.GARBLED, self.index, f"While it should {doing} there came {what[:400]}.\n{self._output_tail()}")
+
     def _death(self) -> SimFault:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
         code = self._process.returncode
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        if code is None:
+            how = f"closed its connection, and still ran {_REAP_S:g} s later"
         return SimFault(FaultKind.DIED, self.index, f"{how}\n{self._output_tail()}")
 
     def _output_tail(self) -> str:
@@ -177,6 +201,15 @@ class WorkerProcess:
     def _read(self, start: int) -> bytes:
         """What it printed from there on. The process writes where the file that we share with it stands: nothing here may move that."""
         return os.pread(self._output.fileno(), max(0, self._written() - start), start)
+
+
+def no_answer(message: Mapping[str, Any], payload: bytes) -> None:
+    """Where nothing but a failure can come. Raises ValueError."""
+    raise ValueError("an answer to a request that was answered")
+
+
+def done(message: Mapping[str, Any], payload: bytes) -> None:
+    """Where an answer holds nothing but that it is done."""
 
 
 def close_all(workers: list[WorkerProcess]) -> None:

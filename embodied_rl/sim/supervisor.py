@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.crew import Crew
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
 from embodied_rl.sim.ledger import EpisodeLedger
+from embodied_rl.sim.process import done
 from embodied_rl.sim.snapshots import encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
 from embodied_rl.stopping import waiting
@@ -25,6 +26,7 @@ _AT_ONCE = frozenset({FaultKind.RAISED, FaultKind.NON_FINITE, FaultKind.WRONG_SH
 """Kinds that end the run when no step ever succeeded: a simulator that fails at once will fail again."""
 
 Message = tuple[dict[str, Any], bytes]
+Answer = TypeVar("Answer")
 
 
 class _Phase(enum.Enum):
@@ -102,12 +104,17 @@ class Supervisor:
             with waiting:
                 time.sleep(_SETTLE_NAP_S)
 
-    def command(self, messages: Mapping[int, Message], timeout_s: float, doing: str) -> dict[int, Message]:
+    def command(
+        self, messages: Mapping[int, Message], timeout_s: float, doing: str, read: Callable[[dict[str, Any], bytes], Answer]
+    ) -> dict[int, Answer]:
         """Send a request to some workers and collect the answers; a worker that fails is replaced and asked again.
+
+        `read` makes an answer out; what it raises says that the answer is none, which is a failure too.
 
         Raises SimFault when the policy says to stop, and UserError when a worker refuses (after all have answered).
         """
-        unasked, answers, refusal = dict(messages), {}, None
+        unasked, refusal = dict(messages), None
+        answers: dict[int, Answer] = {}
         while unasked:
             self.settle()
             for index in list(unasked):
@@ -119,7 +126,7 @@ class Supervisor:
                 if self._watches[index].phase is not _Phase.LIVE:
                     continue
                 try:
-                    answers[index] = self.crew.workers[index].receive(timeout_s, doing)
+                    answers[index] = self.crew.workers[index].receive(timeout_s, doing, read)
                 except UserError as error:
                     refusal = refusal or error
                 except SimFault as fault:
@@ -187,15 +194,14 @@ class Supervisor:
             self.crew.share(index, awaits_resume=True)
             watch.phase, watch.deadline = _Phase.MAPPING, now + timeout
         elif watch.phase is _Phase.MAPPING:
-            worker.receive(timeout, "map the shared memory")
+            worker.receive(timeout, "map the shared memory", done)
             watch.items = self._resume_items(index)
             self._request(index, {"operation": "resume"}, encode_state(watch.items))
             watch.phase, watch.deadline = _Phase.RESUMING, now + timeout
         else:
-            message, _ = worker.receive(timeout, "take up its episodes")
-            self._is_back(index, watch, message["drift"], now)
+            self._is_back(index, watch, worker.receive(timeout, "take up its episodes", read_drift), now)
 
-    def _is_back(self, index: int, watch: _Watch, drift: Mapping[str, float | None], now: float) -> None:
+    def _is_back(self, index: int, watch: _Watch, drift: Mapping[int, float | None], now: float) -> None:
         watch.phase, watch.moved_at = _Phase.LIVE, now
         watch.progress = self._progress(index)
         watch.back_at = watch.progress if watch.open_faults else -1
@@ -206,7 +212,7 @@ class Supervisor:
                 seed=self.ledger.streams[item["slot"]].seed(item["index"]),
                 step=len(item["actions"]),
                 outcome="aborted" if item["abort"] else "restored",
-                drift=drift.get(str(item["slot"])),
+                drift=drift.get(item["slot"]),
             )
             for item in watch.items
         )
@@ -311,3 +317,8 @@ class Supervisor:
     def _arrays(self) -> dict[str, np.ndarray]:
         assert self.crew.slab is not None, "the manager is closed"
         return self.crew.slab.arrays
+
+
+def read_drift(message: Mapping[str, Any], payload: bytes) -> dict[int, float | None]:
+    """{slot: how far its observation was from the one seen before} of the answer to "resume"."""
+    return {int(slot): None if drift is None else float(drift) for slot, drift in message["drift"].items()}

@@ -22,7 +22,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, apply_placement, limit_threads
-from embodied_rl.sim.channel import Channel, ChannelClosed
+from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -79,26 +79,26 @@ class Worker:
         return self.current.where(self.current.stepping())
 
     def _control(self) -> None:
-        message, payload = self.channel.recv()
+        message, payload, _ = self.channel.next_request()
         try:
             self._answer(message, payload)
         except UserError as error:  # what was asked cannot be done here (no pictures, say); stepping can go on
-            self.channel.send({"kind": "user_error", "message": str(error)})
+            self.channel.answer({"kind": "user_error", "message": str(error)})
 
     def _answer(self, message: dict[str, Any], payload: bytes) -> None:
-        operation = message["operation"]
+        operation = message.get("operation")
         if operation == "reset":
             for runner in self.runners:
                 self.current = runner
                 runner.reset_all(EpisodeSeeds.from_dict(message["seeds"]), message["seed_round"], message["reconfigure"])
-            self.channel.send({"kind": "done"})
+            self.channel.answer({"kind": "done"})
         elif operation == "render":
             runner = self._of(message["slot"])
             frame = np.ascontiguousarray(runner.sim.render(message["slot"] - runner.start), np.uint8)
-            self.channel.send({"kind": "frame", "shape": frame.shape}, frame.tobytes())
+            self.channel.answer({"kind": "done", "shape": frame.shape}, frame.tobytes())
         elif operation == "snapshot":
             states = [self._of(slot).snapshot(slot - self.current.start) for slot in message["slots"]]
-            self.channel.send({"kind": "done"}, encode_state(states))
+            self.channel.answer({"kind": "done"}, encode_state(states))
         elif operation == "resume":
             drift: dict[str, float | None] = {}
             for item in decode_state(payload):
@@ -107,9 +107,9 @@ class Worker:
                 drift[str(item["slot"])] = runner.resume(item)
             self.current.mark_stepping(None)
             self._awaits_resume = False
-            self.channel.send({"kind": "done", "drift": drift})
+            self.channel.answer({"kind": "done", "drift": drift})
         else:
-            raise AssertionError(f"unknown operation {operation!r}")
+            raise ChannelGarbled(f"a request for {operation!r:.40}")
 
 
 # ---- process --------------------------------------------------------------------------------------------------------
@@ -147,18 +147,20 @@ def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _serve(channel: Channel, sims: list[SimEnv], applied: dict[str, Any], released: threading.Event) -> None:
-    channel.send({"kind": "spec", "spec": sims[0].spec.to_dict(), "placement": applied})
-    message, _ = channel.recv()  # a spare waits here until it is needed
+    channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), "placement": applied})
+    message, _, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
     fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
-    slab, assignment = Slab(Layout(fields, message["num_bytes"]), channel.recv_fd()), message["assignment"]
+    slab, assignment = Slab(Layout(fields, message["num_bytes"]), fd), message["assignment"]
     _take_place(assignment["placement"])
     runners = [SlotRunner(sim, slab, assignment, start, stop) for sim, (start, stop) in zip(sims, assignment["runs"], strict=True)]
     worker = Worker(channel, runners, slab, released, assignment["awaits_resume"])
-    channel.send({"kind": "done"})
+    channel.answer({"kind": "done"})
     try:
         worker.run()
     except ChannelClosed:
         return
+    except ChannelGarbled as error:
+        _report(channel, worker, _fault(FaultKind.GARBLED, f"On its own side there came {error}.", {}))
     except UserError as error:
         _report(channel, worker, {"kind": "user_error", "message": str(error)})
     except NonFiniteOutput as error:
@@ -176,7 +178,7 @@ def _fault(kind: FaultKind, detail: str, where: dict[str, Any]) -> dict[str, Any
 
 
 def _report(channel: Channel, worker: Worker, message: dict[str, Any]) -> None:
-    channel.send(message)
+    channel.answer(message)
     worker.failed[0] = 1
     worker.manager_bell.ring()
 
@@ -190,7 +192,7 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     released = threading.Event()
     _live_with_parent(int(sys.argv[2]), sys.argv[3] == "main", released)
-    setup, _ = channel.recv()
+    setup, _, _ = channel.next_request()
     sys.path[:] = setup["sys_path"]
     sims: list[SimEnv] = []
     try:
@@ -200,13 +202,15 @@ def main() -> None:
             sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
             limit_threads(setup["threads"])  # of pools that do not read the environment's variables
         except UserError as error:
-            channel.send({"kind": "user_error", "message": str(error)})
+            channel.answer({"kind": "user_error", "message": str(error)})
         except Exception:
-            channel.send({"kind": "fault", "fault": FaultKind.RAISED.name, "detail": traceback.format_exc()})
+            channel.answer(_fault(FaultKind.RAISED, traceback.format_exc(), {}))
         else:
             _serve(channel, sims, applied, released)
     except ChannelClosed:
         pass
+    except (ChannelGarbled, KeyError, TypeError, ValueError, OSError):  # on its way to its slots
+        channel.answer(_fault(FaultKind.GARBLED, traceback.format_exc(), {}))
     finally:
         for sim in sims:
             with contextlib.suppress(Exception):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +181,14 @@ def test_who_takes_a_workers_place_may_die_at_once(when: str, monkeypatch: pytes
 
             monkeypatch.setattr(subprocess, "Popen", started)
         else:
-            share = Channel.send_fd
+            ask = Channel.ask
 
-            def shared(channel: Channel, fd: int) -> None:
-                kill(manager.worker_pids()[0])
-                share(channel, fd)
+            def asked(channel: Channel, *message: Any, fds: Sequence[int] = (), **options: Any) -> None:
+                if fds:
+                    kill(manager.worker_pids()[0])
+                ask(channel, *message, fds=fds, **options)
 
-            monkeypatch.setattr(Channel, "send_fd", shared)
+            monkeypatch.setattr(Channel, "ask", asked)
         first = manager.worker_pids()[0]
         os.kill(first, signal.SIGKILL)
         for slot, steps in play_lockstep(manager, 10, start=3).items():

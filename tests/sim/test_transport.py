@@ -6,19 +6,21 @@ import itertools
 import math
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from embodied_rl.sim import affinity, transport
+from embodied_rl.sim import affinity, channel, transport
 from embodied_rl.sim.affinity import available_cores
-from embodied_rl.sim.channel import Channel, ChannelClosed
+from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim.transport import Bell, Layout, Slab, slab_layout
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
@@ -323,7 +325,8 @@ def test_affinity_mask_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
-    left, right = (Channel(end) for end in socket.socketpair())
+    one, other = socket.socketpair()
+    left, right = Channel(one, asks=True), Channel(other)
     yield left, right
     left.close()
     right.close()
@@ -343,62 +346,131 @@ def test_messages_come_in_order_and_whole(ends: tuple[Channel, Channel]) -> None
 
     def send() -> None:
         for message, payload in sent:
-            left.send(message, payload)
+            left.ask(message, payload)
 
     sender = threading.Thread(target=send)
     sender.start()
     for message, payload in sent:
-        got = right.recv(240.0)
+        got = right.next_request()
         assert got[0] == message
         assert got[1] == payload
     sender.join(240.0)
-    right.send({"back": 1})
-    assert left.recv(240.0) == ({"back": 1}, b"")
+    right.answer({"back": 1})
+    assert left.next_answer(240.0) == ({"back": 1}, b"")
 
 
 def test_closed_peer_is_told_after_its_last_words(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
-    left.send({"last": "words"})
+    left.ask({"last": "words"})
     left.close()
-    assert right.recv(240.0) == ({"last": "words"}, b"")
+    assert right.next_request() == ({"last": "words"}, b"", [])
     with pytest.raises(ChannelClosed, match="closed the connection"):
-        right.recv(240.0)
+        right.next_request()
     with pytest.raises(ChannelClosed):
-        right.send({"anybody": "there"}, bytes(1 << 20))
+        right.answer({"anybody": "there"}, bytes(1 << 20))
+
+
+def asked(ends: tuple[Channel, Channel]) -> tuple[Channel, Channel]:
+    """Both know the key of their channel; request 1 waits for its answer."""
+    ends[0].ask({"do": "it"})
+    ends[1].next_request()
+    return ends
+
+
+def written(end: Channel, message: dict[str, Any], payload: bytes = b"") -> bytes:
+    """What this end would send as its answer."""
+    mine, theirs = socket.socketpair()
+    real, end.socket = end.socket, mine
+    end.answer(message, payload)
+    end.socket = real
+    mine.close()
+    data = theirs.recv(1 << 20)
+    theirs.close()
+    return data
 
 
 def test_peer_that_dies_in_the_middle_of_a_message_is_told(ends: tuple[Channel, Channel]) -> None:
-    left, right = ends
-    left.socket.sendall((20).to_bytes(4, "little") + (5).to_bytes(4, "little") + b'{"kind"')  # 7 of 20 bytes
-    left.close()
+    left, right = asked(ends)
+    right.socket.sendall(written(right, {"kind": "done"})[:-3])
+    right.close()
     with pytest.raises(ChannelClosed):
-        right.recv(240.0)
+        left.next_answer(240.0)
 
 
-@pytest.mark.parametrize("begun", [b"", (20).to_bytes(4, "little") + (5).to_bytes(4, "little") + b'{"kind"'])
-def test_nothing_whole_in_time_is_a_timeout(ends: tuple[Channel, Channel], begun: bytes) -> None:
-    left, right = ends
-    left.socket.sendall(begun)
+def test_nothing_in_time_is_a_timeout(ends: tuple[Channel, Channel]) -> None:
+    left, _ = asked(ends)
     started = time.perf_counter()
     with pytest.raises(TimeoutError):
-        right.recv(0.2)
+        left.next_answer(0.2)
     assert time.perf_counter() - started > 0.15
 
 
-def test_descriptor_travels(ends: tuple[Channel, Channel]) -> None:
+def test_a_message_that_was_cut_off_is_garbled(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "STALL_S", 0.2)
+    left, right = asked(ends)
+    right.socket.sendall(written(right, {"kind": "done"})[:-3])
+    with pytest.raises(ChannelGarbled, match="cut off: 3 of 16 bytes"):
+        left.next_answer(240.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"printed by a library\n", "no message"),
+        (b"x", "no message"),
+        (struct.pack("<II", 15, 0) + b'{"kind":"done"}', "no message"),
+        (struct.pack("<Q", 1 << 60), "no message"),
+    ],
+)
+def test_bytes_without_the_key_are_garbled_at_once(ends: tuple[Channel, Channel], data: bytes, what: str) -> None:
+    left, right = asked(ends)
+    for near, far in ((left, right), (right, left)):
+        near.socket.sendall(data)
+        with pytest.raises(ChannelGarbled, match=what):
+            far.next_answer(240.0)
+
+
+def test_messages_with_the_key_are_looked_at_too(ends: tuple[Channel, Channel]) -> None:
+    left, right = asked(ends)
+    header = written(right, {})[:28]
+    key = header[:8]
+    for data, what in (
+        (header[:20] + struct.pack("<Q", 1 << 60), "1,152,921,504,606,846,976 bytes"),
+        (key + struct.pack("<QIQ", 1, 3, 0) + b"{no", "no JSON"),
+        (key + struct.pack("<QIQ", 1, 100_000, 0) + b"[" * 100_000, "no JSON"),
+        (key + struct.pack("<QIQ", 1, 3, 0) + b"[1]", "a list instead of an object"),
+        (key + struct.pack("<QIQ", 0, 2, 0) + b"{}", "request 0 instead of 1"),
+    ):
+        right.socket.sendall(data)
+        with pytest.raises(ChannelGarbled, match=what):
+            left.next_answer(240.0)
+        while left.has_message():
+            left.socket.recv(1 << 20)
+    left.ask({"do": "the next"})
+    right.next_request()
+    right.socket.sendall(key + struct.pack("<QIQ", 1, 15, 0) + b'{"kind":"done"}')
+    with pytest.raises(ChannelGarbled, match="request 1 instead of 2"):
+        left.next_answer(240.0)
+
+
+def test_descriptor_travels_with_its_request(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
     slab = Slab.create(Layout.of({"x": ((4,), "int64")}))
-    left.send_fd(slab.fd)
-    received = right.recv_fd()
+    left.ask({"take": "this"}, fds=[slab.fd])
+    message, _, (received,) = right.next_request(num_fds=1)
+    assert message == {"take": "this"}
     assert received != slab.fd
     theirs = Slab(slab.layout, received)
     slab.arrays["x"][:] = (1, 2, 3, 4)
     np.testing.assert_array_equal(theirs.arrays["x"], [1, 2, 3, 4])
-    slab.close()
     theirs.close()
-    left.close()
-    with pytest.raises(ChannelClosed, match="no descriptor"):
-        right.recv_fd()
+    before = len(os.listdir("/proc/self/fd"))
+    for fds, wanted in (([slab.fd] * 2, 1), ([], 1), ([slab.fd], 0)):
+        left.ask({"take": "these"}, fds=fds)
+        with pytest.raises(ChannelGarbled, match=f"{len(fds)} file descriptors came instead of {wanted}"):
+            right.next_request(num_fds=wanted)
+    assert len(os.listdir("/proc/self/fd")) == before, "what came is closed"
+    slab.close()
 
 
 @pytest.mark.parametrize("start", range(9))
