@@ -48,6 +48,7 @@ COMMAND = Command(
         Argument("sim", str, "the simulator; of a checkpoint another one with the same spaces, by default its own", None),
         Argument("protocol", str, "how it is measured: libero, libero_published, maniskill_rl4vla, …", None),
         Argument("temperature", float, "of action tokens that are drawn; 0: the likeliest; default: the run's or the protocol's", None),
+        Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
         Argument("experiment", str, "without a checkpoint: take simulator, policy and prompts from an experiment's configuration", None),
         Argument("generation", str, "without a checkpoint: where a language model samples, tokens_torch or vllm", None),
         Argument(
@@ -310,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     from embodied_rl.errors import UserError
+    from embodied_rl.trust import trusted_names
 
     if values["num_episodes"] is not None and values["num_episodes"] < 1:
         raise UserError(f"num_episodes must be >= 1, got {values['num_episodes']}.")
@@ -323,7 +325,8 @@ def _main(argv: Sequence[str]) -> None:
         evaluate_untrained(argv, values, overrides)
         return
     _check_of_checkpoint(values, overrides)
-    players = _players(values["checkpoint"], values["policy"] or "checkpoint", values["against"], values["domain"])
+    trust = trusted_names(values["trust"])
+    players = _players(values["checkpoint"], values["policy"] or "checkpoint", values["against"], values["domain"], trust)
     first = players[0][0]
     measured = read_protocol(values["protocol"])
     sim = choose_sim(first, values["sim"], {**measured.sim, **overrides})
@@ -376,14 +379,16 @@ def read_protocol(name: str | None) -> Measured:
     return Measured(changed, evaluation.get("num_episodes"), evaluation.get("temperature"))
 
 
-def _players(checkpoint: str, policy: str, against: str | None, domain: str | None = None) -> list[tuple[Checkpoint, str]]:
+def _players(
+    checkpoint: str, policy: str, against: str | None, domain: str | None = None, trust: Sequence[str] = ()
+) -> list[tuple[Checkpoint, str]]:
     """Who plays, the one that is compared against last."""
     from embodied_rl.checkpoint import load_checkpoint
     from embodied_rl.checkpoint.domains import domain_part
     from embodied_rl.errors import UserError
 
     def load(path: str) -> Checkpoint:
-        return domain_part(load_checkpoint(path, with_learner=False), domain)
+        return domain_part(load_checkpoint(path, with_learner=False, trust=trust), domain)
 
     loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
     players = [(found, policy) for found in loaded.values()]

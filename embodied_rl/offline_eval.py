@@ -44,6 +44,7 @@ COMMAND = Command(
         Argument("num_bins", int, "bins of an action dimension that count as tokens", 256),
         Argument("seed", int, "of resampling, draws and regression", 0),
         Argument("output", str, "folder to write to; default: the next free offline_eval in the first checkpoint's run", None),
+        Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
     ),
     prefixes={"fqe.": "a setting of the regression: num_steps, num_members, hidden_sizes, batch_size, learning_rate, …"},
     examples=(
@@ -54,8 +55,8 @@ COMMAND = Command(
 )
 
 
-def load_checkpoints(paths: str) -> list[tuple[str, Checkpoint]]:
-    """[(label, checkpoint)] of paths separated by commas.
+def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
+    """[(label, checkpoint)] of paths separated by commas; `trust` is `load_checkpoint`'s.
 
     Raises:
         UserError: none is named, or one is named twice.
@@ -68,7 +69,7 @@ def load_checkpoints(paths: str) -> list[tuple[str, Checkpoint]]:
     words = [word.strip() for word in paths.split(",") if word.strip()]
     if not words:
         raise UserError("checkpoint= names none. Give a run's folder, or several separated by commas.")
-    loaded = [load_checkpoint(word, with_learner=False) for word in words]
+    loaded = [load_checkpoint(word, with_learner=False, trust=trust) for word in words]
     known: dict[Path, str] = {}
     for word, checkpoint in zip(words, loaded, strict=True):
         if checkpoint.path in known:
@@ -279,9 +280,10 @@ def _main(argv: Sequence[str]) -> None:
     values, further = COMMAND.parse(argv)
     started = time.perf_counter()
     from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.trust import trusted_names
 
     settings = settings_of(values, further)
-    checkpoints = load_checkpoints(values["checkpoint"])
+    checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
     with open_recording(values["recording"]) as recording:
         study = _study(recording, checkpoints, settings)
         _show(study)

@@ -53,6 +53,7 @@ COMMAND = Command(
         Argument("noise_seed", int, "of random and sampled actions", 0),
         Argument("resume", bool, "go on with what is in output: seeds that are there are not played again", False),
         Argument("output", str, "the recording's folder; default: the next free recordings/SIM-POLICY", None),
+        Argument("trust", str, "code that the checkpoint may name beside what is registered: package.module:Attribute, or a list", None),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.kwargs.control_mode=pd_ee_delta_pos"},
     examples=(
@@ -274,7 +275,7 @@ def _info(
             "machine": machine(),
             **({} if checkpoint is None else {"checkpoint": str(checkpoint.path)}),
         },
-    )
+    ).signed()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -355,8 +356,10 @@ def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Ch
         return None, override_sim(load_sim_config(values["sim"]), overrides)
     from embodied_rl.checkpoint import load_checkpoint
     from embodied_rl.checkpoint.domains import domain_part
+    from embodied_rl.trust import trusted_names
 
-    checkpoint = domain_part(load_checkpoint(values["checkpoint"], with_learner=False), None)
+    loaded = load_checkpoint(values["checkpoint"], with_learner=False, trust=trusted_names(values["trust"]))
+    checkpoint = domain_part(loaded, None)
     return checkpoint, choose_sim(checkpoint, values["sim"], overrides)
 
 

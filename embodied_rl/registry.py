@@ -22,7 +22,8 @@ def load_target(target: str, extra: str | None = None) -> Any:
         UserError: the text is not a target, or the module or attribute does not exist.
     """
     module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute:
+    # Whatever could be imported has the form that `embodied_rl.trust` looks for in files.
+    if not attribute or any(letter.isspace() or letter in "/:" for letter in target.replace(":", "", 1)) or not module_name:
         raise UserError(f"Target '{target}' is not of the form 'package.module:Attribute'.")
     try:
         module = importlib.import_module(module_name)

@@ -57,6 +57,7 @@ COMMAND = Command(
             "policy", str, "the checkpoint's policy, or random actions for comparison", "checkpoint", choices=("checkpoint", "random")
         ),
         Argument("sim", str, "another simulator with the same spaces; default: the checkpoint's own", None),
+        Argument("trust", str, "code that the file may name beside what is registered: package.module:Attribute, or a list", None),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.kwargs.camera_name=track"},
     examples=(
@@ -243,7 +244,9 @@ def _name(players: Sequence[tuple[Checkpoint, str]], spec: SimSpec, film: Film) 
 # ---- recordings -----------------------------------------------------------------------------------------------------
 
 
-def film_recording(recording: Recording, output: Path, film: Film, *, sim: SimConfig | None = None) -> list[Path]:
+def film_recording(
+    recording: Recording, output: Path, film: Film, *, sim: SimConfig | None = None, trust: Sequence[str] = ()
+) -> list[Path]:
     """Show episodes of a recording and write one video per format; earlier videos are kept, new ones numbered.
 
     Recorded pictures are taken where there are any; otherwise the episodes are played again in the simulator, from state to state where
@@ -254,6 +257,7 @@ def film_recording(recording: Recording, output: Path, film: Film, *, sim: SimCo
         output: folder for the videos.
         film: how; ``cameras`` are those that were recorded.
         sim: the simulator for a replay; None: the recording's own.
+        trust: code that the recording's own simulator may name, see `embodied_rl.replay.sim_of`.
 
     Raises:
         UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
@@ -261,6 +265,7 @@ def film_recording(recording: Recording, output: Path, film: Film, *, sim: SimCo
     from embodied_rl.errors import UserError
     from embodied_rl.filming.composition import Row
     from embodied_rl.filming.recorded import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
+    from embodied_rl.replay import sim_of
 
     if len(recording) == 0:
         raise UserError(f"'{recording.path}' holds no episode.")
@@ -281,24 +286,22 @@ def film_recording(recording: Recording, output: Path, film: Film, *, sim: SimCo
                 episodes.append(from_pictures(recording, number, views, episode, size=film.size, stride=stride))
                 advance(1)
     else:
-        episodes = _replayed(recording, numbers, film, stride, sim)
+        episodes = _replayed(recording, numbers, film, stride, sim_of(recording, trust) if sim is None else sim)
     kind = "" if selection.kind == "first" else f"_{selection.kind}"
     name = f"{file_name(recording.spec.task)}_{file_name(recording.path.stem)}{kind}"
     return write_videos(_pictures([Row("", episodes)], recording.spec, film, cameras), output / name, film)
 
 
-def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: int, sim: SimConfig | None) -> list[FilmedEpisode]:
+def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: int, sim: SimConfig) -> list[FilmedEpisode]:
     """Play these episodes again, and keep what the simulator draws."""
     from embodied_rl.filming.recorded import PictureSink
-    from embodied_rl.replay import sim_of
     from embodied_rl.rollout.replaying import Replayer, check_fits
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
-    wanted = sim_of(recording) if sim is None else sim
     first = recording.episode(numbers[0])
-    shown = instrumented(wanted, physics=first.state is not None, image_size=film.size)
+    shown = instrumented(sim, physics=first.state is not None, image_size=film.size)
     sinks: list[PictureSink] = []
 
     def open_sink(episode: RecordedEpisode) -> Any:
@@ -398,6 +401,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
     from embodied_rl.errors import UserError, did_you_mean
     from embodied_rl.evaluate import choose_sim
     from embodied_rl.files import require_writable
+    from embodied_rl.trust import trusted_names
 
     if values["checkpoint"] is None:
         raise UserError("Nothing to film: give checkpoint=… (a run's folder, say) or recording=…. See --help.")
@@ -405,11 +409,12 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
     for word in logs:
         if word not in LOGGERS:
             raise UserError(f"log={values['log']}: '{word}' is not a choice.{did_you_mean(word, LOGGERS)}")
-    checkpoint = domain_part(load_checkpoint(values["checkpoint"], with_learner=False), values["domain"])
+    trust = trusted_names(values["trust"])
+    checkpoint = domain_part(load_checkpoint(values["checkpoint"], with_learner=False, trust=trust), values["domain"])
     players = [(checkpoint, values["policy"])]
     if values["against"] is not None:
         random = values["against"] == "random"
-        other = None if random else domain_part(load_checkpoint(values["against"], with_learner=False), values["domain"])
+        other = None if random else domain_part(load_checkpoint(values["against"], with_learner=False, trust=trust), values["domain"])
         players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
     output = require_writable(Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos")
     paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
@@ -423,6 +428,7 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
     from embodied_rl.episodes.reader import open_recording
     from embodied_rl.errors import UserError
     from embodied_rl.files import require_writable
+    from embodied_rl.trust import trusted_names
 
     for name in ("checkpoint", "against", "log"):
         if values[name] is not None:
@@ -433,14 +439,15 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
         return film_captured(folder, values["tokenizer"], output, film)
     recording = open_recording(values["recording"])
     try:
-        sim = recording_sim(recording, values["sim"], overrides)
+        trust = trusted_names(values["trust"])
+        sim = recording_sim(recording, values["sim"], overrides, trust)
         output = require_writable(Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos")
-        return film_recording(recording, output, film, sim=sim)
+        return film_recording(recording, output, film, sim=sim, trust=trust)
     finally:
         recording.close()
 
 
-def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str, Any]) -> SimConfig | None:
+def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str, Any], trust: Sequence[str] = ()) -> SimConfig | None:
     """The simulator for a replay that the command line asks for; None: the recording's own. Raises UserError for an unknown key."""
     from embodied_rl.config import load_sim_config
     from embodied_rl.evaluate import override_sim
@@ -448,7 +455,7 @@ def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str
 
     if name is None and not overrides:
         return None
-    return override_sim(load_sim_config(name) if name is not None else sim_of(recording), overrides)
+    return override_sim(load_sim_config(name) if name is not None else sim_of(recording, trust), overrides)
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ COMMAND = Command(
         Argument("size", int, "pixels of a picture's longer side", 256),
         Argument("video", str, "how pictures are stored", "mp4", ("mp4", "png", "raw")),
         Argument("sim", str, "the simulator; default: the recording's own", None),
+        Argument("trust", str, "code that the recording may name beside what is registered: package.module:Attribute, or a list", None),
         Argument("report", str, "where to write the report as JSON; default: replay-BY.json in the recording's folder", None),
         Argument("output", str, "with render: folder of the new recording; default: the recording's name with -rendered", None),
     ),
@@ -132,16 +133,28 @@ def replay(
     return ReplayReport(recording.path, recording.spec.task, by, played, rendered, time.perf_counter() - started)
 
 
-def sim_of(recording: Recording) -> SimConfig:
-    """The simulator that a recording is of. Raises UserError where it does not say."""
+def sim_of(recording: Recording, trust: Sequence[str] = ()) -> SimConfig:
+    """The simulator that a recording is of.
+
+    Args:
+        recording: opened.
+        trust: code that it may name beside what is registered here, see `embodied_rl.checkpoint.load_checkpoint`.
+
+    Raises:
+        UserError: it does not say.
+        UntrustedCode: it names other code, and this user did not record it on this machine. Nothing of it was imported.
+    """
     from embodied_rl.config import SimConfig
+    from embodied_rl.trust import RECORDING, require_trusted
 
     if not recording.info.sim:
         raise _user_error(
             f"'{recording.path}' does not say in which simulator it was recorded (task '{recording.spec.task}'). "
             "Name it: sim=maniskill_pushcube, say."
         )
-    return SimConfig.from_dict(recording.info.sim)
+    info = recording.info
+    require_trusted({"sim": info.sim}, file=recording.path, what=RECORDING, content=info.sim_bytes, signature=info.signature, trust=trust)
+    return SimConfig.from_dict(info.sim)
 
 
 def _writer(
@@ -270,7 +283,7 @@ def _main(argv: Sequence[str]) -> None:
 
     _check(values)
     recording = open_recording(Path(values["recording"]))
-    sim = _sim(recording, values["sim"], overrides)
+    sim = _sim(recording, values, overrides)
     output = _output(values, recording) if values["render"] else None
     report = replay(
         recording,
@@ -316,11 +329,13 @@ def _check(values: Mapping[str, Any]) -> None:
         raise _user_error("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
 
 
-def _sim(recording: Recording, name: str | None, overrides: Mapping[str, Any]) -> SimConfig:
+def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> SimConfig:
     from embodied_rl.config import load_sim_config
     from embodied_rl.evaluate import override_sim
+    from embodied_rl.trust import trusted_names
 
-    return override_sim(sim_of(recording) if name is None else load_sim_config(name), overrides)
+    name = values["sim"]
+    return override_sim(sim_of(recording, trusted_names(values["trust"])) if name is None else load_sim_config(name), overrides)
 
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:

@@ -266,9 +266,10 @@ def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[
     if config.enabled == "no":
         return [], "", None
     from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.trust import code_names
 
     try:
-        checkpoint = load_checkpoint(summary.checkpoint, with_learner=False)
+        checkpoint = load_checkpoint(summary.checkpoint, with_learner=False, trust=code_names(summary.config.to_dict()))
         folder = summary.run_dir / "videos"
         seed = summary.config.evaluation.seed
         return film(checkpoint, folder, num_episodes=config.num_episodes, fps=config.fps, size=config.size, seed=seed), "", None

@@ -127,12 +127,13 @@ def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restar
     """The checkpoint that a run goes back to. Raises UserError where there is none, or this has happened too often."""
     from embodied_rl.checkpoint import find_last, load_checkpoint
     from embodied_rl.errors import UserError
+    from embodied_rl.trust import code_names
 
     last = find_last(run_dir)
     if last is None or num_restarts >= config.hybrid.max_restarts:
         why = "There is no checkpoint yet" if last is None else f"It was begun anew {num_restarts} times already (hybrid.max_restarts)"
         raise UserError(f"{lost} {why}. Go on with run_dir={run_dir} resume=auto.") from lost
-    checkpoint = load_checkpoint(last)
+    checkpoint = load_checkpoint(last, trust=code_names(config.to_dict()))  # of this very run
     _announce(f"{lost} The run goes on from {last}, at {checkpoint.step:,} steps.")
     return checkpoint
 
@@ -144,7 +145,7 @@ def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[
     merged, given = checkpoint.config.to_dict(), config.to_dict()
     for override in overrides:
         path = override.split("=", 1)[0].lstrip("+~").split(".")
-        if path[0] in ("experiment", "protocol", "resume", "run_dir", "hydra"):
+        if path[0] in ("experiment", "protocol", "resume", "run_dir", "trust", "hydra"):
             continue
         target, source = merged, given
         for part in path[:-1]:
@@ -178,9 +179,9 @@ def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None, IO[bytes]]:
     checkpoint = None
     if config.resume == "auto":
         found = find_last(run_dir) or _newest_unfinished(run_dir.parent, config.seed)
-        checkpoint = load_checkpoint(found) if found is not None else None
+        checkpoint = load_checkpoint(found, trust=config.trust) if found is not None else None
     elif config.resume is not None:
-        checkpoint = load_checkpoint(config.resume)
+        checkpoint = load_checkpoint(config.resume, trust=config.trust)
     if checkpoint is not None:
         run_dir = checkpoint.run_dir
     elif config.resume == "auto" and _holds_files(run_dir) and not _DEFAULT_NAME.fullmatch(run_dir.name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ configure_rendering()
 # Tests must not look at, nor write to, somebody's account.
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
+# What tests write is signed with a key of their own, and nobody's allow-list is read; processes that they start inherit both.
+_OWN_FOLDERS = tempfile.TemporaryDirectory(prefix="embodied-rl-tests-")
+os.environ["XDG_STATE_HOME"], os.environ["XDG_CONFIG_HOME"] = (str(Path(_OWN_FOLDERS.name, name)) for name in ("state", "config"))
 
 # Nothing is said of a property by how long an example takes on a busy machine, and the same tests are the same examples in every run.
 settings.register_profile("anywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -16,7 +16,7 @@ import embodied_rl
 
 PACKAGE = Path(embodied_rl.__file__).parent
 
-GROUND = {"", "errors", "types", "registry", "paths", "files", "reading", "statistics", "stopping", "timeline", "versions"}
+GROUND = {"", "errors", "types", "registry", "paths", "files", "reading", "statistics", "stopping", "timeline", "trust", "versions"}
 """Open to everybody; "" is the package itself, which holds the version."""
 
 FLOORS: dict[str, set[str]] = {
@@ -28,6 +28,7 @@ FLOORS: dict[str, set[str]] = {
     "paths": {"errors"},
     "files": {"errors"},
     "reading": {"errors"},
+    "trust": {"errors", "paths", "registry"},
     "timeline": {"errors", "files"},
     "statistics": {"errors"},
     "stopping": set(),

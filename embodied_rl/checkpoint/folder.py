@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
 from embodied_rl.files import cannot_write, fsync, reset_mode
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
+from embodied_rl.trust import CHECKPOINT, require_trusted, sign
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ SHARDED_FOLDER = "sharded"
 PARTS = ".parts-"
 """Begins the name of a folder that ranks write into; it becomes `SHARDED_FOLDER`."""
 POLICY_FILE, LEARNER_FILE, STATE_FILE, CONFIG_FILE = "policy.safetensors", "learner.safetensors", "state.json", "config.yaml"
+_SIGNATURE = "signature"
+"""Entry of the state: of the configuration's file, by the user who ran it (`embodied_rl.trust`)."""
 _SUM, _SUMS = "sha256", "files"
 """Entries of the state: its own digest, and those of the files beside it. The card is left out: results are added to it later."""
 _ASIDE = ".tmp-old-"
@@ -139,13 +142,15 @@ def save_checkpoint(
         "state": state,
     }
     document = json.loads(json.dumps(document, default=_plain))
+    written = config_yaml(config)
+    document[_SIGNATURE] = sign(CHECKPOINT, written.encode())
     temporary: Path | None = None
     try:
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)
         _write_tensors(temporary / POLICY_FILE, policy)
         _write_tensors(temporary / LEARNER_FILE, learner)
-        (temporary / CONFIG_FILE).write_text(config_yaml(config), encoding="utf-8")
+        (temporary / CONFIG_FILE).write_text(written, encoding="utf-8")
         (temporary / CARD_FILE).write_text(model_card(final, document, config, spec), encoding="utf-8")
         if describe is not None:
             (temporary / MODEL_FOLDER).mkdir()
@@ -203,40 +208,40 @@ def find_last(run_dir: Path | str) -> Path | None:
     return folders[-1].resolve() if folders else None
 
 
-def load_checkpoint(path: Path | str, *, with_learner: bool = True) -> Checkpoint:
+def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Sequence[str] = ()) -> Checkpoint:
     """Read a checkpoint folder, a run's folder (its `last`), or a link such as ``…/checkpoints/best``.
 
     Args:
         path: where it lies.
         with_learner: also read what only resuming needs.
+        trust: code that its configuration may name beside what is registered here, ``package.module:Attribute``. A checkpoint that this
+            user wrote on this machine may name anything.
 
     Raises:
         IncompatibleCheckpointError: it is missing, incomplete, damaged or of another format version; one line says which.
+        UntrustedCode: its configuration names other code. Nothing of it was imported.
     """
     folder = resolve_checkpoint(path)
     document = _read_state(folder)
     _verify(folder, document, with_learner)
     policy = _read_tensors(folder / POLICY_FILE)
     learner = _read_tensors(folder / LEARNER_FILE) if with_learner else {}
-    config = _read_config(folder / CONFIG_FILE)
     try:
-        return Checkpoint(
-            path=folder,
-            step=int(document["step"]),
-            policy=policy,
-            learner=learner,
-            state=dict(document["state"]),
-            config=config,
-            spec=SimSpec.from_dict(document["spec"]),
-            metrics=dict(document["metrics"]),
-            command=str(document["command"]),
-            package_version=str(document["package_version"]),
-            base=document.get("base"),
-        )
+        told: dict[str, Any] = {
+            "step": int(document["step"]),
+            "state": dict(document["state"]),
+            "spec": SimSpec.from_dict(document["spec"]),
+            "metrics": dict(document["metrics"]),
+            "command": str(document["command"]),
+            "package_version": str(document["package_version"]),
+            "base": document.get("base"),
+        }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IncompatibleCheckpointError(
             f"Checkpoint '{folder}': {STATE_FILE} lacks or misspells a part ({brief(repr(error))}). Use another checkpoint."
         ) from error
+    config = _read_config(folder / CONFIG_FILE, document.get(_SIGNATURE), trust)
+    return Checkpoint(path=folder, policy=policy, learner=learner, config=config, **told)
 
 
 def resolve_checkpoint(path: Path | str) -> Path:
@@ -381,7 +386,7 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
         if (fault := fault_of(path, told)) is None:
             continue
         if name == CONFIG_FILE:
-            _read_config(path)  # somebody's edit may have a clearer answer
+            _built(path, _read_file(path))  # somebody's edit may have a clearer answer
         raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {fault}. {_way_out(folder)}")
 
 
@@ -421,16 +426,41 @@ def _are_sums(found: Any) -> bool:
     return all(isinstance(told, dict) and type(told.get("bytes")) is int and isinstance(told.get("sha256"), str) for told in entries)
 
 
-def _read_config(path: Path) -> TrainConfig:
+def _read_config(path: Path, signature: str | None, trust: Sequence[str]) -> TrainConfig:
+    content = _read_file(path)
+    # The same bytes are signed, looked through, and used.
+    require_trusted(_parsed(path, content), file=path, what=CHECKPOINT, content=content, signature=signature, trust=trust)
+    return _built(path, content)
+
+
+def _read_file(path: Path) -> bytes:
     try:
-        return TrainConfig.from_dict(parse_yaml(read_regular(path)))
+        return read_regular(path)
     except FileNotFoundError as error:
         raise IncompatibleCheckpointError(
             f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint."
         ) from error
-    except (ValueError, OSError, TypeError, RecursionError) as error:  # UserError is a ValueError
-        reason = brief(error, 260)
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' cannot be read as a configuration: {reason}") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _parsed(path: Path, content: bytes) -> Any:
+    try:
+        return parse_yaml(content)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _built(path: Path, content: bytes) -> TrainConfig:
+    plain = _parsed(path, content)
+    try:
+        return TrainConfig.from_dict(plain)
+    except (ValueError, TypeError, RecursionError) as error:  # UserError is a ValueError
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(f"Checkpoint file '{path}' cannot be read as a configuration: {brief(error, 260)}")
 
 
 def _move_into_place(temporary: Path, final: Path) -> None:

@@ -150,6 +150,8 @@ class TrainConfig:
     metrics."""
     resume: str | None = None
     """'auto': continue from run_dir's last checkpoint where there is one; a path: continue from that checkpoint."""
+    trust: tuple[str, ...] = ()
+    """Code that the checkpoint of `resume` may name beside what is registered: package.module:Attribute, or a list (docs/trust.md)."""
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**31, "seed", "between 0 and 2**31 - 1", self.seed)

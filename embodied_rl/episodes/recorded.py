@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from embodied_rl.trust import RECORDING, sign
 from embodied_rl.types import Observation, SimSpec
 
 FORMAT_VERSION = 1
@@ -124,6 +126,17 @@ class RecordingInfo:
     created: str = ""
     """ISO 8601, UTC."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    signature: str | None = None
+    """Of `sim`, by the user whose run recorded it (`signed`); it goes along where a recording is copied."""
+
+    def signed(self) -> RecordingInfo:
+        """For the run that records `sim` itself: with this user's signature, which lets `sim` name code of the user's own later."""
+        return replace(self, signature=sign(RECORDING, self.sim_bytes))
+
+    @property
+    def sim_bytes(self) -> bytes:
+        """`sim` as it is signed: the same after it was written and read."""
+        return json.dumps(self.sim, sort_keys=True, separators=(",", ":")).encode()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -137,6 +150,7 @@ class RecordingInfo:
             "versions": dict(self.versions),
             "created": self.created,
             "metadata": dict(self.metadata),
+            "signature": self.signature,
         }
 
     @staticmethod
@@ -147,4 +161,4 @@ class RecordingInfo:
                 f"format {data.get('format')!r} version {data.get('format_version')!r}; this is 'embodied_rl episodes' {FORMAT_VERSION}"
             )
         fields = ("sim", "policy", "command", "versions", "created", "metadata")
-        return RecordingInfo(SimSpec.from_dict(data["spec"]), **{name: data[name] for name in fields})
+        return RecordingInfo(SimSpec.from_dict(data["spec"]), **{name: data[name] for name in fields}, signature=data.get("signature"))

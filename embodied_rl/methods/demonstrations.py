@@ -99,7 +99,7 @@ class Demonstrations:
             policy={"kind": "expert", "target": expert_of(self.config), "randomness": list(recorded.expert_randomness)},
             command="recorded at the beginning of a training run",
             versions=versions(),
-        )
+        ).signed()
         with closing(RecordingWriter(self._folder, info, resume=self._folder.exists())) as writer:
             for number, episode in self._missing_episodes(set(writer.seeds)):
                 writer.add(dataclasses.replace(episode, metadata={"number": number}))

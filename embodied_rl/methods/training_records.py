@@ -32,7 +32,7 @@ def start_recorders(config: TrainConfig, method: Method, num_slots: int, spec: S
 
     def start(collector: Any, folder: Path, num_slots: int, spec: SimSpec, sim: SimConfig) -> TrainingRecorder:
         who = {"kind": "training", "algorithm": config.algorithm.name, "seed": config.seed}
-        info = RecordingInfo(spec, dataclasses.asdict(sim), who, command, versions())
+        info = RecordingInfo(spec, dataclasses.asdict(sim), who, command, versions()).signed()
         collector.recorder = TrainingRecorder(folder, info, config.record, seed=config.seed, num_slots=num_slots)
         return collector.recorder
 

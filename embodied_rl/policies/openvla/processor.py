@@ -142,7 +142,7 @@ def _tokenizer(directory: Path) -> Encode:
         if (directory / "tokenizer.model").exists():
             from transformers import AutoTokenizer
 
-            converted: Any = AutoTokenizer.from_pretrained(str(directory))
+            converted: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
             return lambda text: list(converted(text)["input_ids"])
     except ImportError as error:
         raise MissingExtraError("OpenVLA's tokenizer", "language", error) from error
