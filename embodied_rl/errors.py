@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+_SHOWN_CHARS = 80
+"""Of a value in a message."""
 
 
 class UserError(ValueError):
@@ -45,10 +49,23 @@ def brief(what: object, limit: int = 160) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
+def did_you_mean(name: Any, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only when something is near."""
     known = sorted(set(choices))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name if isinstance(name, str) else shown(name), known, n=1, cutoff=0.6)
     suggestion = f" Did you mean '{near[0]}'?" if near else ""
     listing = ", ".join(known) if known else "(none)"
     return f"{suggestion} Known: {listing}."
+
+
+def shown(value: Any) -> str:
+    """A value as a message names it: as YAML has it where it is simple, and never longer than a line's part."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
+    except RecursionError:
+        return "values nested too deeply"
+    return brief(text, _SHOWN_CHARS)

@@ -135,16 +135,9 @@ def _fitted_q(further: Mapping[str, Any], seed: int) -> Any:
     import dataclasses
 
     from embodied_rl.algorithms.fitted_q import FittedQConfig
-    from embodied_rl.config.building import build
-    from embodied_rl.errors import UserError
 
     data = dataclasses.asdict(FittedQConfig()) | {"seed": seed} | {key.removeprefix("fqe."): value for key, value in further.items()}
-    try:
-        return build(FittedQConfig, data, "fqe")
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"fqe.{error}.") from error
+    return FittedQConfig.from_dict(data)
 
 
 # ---- what is shown ----------------------------------------------------------------------------------------------------

@@ -8,9 +8,12 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import typing
 from pathlib import Path
+from typing import Any
 
 from embodied_rl import config
+from embodied_rl.config.building import bounds_in, type_hints
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 START, END = "<!-- tables: written by scripts/config_tables.py -->\n", "<!-- end of tables -->"
@@ -60,10 +63,13 @@ def tables() -> str:
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     parts = []
     for group, name in GROUPS.items():
+        hints = type_hints(getattr(config, name))
         rows = [
-            _row(group.partition(" ")[0], field, documentation) for field, documentation in _fields(classes[name]) if not _is_group(field)
+            _row(group.partition(" ")[0], field, hints[ast.unparse(field.target)], documentation)
+            for field, documentation in _fields(classes[name])
+            if not _is_group(field)
         ]
-        parts.append(f"### {group or 'The run'}\n\n| Key | Type | Default | |\n|---|---|---|---|\n" + "".join(rows))
+        parts.append(f"### {group or 'The run'}\n\n| Key | Type | Bounds | Default | |\n|---|---|---|---|---|\n" + "".join(rows))
     return "\n".join(parts)
 
 
@@ -88,12 +94,27 @@ def _is_group(field: ast.AnnAssign) -> bool:
     return ast.unparse(field.annotation).endswith("Config")
 
 
-def _row(group: str, field: ast.AnnAssign, documentation: str) -> str:
+def _row(group: str, field: ast.AnnAssign, hint: Any, documentation: str) -> str:
     key = ".".join(filter(None, [group, ast.unparse(field.target)]))
-    kind = ast.unparse(field.annotation).replace(" | None", " or null").replace("|", "\\|")
+    bounds = next((str(bounds) for bounds in bounds_in(hint)), "")
+    # The name of a quantity says less to a reader than its type and bounds do.
+    kind = _kind(hint) if bounds else ast.unparse(field.annotation).replace(" | None", " or null").replace("|", "\\|")
     default = "required" if field.value is None else ast.unparse(field.value).replace("None", "null")
     default = {"field(default_factory=dict)": "{}", "True": "true", "False": "false"}.get(default, default)
-    return f"| `{key}` | {kind} | {default if field.value is None else f'`{default}`'} | {documentation.replace('``', '`')} |\n"
+    default = default if field.value is None else f"`{default}`"
+    return f"| `{key}` | {kind} | {bounds} | {default} | {documentation.replace('``', '`')} |\n"
+
+
+def _kind(hint: Any) -> str:
+    """int, float or null, tuple[int, ...]"""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _kind(arguments[0])
+    if origin is tuple:
+        return f"tuple[{_kind(arguments[0])}, ...]"
+    if arguments:
+        return " or ".join("null" if argument is type(None) else _kind(argument) for argument in arguments)
+    return str(hint.__name__)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ def test_configuration_page_is_what_the_code_says() -> None:
     page = script.PAGE.read_text(encoding="utf-8")
     assert script.rewritten(page) == page, "run: .venv/bin/python scripts/config_tables.py"
     # Some rows by hand, so that an empty table is noticed.
-    assert "| `algorithm.gamma` | float | `0.99` |" in page
-    assert "| `sim.num_workers` | int or null | `null` |" in page
+    assert "| `algorithm.gamma` | float | between 0 and 1 | `0.99` |" in page
+    assert "| `sim.num_workers` | int or null | between 1 and 65,536 | `null` |" in page
 
 
 @pytest.mark.slow

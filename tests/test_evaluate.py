@@ -201,7 +201,7 @@ def test_a_task_asked_for_by_name_needs_equal_spaces_only(reach: Path) -> None:
         (["checkpoint=RUN", "num_episode=3"], "Argument 'num_episode' is not known. Did you mean 'num_episodes'?"),
         (["checkpoint=RUN", "sim.num_slot=3"], "'sim.num_slot' is not known. Did you mean 'num_slots'?"),
         (["checkpoint=RUN", "sim.kwargs.a.b=1"], "only sim.KEY and sim.kwargs.KEY can be changed"),
-        (["checkpoint=RUN", "sim.num_slots=0"], "sim.num_slots must be >= 1, got 0"),
+        (["checkpoint=RUN", "sim.num_slots=0"], "sim.num_slots must be between 1 and 1,000,000, got 0"),
         (["checkpoint=RUN", "num_episodes=0"], "num_episodes must be >= 1, got 0"),
         (["checkpoint=RUN", "num_episodes=ten"], "num_episodes must be an integer, got 'ten'"),
         (["checkpoint=RUN", "seed=-1"], "seed must be between 0 and 2**29, got -1"),

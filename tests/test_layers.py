@@ -16,13 +16,28 @@ import embodied_rl
 
 PACKAGE = Path(embodied_rl.__file__).parent
 
-GROUND = {"", "errors", "types", "registry", "paths", "files", "reading", "statistics", "stopping", "timeline", "trust", "versions"}
+GROUND = {
+    "",
+    "errors",
+    "types",
+    "registry",
+    "paths",
+    "bounds",
+    "files",
+    "reading",
+    "statistics",
+    "stopping",
+    "timeline",
+    "trust",
+    "versions",
+}
 """Open to everybody; "" is the package itself, which holds the version."""
 
 FLOORS: dict[str, set[str]] = {
     "": set(),
     "errors": set(),
     "versions": {""},
+    "bounds": set(),
     "types": {"errors"},
     "registry": {"errors"},
     "paths": {"errors"},
@@ -103,6 +118,7 @@ TORCH_FREE = (
     "text_search",
     "types",
     "errors",
+    "bounds",
     "registry",
     "paths",
     "config",

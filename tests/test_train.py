@@ -149,7 +149,7 @@ def test_a_run_stops_at_nan_and_leaves_the_batch(tmp_path: Path) -> None:
     [
         (["sim=maniskil_pushcube"], "Simulator 'maniskil_pushcube' is not known. Did you mean 'maniskill_pushcube'?"),
         (["algorithm.clip_hig=0.3"], "Did you mean 'clip_high'?"),
-        (["algorithm.clip_high=wide"], "algorithm.clip_high must be float, got 'wide'"),
+        (["algorithm.clip_high=wide"], "algorithm.clip_high must be a number, got 'wide'"),
         (["algorithm.gamma=1.5"], "algorithm.gamma must be between 0 and 1, got 1.5"),
         (["policy=cnn"], "policy.observation_key='rgb' is not an observation of task"),
         (["sim=halfcheetah", "sim.task=HalfCheeta-v5"], "Did you mean 'HalfCheetah-v5'?"),

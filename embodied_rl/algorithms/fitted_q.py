@@ -16,6 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied_rl.bounds import LearningRate, PositiveShare, Rows, Seed, Size
+from embodied_rl.config.building import Config
+
 _CHUNK_ROWS = 16_384
 """Rows of one forward pass over everything; limits memory alone."""
 _WARM_SHARE = 0.1
@@ -63,29 +66,24 @@ class RecordedSteps:
 
 
 @dataclass(frozen=True)
-class FittedQConfig:
+class FittedQConfig(Config, place="fqe"):
     """Size and length of the regression."""
 
-    hidden_sizes: tuple[int, ...] = (64, 64)
+    hidden_sizes: tuple[Size, ...] = (64, 64)
     """() is a linear Q: exact for one-hot features of choices."""
-    num_members: int = 8
+    num_members: Size = 8
     """E; each is fitted to its own resample of the episodes."""
-    num_steps: int = 6000
+    num_steps: Size = 6000
     """The following copy needs hundreds of its time constants (1 / `target_rate`) where much is bootstrapped; `FittedQ.drift` tells."""
-    batch_size: int = 128
+    batch_size: Rows = 128
     """Rows of each member in one step."""
-    learning_rate: float = 3e-3
+    learning_rate: LearningRate = 3e-3
     """Falls to a hundredth by a cosine."""
-    target_rate: float = 0.05
+    target_rate: PositiveShare = 0.05
     """Share of the weights that the target network takes over at each step."""
-    num_draws: int = 2
+    num_draws: Size = 2
     """Of the K draws, how many enter one target."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("num_members", "num_steps", "batch_size", "num_draws"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, eq=False)

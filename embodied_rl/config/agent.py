@@ -5,33 +5,47 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from embodied_rl.config.building import require
+from embodied_rl.bounds import (
+    Bounds,
+    Coefficient,
+    Episodes,
+    Epochs,
+    LearningRate,
+    PositiveShare,
+    Processes,
+    Rows,
+    Seconds,
+    Size,
+    Temperature,
+    Tokens,
+)
+from embodied_rl.config.building import Config, require
 
 TEMPLATE_FIELDS = ("observation", "instruction", "step", "memory", "summary")
 MEMORY_FIELDS = ("observation", "action", "step")
 
 
 @dataclass(frozen=True)
-class ToolsConfig:
+class ToolsConfig(Config, place="agent.tool_options"):
     """How the tools that `agent.tools` names may be used."""
 
-    max_calls_per_turn: int = 4
+    max_calls_per_turn: Size = 4
     """Before an action; an answer that calls a tool when none is left is no action (`tool_limit`)."""
-    max_calls: int = 32
+    max_calls: Size = 32
     """Of an episode."""
-    max_chars: int = 2000
+    max_chars: Annotated[int, Bounds(100, 100_000_000)] = 2000
     """Of one result; the middle of a longer one is left out."""
-    threads: int = 8
+    threads: Processes = 8
     """Answers whose tools run at a time."""
     describe: bool = True
     """The tools' names, arguments and how they are called stand before `agent.system`; false: the prompt says it itself."""
     corpus: str | None = None
     """search: a folder of .txt and .md files, or a .jsonl file of {"title", "text"}."""
-    python_timeout_s: float = 10.0
+    python_timeout_s: Seconds = 10.0
     """python: of one program."""
-    python_memory_mb: int = 512
+    python_memory_mb: Annotated[int, Bounds(1, 100_000_000)] = 512
     """python: address space of each process."""
     python_network: bool = False
     """python: run programs with a network, also where it cannot be cut off."""
@@ -39,10 +53,7 @@ class ToolsConfig:
     """mcp: servers to start, each ``{command: [program, arguments], env: {NAME: value}, timeout_s: 30}``."""
 
     def __post_init__(self) -> None:
-        for name in ("max_calls_per_turn", "max_calls", "threads", "python_memory_mb"):
-            require(getattr(self, name) >= 1, f"agent.tool_options.{name}", ">= 1", getattr(self, name))
-        require(self.max_chars >= 100, "agent.tool_options.max_chars", ">= 100", self.max_chars)
-        require(self.python_timeout_s > 0, "agent.tool_options.python_timeout_s", "> 0", self.python_timeout_s)
+        super().__post_init__()
         for number, server in enumerate(self.mcp):
             where = f"agent.tool_options.mcp[{number}]"
             known = isinstance(server, Mapping) and set(server) <= {"command", "env", "timeout_s"}
@@ -57,13 +68,13 @@ class ToolsConfig:
 
 
 @dataclass(frozen=True)
-class AgentConfig:
+class AgentConfig(Config, place="agent"):
     """A conversation strategy, its templates, and what an answer must look like. For policy=language alone."""
 
     strategy: Literal["full", "last_k", "memory", "summarised"] = "memory"
     """full: the whole conversation so far. last_k: its last turns. memory: one message that holds the past as `memory_item`s.
     summarised: one message that holds the summary which the last answer gave."""
-    last_turns: int = 4
+    last_turns: Annotated[int, Bounds(0, 1_000_000)] = 4
     """Earlier turns in a prompt (last_k, memory); 0: the present observation alone."""
     chat: bool = True
     """Prompts go through the model's chat template; false: texts stand plainly behind one another."""
@@ -79,23 +90,23 @@ class AgentConfig:
     tag: str = "action"
     summary_tag: str = "summary"
     """summarised: the answer's <summary>…</summary> is what the next prompt holds."""
-    summary_chars: int = 500
+    summary_chars: Annotated[int, Bounds(1, 100_000_000)] = 500
     """Of a summary that are kept, from its beginning."""
     actions: tuple[str, ...] = ()
     """What may be answered, whatever its case; empty: any text."""
-    invalid_penalty: float = 0.0
+    invalid_penalty: Coefficient = 0.0
     """Taken from the reward of a turn whose answer was no action. The simulator gets the empty text then."""
-    max_new_tokens: int = 64
-    temperature: float = 1.0
+    max_new_tokens: Tokens = 64
+    temperature: Temperature = 1.0
     """In training."""
-    evaluation_temperature: float = 0.0
+    evaluation_temperature: Temperature = 0.0
     """In evaluation and films; 0 takes the likeliest token. A player without a memory may walk in circles for ever without chance."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: PositiveShare = 1.0
+    top_k: Annotated[int, Bounds(0, 100_000_000)] = 0
     """0: all tokens."""
     stop: tuple[str, ...] = ()
     """Tokens that end an answer, beside the model's own end of sequence."""
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: Tokens | None = None
     """Of a prompt; null: what the model's context leaves beside max_new_tokens."""
     overflow: Literal["drop_oldest", "end_episode"] = "drop_oldest"
     """A prompt that is too long loses its oldest turns, or the episode ends there (truncated). Both are counted."""
@@ -104,16 +115,7 @@ class AgentConfig:
     tool_options: ToolsConfig = field(default_factory=ToolsConfig)
 
     def __post_init__(self) -> None:
-        require(self.last_turns >= 0, "agent.last_turns", ">= 0", self.last_turns)
-        require(self.max_new_tokens >= 1, "agent.max_new_tokens", ">= 1", self.max_new_tokens)
-        for name in ("temperature", "evaluation_temperature"):
-            require(getattr(self, name) >= 0, f"agent.{name}", ">= 0", getattr(self, name))
-        require(0 < self.top_p <= 1, "agent.top_p", "in (0, 1]", self.top_p)
-        require(self.top_k >= 0, "agent.top_k", ">= 0", self.top_k)
-        require(self.invalid_penalty >= 0, "agent.invalid_penalty", ">= 0", self.invalid_penalty)
-        require(self.summary_chars >= 1, "agent.summary_chars", ">= 1", self.summary_chars)
-        limit = self.max_prompt_tokens
-        require(limit is None or limit >= 1, "agent.max_prompt_tokens", ">= 1 or null", limit)
+        super().__post_init__()
         require(len(set(self.tools)) == len(self.tools), "agent.tools", "different names", self.tools)
         options = self.tool_options
         require("search" not in self.tools or options.corpus is not None, "agent.tool_options.corpus", "given for tools=[search]", None)
@@ -124,26 +126,21 @@ class AgentConfig:
 
 
 @dataclass(frozen=True)
-class WarmStartConfig:
+class WarmStartConfig(Config, place="algorithm.warm_start"):
     """Behaviour cloning before a policy plays by itself: of a scripted player (language agents), or of the task's expert or the run's
     `recording` (robots). Success is measured before and after."""
 
     player: str | None = None
     """Language agents: ``package.module:function`` from an observation's text to an action's, such as
     embodied_rl.sim.text.frozenlake:player. Robots: null."""
-    episodes: int = 200
+    episodes: Episodes = 200
     """Successful ones that are learned from."""
-    num_epochs: int = 2
-    minibatch_rows: int = 64
-    learning_rate: float = 1e-3
+    num_epochs: Epochs = 2
+    minibatch_rows: Rows = 64
+    learning_rate: LearningRate = 1e-3
     """Falls linearly to a tenth."""
-    measured_episodes: int = 100
+    measured_episodes: Episodes = 100
     """Held-out ones, before and after."""
-
-    def __post_init__(self) -> None:
-        for name in ("episodes", "num_epochs", "minibatch_rows", "measured_episodes"):
-            require(getattr(self, name) >= 1, f"algorithm.warm_start.{name}", ">= 1", getattr(self, name))
-        require(self.learning_rate > 0, "algorithm.warm_start.learning_rate", "> 0", self.learning_rate)
 
 
 def _check_template(where: str, text: str, fields: tuple[str, ...]) -> None:

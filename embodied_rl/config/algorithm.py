@@ -3,44 +3,61 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from embodied_rl.bounds import (
+    Bounds,
+    Coefficient,
+    Episodes,
+    Epochs,
+    LearningRate,
+    Positive,
+    PositiveShare,
+    Retries,
+    Rows,
+    Score,
+    Seconds,
+    Share,
+    Size,
+    Staleness,
+    Steps,
+)
 from embodied_rl.config.agent import WarmStartConfig
-from embodied_rl.config.building import require
+from embodied_rl.config.building import Config, require
 from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
 
 
 @dataclass(frozen=True)
-class GroupsConfig:
+class GroupsConfig(Config, place="algorithm.groups"):
     """Whole episodes in groups from the same initial state (see `embodied_rl.rollout.groups`)."""
 
-    group_size: int = 8
+    group_size: Size = 8
     """Episodes of a group."""
-    groups_per_step: int = 4
+    groups_per_step: Size = 4
     """Groups between two updates."""
-    redundancy: int = 0
+    redundancy: Retries = 0
     """Further episodes started for each group; the first `group_size` to finish win."""
-    max_staleness: int = 0
+    max_staleness: Staleness = 0
     """Largest age, in updates, of anything that is trained on; 0: synchronous and deterministic."""
-    max_retries: int = 2
+    max_retries: Retries = 2
     """How often one episode is begun again after a failure."""
-    max_rejected_per_step: int | None = None
+    max_rejected_per_step: Annotated[int, Bounds(0, 1_000_000_000)] | None = None
     """Groups that may be filtered or fail between two updates before the run stops; null: 10 × groups_per_step."""
-    episode_timeout_s: float | None = None
+    episode_timeout_s: Seconds | None = None
     """An episode that takes longer is given up; null: never."""
     filters: tuple[dict[str, Any], ...] = ()
     """Which groups are dropped and replaced: ``{name: zero_variance}``, ``{name: mean_score, minimum: 0.1}``, ``{name: path, …}``."""
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Config, place="algorithm.reward"):
     """What happens to the episodes' rewards before credit is assigned (whole episodes only), in the order of the keys."""
 
-    clip: float | None = None
+    clip: Positive | None = None
     """Limit each step's reward to ± this; null: no limit."""
-    scale: float = 1.0
+    scale: Positive = 1.0
     """Each step's reward times this: a critic learns returns of about 1 soonest."""
-    length_penalty: float = 0.0
+    length_penalty: Score = 0.0
     """Taken from the return for each step."""
     mean: Literal["none", "batch", "group", "running"] = "none"
     """What is subtracted from an episode's return."""
@@ -49,34 +66,26 @@ class RewardConfig:
     group_by: str = "number"
     """Dotted key that makes a group for `mean` and `std`: number (the episode group), seed, domain, metadata.<key>."""
 
-    def __post_init__(self) -> None:
-        require(self.scale > 0, "algorithm.reward.scale", "> 0", self.scale)
-
 
 @dataclass(frozen=True)
-class KlConfig:
+class KlConfig(Config, place="algorithm.kl"):
     """Divergence from the policy that the run started with (whole episodes only)."""
 
-    coef: float = 0.0
+    coef: Coefficient = 0.0
     """0: none, and no reference is kept."""
     kind: Literal["k1", "k2", "k3"] = "k3"
     place: Literal["loss", "reward"] = "loss"
-    target: float | None = None
+    target: Positive | None = None
     """Adapt the coefficient to keep the divergence here (Ziegler et al. 2019); null: fixed."""
-    horizon: float = 10_000
+    horizon: Positive = 10_000
     """Samples of the adaptation."""
-
-    def __post_init__(self) -> None:
-        require(self.coef >= 0, "algorithm.kl.coef", ">= 0", self.coef)
-        require(self.target is None or self.target > 0, "algorithm.kl.target", "> 0 or null", self.target)
-        require(self.horizon > 0, "algorithm.kl.horizon", "> 0", self.horizon)
 
 
 @dataclass(frozen=True)
-class InitializedConfig:
+class InitializedConfig(Config, place="algorithm.initialized"):
     """Groups that start from a snapshot inside an expert's or an earlier episode (see `embodied_rl.rollout.initialized`)."""
 
-    share: float = 0.0
+    share: Share = 0.0
     """Of the groups that start so; the others, and all evaluation, start ordinarily. 0: off."""
     mode: Literal["rollback", "parallel"] = "rollback"
     """rollback: from the last chunk of each source episode, moving back as success rises; parallel: from all over it."""
@@ -85,35 +94,32 @@ class InitializedConfig:
     expert: str | None = None
     """``package.module:Attribute`` that makes an expert for one episode, of no argument or of (simulator, environment's number): called
     with an observation, it returns the action."""
-    expert_episodes: int = 4
+    expert_episodes: Episodes = 4
     """Successful episodes of the expert that are recorded when a run begins."""
-    max_sources: int = 8
-    chunk_steps: int = 10
+    max_sources: Size = 8
+    chunk_steps: Size = 10
     """Messages of a chunk; starts lie at its multiples."""
-    threshold: float = 0.5
+    threshold: Share = 0.5
     """rollback: success rate at which the start moves back by a chunk."""
-    min_episodes: int = 8
+    min_episodes: Episodes = 8
     """Episodes from a start that are counted before it moves, or before its chunk is called crucial."""
     anchors: Literal["uniform", "random", "crucial"] = "random"
     """parallel: one of `num_anchors` evenly spaced starts, any start, or the one before the chunk that decides most."""
-    num_anchors: int = 8
-    crucial_effect: float = 0.3
+    num_anchors: Size = 8
+    crucial_effect: Share = 0.3
     """A chunk is crucial when success after it exceeds that before it by at least this, and beyond doubt."""
-    success_return: float | None = None
+    success_return: Score | None = None
     """Return of a whole episode that counts as success; null: what the simulator reports."""
 
     def __post_init__(self) -> None:
-        for name in ("expert_episodes", "max_sources", "chunk_steps", "min_episodes", "num_anchors"):
-            require(getattr(self, name) >= 1, f"algorithm.initialized.{name}", ">= 1", getattr(self, name))
-        for name in ("share", "threshold", "crucial_effect"):
-            require(0 <= getattr(self, name) <= 1, f"algorithm.initialized.{name}", "between 0 and 1", getattr(self, name))
+        super().__post_init__()
         require(len(self.sources) > 0, "algorithm.initialized.sources", "some of expert, success, best", self.sources)
         needs_expert = "expert" in self.sources and self.share > 0
         require(not needs_expert or self.expert is not None, "algorithm.initialized.expert", "given for sources=[expert]", self.expert)
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Config, place="algorithm"):
     """Which mathematics turn experience into a gradient: an advantage, a loss, what surrounds them, and how long."""
 
     name: str = "ppo"
@@ -127,7 +133,7 @@ class AlgorithmConfig:
     """Further arguments of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """How a loss per step becomes one number; null: as the loss's paper has it."""
-    horizon: int | None = None
+    horizon: Steps | None = None
     """For seq-mean-token-sum-norm alone: the most steps that an episode may have."""
     groups: GroupsConfig | None = None
     """Learn from whole episodes in groups; null: from `rollout_steps` of every slot."""
@@ -141,43 +147,43 @@ class AlgorithmConfig:
     """Clone a scripted player (language agents) or the task's expert (robots) first; null: not that."""
     off_policy: OffPolicyConfig | None = None
     """Learn from stored steps with critics of actions (see configs/algorithm/iql.yaml); null: not that."""
-    rollout_steps: int = 64
+    rollout_steps: Size = 64
     """T: steps of every slot between two updates, without groups."""
-    max_staleness: int = 0
+    max_staleness: Staleness = 0
     """Largest age, in updates, of anything in a rollout (without groups): above 0 the next ones are collected while training, where
     another process plays. 0: synchronous and deterministic."""
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    num_epochs: int = 10
-    minibatch_size: int = 256
-    micro_batch_size: int | None = None
+    gamma: Share = 0.99
+    gae_lambda: Share = 0.95
+    num_epochs: Epochs = 10
+    minibatch_size: Annotated[int, Bounds(2, 1_000_000_000)] = 256
+    micro_batch_size: Rows | None = None
     """Rows of one forward and backward pass; the gradients of a minibatch's parts are added up. null: the whole minibatch."""
     ratio: Literal["chunk", "action", "token"] = "chunk"
     """What has one probability ratio: a whole decision, each step of its chunk, or each action unit (token, action dimension) by itself.
     Units of steps that were not executed are left out."""
-    learning_rate: float = 3e-4
-    value_learning_rate: float | None = None
+    learning_rate: LearningRate = 3e-4
+    value_learning_rate: LearningRate | None = None
     """Of the critic's own parameters; null: learning_rate."""
-    head_learning_rate: float | None = None
+    head_learning_rate: LearningRate | None = None
     """Of the layer that gives actions, where the policy tells it apart (tiny_vla); null: learning_rate."""
-    critic_warmup: int = 0
+    critic_warmup: Annotated[int, Bounds(0, 1_000_000_000)] = 0
     """Iterations at the beginning in which the critic alone is trained: after a warm start, its first advantages would be noise."""
     lr_schedule: Literal["constant", "linear"] = "constant"
-    adam_eps: float = 1e-5
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
+    adam_eps: PositiveShare = 1e-5
+    clip_low: PositiveShare = 0.2
+    clip_high: Positive = 0.2
+    dual_clip: Annotated[float, Bounds(1, 10**9, above=True)] | None = None
     """c > 1 of dual-clip PPO (Ye et al. 2020); null: off."""
-    value_clip: float | None = None
-    value_coef: float = 0.5
-    entropy_coef: float = 0.0
-    max_grad_norm: float = 0.5
-    target_kl: float | None = None
+    value_clip: Positive | None = None
+    value_coef: Coefficient = 0.5
+    entropy_coef: Coefficient = 0.0
+    max_grad_norm: Positive = 0.5
+    target_kl: Positive | None = None
     """Stop an update's epochs when the approximate KL divergence to the acting policy exceeds this; null: never."""
     normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
-    reward_clip: float = 10.0
+    reward_clip: Positive = 10.0
 
     @property
     def on_policy(self) -> bool:
@@ -190,24 +196,6 @@ class AlgorithmConfig:
         return self.cloning is not None or (off_policy is not None and (not off_policy.fresh or off_policy.recorded_share > 0))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ways = [name for name in ("groups", "cloning", "off_policy") if getattr(self, name) is not None]
         require(len(ways) <= 1, "algorithm", "one of groups, cloning and off_policy, the others null", ways)
-        require(self.rollout_steps >= 1, "algorithm.rollout_steps", ">= 1", self.rollout_steps)
-        require(self.max_staleness >= 0, "algorithm.max_staleness", ">= 0", self.max_staleness)
-        require(0.0 <= self.gamma <= 1.0, "algorithm.gamma", "between 0 and 1", self.gamma)
-        require(0.0 <= self.gae_lambda <= 1.0, "algorithm.gae_lambda", "between 0 and 1", self.gae_lambda)
-        require(self.num_epochs >= 1, "algorithm.num_epochs", ">= 1", self.num_epochs)
-        require(self.minibatch_size >= 2, "algorithm.minibatch_size", ">= 2", self.minibatch_size)
-        require(self.critic_warmup >= 0, "algorithm.critic_warmup", ">= 0", self.critic_warmup)
-        size = self.micro_batch_size
-        require(size is None or size >= 1, "algorithm.micro_batch_size", ">= 1 or null", size)
-        for name in ("value_learning_rate", "head_learning_rate"):
-            require(getattr(self, name) is None or getattr(self, name) > 0, f"algorithm.{name}", "> 0 or null", getattr(self, name))
-        for name in ("learning_rate", "adam_eps", "clip_high", "max_grad_norm", "reward_clip"):
-            require(getattr(self, name) > 0, f"algorithm.{name}", "> 0", getattr(self, name))
-        require(0.0 < self.clip_low <= 1.0, "algorithm.clip_low", "above 0, at most 1", self.clip_low)
-        require(self.dual_clip is None or self.dual_clip > 1, "algorithm.dual_clip", "> 1 or null", self.dual_clip)
-        for name in ("value_clip", "target_kl"):
-            require(getattr(self, name) is None or getattr(self, name) > 0, f"algorithm.{name}", "> 0 or null", getattr(self, name))
-        for name in ("value_coef", "entropy_coef"):
-            require(getattr(self, name) >= 0, f"algorithm.{name}", ">= 0", getattr(self, name))

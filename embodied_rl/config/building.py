@@ -1,76 +1,150 @@
-"""From plain data to validated dataclasses: each field's type is checked, an unknown key is one line with the choices."""
+"""From plain data to validated dataclasses: each value must fit its field's type and the bounds in it, an unknown key is one line."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, Literal, Union
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.bounds import Bounds
+from embodied_rl.errors import UserError, did_you_mean, shown
+
+_KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 
 def require(condition: bool, where: str, rule: str, got: Any) -> None:
     if not condition:
-        raise UserError(f"{where} must be {rule}, got {got!r}.")
+        raise UserError(f"{where} must be {rule}, got {shown(got)}.")
+
+
+class Config:
+    """A part of a configuration: a frozen dataclass whose numbers lie within the bounds of their types, however it is made.
+
+    ``class SimConfig(Config, place="sim")`` says where it stands, for messages about values that were not read from a file.
+    """
+
+    _place: ClassVar[str] = ""
+
+    def __init_subclass__(cls, place: str | None = None) -> None:
+        super().__init_subclass__()
+        if place is not None:
+            cls._place = place
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, hint in _bounded(cls).items():
+            convert(hint, getattr(self, name), f"{self._place}.{name}" if self._place else name)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build and validate. Raises UserError naming the key, the value and the choices."""
+        return cls.from_value(data)
+
+    @classmethod
+    def from_value(cls, value: Any, where: str | None = None) -> Self:
+        """From what a configuration holds at `where`: a mapping, or a short form where the class knows one. Raises UserError."""
+        built: Self = build(cls, value, cls._place if where is None else where)
+        return built
 
 
 def build(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise UserError(f"'{where}' must be a mapping of keys to values, got {data!r}.")
-    hints = typing.get_type_hints(cls)
+        raise UserError(f"{where or 'The configuration'} must be a mapping of keys to values, got {shown(data)}.")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     prefix = f"{where}." if where else ""
     for key in data:
         if key not in fields:
-            raise UserError(f"Configuration key '{prefix}{key}' is not known.{did_you_mean(str(key), fields)}")
+            raise UserError(f"Configuration key {shown(f'{prefix}{key}')} is not known.{did_you_mean(key, fields)}")
     values = {}
     for name, spec in fields.items():
         if name in data:
-            values[name] = convert(hints[name], data[name], prefix + name)
+            values[name] = convert(type_hints(cls)[name], data[name], prefix + name)
         elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             raise UserError(f"Configuration key '{prefix}{name}' is missing.")
     return cls(**values)
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint` has it. Raises UserError that names `where`, the rule and the value."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        number = convert(arguments[0], value, where)
+        bounds = next(note for note in arguments[1:] if isinstance(note, Bounds))
+        require(bounds.hold(number), where, str(bounds), value)
+        return number
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
         inner = [argument for argument in arguments if argument is not type(None)]
         return convert(inner[0] if len(inner) == 1 else _kind(inner, value, where), value, where)
     if origin is Literal:
-        if value in arguments:
+        if isinstance(value, str) and value in arguments:
             return value
-        raise UserError(f"{where}={value!r} is not a choice.{did_you_mean(str(value), map(str, arguments))}")
+        raise UserError(f"{where}={shown(value)} is not a choice.{did_you_mean(value, arguments)}")
     if origin is tuple:
         if arguments[0] is str and isinstance(value, str):
             return (value,)
-        if isinstance(value, (list, tuple)):
-            return tuple(convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-        raise UserError(f"{where} must be a list, got {value!r}.")
+        require(isinstance(value, (list, tuple)), where, "a list", value)
+        return tuple(convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin is dict:
-        if isinstance(value, Mapping):
-            return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-        raise UserError(f"{where} must be a mapping, got {value!r}.")
+        require(isinstance(value, Mapping), where, "a mapping of keys to values", value)
+        return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, Config):
+        return hint.from_value(value, where)
     if dataclasses.is_dataclass(hint):
-        # Some have short forms of their own.
-        from_value = getattr(hint, "from_value", None)
-        return build(hint, value, where) if from_value is None else from_value(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is Any or (isinstance(value, hint) and not (hint is int and isinstance(value, bool))):
-        return value
-    raise UserError(f"{where} must be {hint.__name__}, got {value!r} ({type(value).__name__}).")
+        return build(hint, value, where)
+    return _plain(value, where) if hint is Any else _scalar(hint, value, where)
+
+
+def _scalar(kind: type, value: Any, where: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    require(isinstance(value, kind) and not (kind is int and isinstance(value, bool)), where, _KINDS.get(kind, kind.__name__), value)
+    return value
+
+
+def _plain(value: Any, where: str) -> Any:
+    """An argument of a simulator or a function, of which only that its numbers are numbers is known here."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    require(not isinstance(value, float) or math.isfinite(value), where, "a finite number", value)
+    return value
 
 
 def _kind(kinds: list[Any], value: Any, where: str) -> Any:
     """Of several dataclasses, the one whose field `name` has the value's name; the first where it has none."""
-    by_name = {name: kind for kind in kinds for name in typing.get_args(typing.get_type_hints(kind)["name"])}
+    by_name = {name: kind for kind in kinds for name in typing.get_args(type_hints(kind)["name"])}
     if not isinstance(value, Mapping) or "name" not in value:
         return kinds[0]
-    if value["name"] not in by_name:
-        raise UserError(f"{where}.name={value['name']!r} is not a choice.{did_you_mean(str(value['name']), by_name)}")
+    convert(Literal[tuple(by_name)], value["name"], f"{where}.name")
     return by_name[value["name"]]
+
+
+@cache
+def type_hints(cls: Any) -> dict[str, Any]:
+    """{field: its type, with the bounds in it}."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+@cache
+def _bounded(cls: Any) -> dict[str, Any]:
+    """The fields whose numbers have bounds, those of nested dataclasses left out."""
+    return {f.name: type_hints(cls)[f.name] for f in dataclasses.fields(cls) if any(bounds_in(type_hints(cls)[f.name]))}
+
+
+def bounds_in(hint: Any) -> Iterator[Bounds]:
+    """The bounds of the numbers of a type: of the number itself, or of a list's."""
+    for argument in typing.get_args(hint):
+        if isinstance(argument, Bounds):
+            yield argument
+        else:
+            yield from bounds_in(argument)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from embodied_rl.config.building import require
+from embodied_rl.bounds import Fraction, Positive, Seconds, Slots, Temperature
+from embodied_rl.config.building import Config, require
 from embodied_rl.config.policy import AnyPolicyConfig
 from embodied_rl.config.sim import SimConfig
 
@@ -15,12 +16,12 @@ CREDIT_KEYS = ("advantage", "advantage_options", "gamma", "gae_lambda", "reward"
 
 
 @dataclass(frozen=True)
-class DomainConfig:
+class DomainConfig(Config, place="domains.…"):
     """One domain of a run with several: what is played there, how often, and what is different from the run's own settings."""
 
     sim: SimConfig
     """Its simulator: ``/sim@domains.NAME.sim: frozenlake`` in an experiment's defaults."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Its share of the groups, against the other domains'."""
     policy: AnyPolicyConfig | None = None
     """A policy of its own, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
@@ -33,7 +34,7 @@ class DomainConfig:
     """Where its tokens are sampled; null: the run's generation.backend."""
 
     def __post_init__(self) -> None:
-        require(self.weight > 0, f"domains.….weight (sim {self.sim.name})", "> 0", self.weight)
+        super().__post_init__()
         require("groups" not in self.algorithm, "domains.….algorithm", "without groups: all domains share the run's", "groups")
         if self.policy is None:
             unknown = sorted(set(self.algorithm) - set(CREDIT_KEYS))
@@ -42,10 +43,10 @@ class DomainConfig:
 
 
 @dataclass(frozen=True)
-class PlayerConfig:
+class PlayerConfig(Config, place="generation.mix.…"):
     """Another player of a share of the groups: the same policy on another backend, or somebody else as a baseline."""
 
-    share: float
+    share: Fraction
     """Of the groups of each domain."""
     backend: Literal["tokens_torch", "vllm", "openai", "random"] = "openai"
     """tokens_torch, vllm: the run's policy. openai: a server at `base_url`; random: any of agent.actions. The two are not learned from."""
@@ -53,9 +54,9 @@ class PlayerConfig:
     """Learn from its episodes too (tokens_torch, vllm)."""
     domains: tuple[str, ...] = ()
     """Where it plays; empty: in all domains of text."""
-    num_slots: int = 8
+    num_slots: Slots = 8
     """Simulators of its own, in each domain."""
-    temperature: float | None = None
+    temperature: Temperature | None = None
     """null: agent.temperature."""
     base_url: str | None = None
     """openai: with the version, ``http://127.0.0.1:8000/v1``."""
@@ -65,14 +66,11 @@ class PlayerConfig:
     """openai: chat sends messages, for the server's own chat template; completions the prompt's text."""
     api_key_env: str | None = None
     """openai: name of the environment variable that holds the key."""
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
     """openai: of one attempt."""
 
     def __post_init__(self) -> None:
-        require(0 < self.share < 1, "generation.mix.….share", "between 0 and 1", self.share)
-        require(self.num_slots >= 1, "generation.mix.….num_slots", ">= 1", self.num_slots)
-        require(self.timeout_s > 0, "generation.mix.….timeout_s", "> 0", self.timeout_s)
-        require(self.temperature is None or self.temperature >= 0, "generation.mix.….temperature", ">= 0 or null", self.temperature)
+        super().__post_init__()
         if self.backend == "openai":
             require(self.base_url is not None, "generation.mix.….base_url", "given for backend=openai", self.base_url)
             require(self.model is not None, "generation.mix.….model", "given for backend=openai", self.model)

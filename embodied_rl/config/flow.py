@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from embodied_rl.config.building import require
+from embodied_rl.bounds import Bounds, Chunk, Positive, Size, Tokens
+from embodied_rl.config.building import Config, require
 from embodied_rl.config.vla import check_instruction
 from embodied_rl.errors import UserError, did_you_mean
 
@@ -13,66 +14,58 @@ Method = Literal["flow_sde", "flow_noise", "dppo"]
 
 
 @dataclass(frozen=True)
-class FlowOptions:
+class FlowOptions(Config, place="policy"):
     """Denoising, and where its randomness is."""
 
     method: Method = "flow_noise"
     """flow_sde: one step, drawn at random, is stochastic. flow_noise: all are, with a learned deviation (ReinFlow). dppo: all are, and
     each step's action is an action unit of its own."""
-    num_steps: int = 10
+    num_steps: Annotated[int, Bounds(2, 10_000)] = 10
     """S: denoising steps of an action."""
-    noise_level: float = 0.5
+    noise_level: Positive = 0.5
     """λ of the stochastic equation (flow_sde, dppo)."""
-    min_std: float = 0.08
+    min_std: Positive = 0.08
     """flow_noise: smallest learned deviation. In units of normalised actions."""
-    max_std: float = 0.16
+    max_std: Positive = 0.16
     """flow_noise: largest learned deviation."""
-    std_floor: float = 0.1
+    std_floor: Positive = 0.1
     """dppo: deviations below are raised to it, so that late steps explore and ratios stay bounded (DPPO, Ren et al. 2024)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.method not in get_args(Method):
             raise UserError(f"policy.method={self.method!r} is not a choice.{did_you_mean(str(self.method), get_args(Method))}")
-        if self.num_steps < 2:
-            raise UserError(f"policy.num_steps must be >= 2, got {self.num_steps}: the first step's deviation needs a second time.")
-        if not self.noise_level > 0:
-            raise UserError(f"policy.noise_level must be > 0, got {self.noise_level}. Evaluation adds no noise anyway.")
-        if not 0 < self.min_std <= self.max_std:
-            raise UserError(f"policy.min_std and policy.max_std must be 0 < min_std <= max_std, got {self.min_std} and {self.max_std}.")
-        if not self.std_floor > 0:
-            raise UserError(f"policy.std_floor must be > 0, got {self.std_floor}.")
+        require(self.min_std <= self.max_std, "policy.min_std", f"<= policy.max_std ({self.max_std})", self.min_std)
 
 
 @dataclass(frozen=True)
-class FlowNetworkConfig:
+class FlowNetworkConfig(Config, place="policy"):
     """The small flow policy's networks."""
 
     state_key: str | None = "state"
     """Observation with the state vector; null: no state."""
     image_key: str | None = None
     """Observation with an image uint8 [height, width, 3]; null: no image."""
-    chunk: int = 1
+    chunk: Chunk = 1
     """H = K: steps of a chunk."""
-    hidden_sizes: tuple[int, ...] = (128, 128, 128)
+    hidden_sizes: tuple[Size, ...] = (128, 128, 128)
     """Of the velocity's network and of the critic. Two modes want three layers."""
     activation: Literal["tanh", "relu", "elu"] = "relu"
-    image_features: int = 128
+    image_features: Size = 128
     """Numbers that an image becomes."""
-    cnn_channels: tuple[int, ...] = (16, 32, 32)
-    cnn_kernels: tuple[int, ...] = (4, 4, 4)
-    cnn_strides: tuple[int, ...] = (2, 2, 2)
-    time_features: int = 8
+    cnn_channels: tuple[Size, ...] = (16, 32, 32)
+    cnn_kernels: tuple[Size, ...] = (4, 4, 4)
+    cnn_strides: tuple[Size, ...] = (2, 2, 2)
+    time_features: Annotated[int, Bounds(2, 1_000_000)] = 8
     """Sines and cosines of the denoising time; even."""
     normalize_observation: bool = True
     """Scale the state by its running moments."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.state_key is None and self.image_key is None:
             raise UserError("A flow policy needs policy.state_key or policy.image_key: it would see nothing.")
-        if self.chunk < 1:
-            raise UserError(f"policy.chunk must be >= 1, got {self.chunk}.")
-        if self.time_features < 2 or self.time_features % 2:
-            raise UserError(f"policy.time_features must be even and >= 2, got {self.time_features}.")
+        require(self.time_features % 2 == 0, "policy.time_features", "even", self.time_features)
 
 
 @dataclass(frozen=True)
@@ -80,14 +73,10 @@ class FlowPolicyConfig(FlowNetworkConfig, FlowOptions):
     """The small flow-matching policy (see docs/flow_policies.md): networks and denoising."""
 
     name: Literal["flow"] = "flow"
-    chunk: int = 4
+    chunk: Chunk = 4
     """K: steps of an action chunk."""
-    num_steps: int = 5
+    num_steps: Annotated[int, Bounds(2, 10_000)] = 5
     """S: denoising steps of an action."""
-
-    def __post_init__(self) -> None:
-        FlowNetworkConfig.__post_init__(self)
-        FlowOptions.__post_init__(self)
 
     @property
     def chunk_size(self) -> int:
@@ -114,9 +103,9 @@ class PI0PolicyConfig(FlowOptions):
     instruction: str | None = None
     """What to do; null: the observation's, or the simulator's own instruction."""
     instruction_key: str = "instruction"
-    chunk: int = 5
+    chunk: Chunk = 5
     """K: steps of the model's chunk that are carried out before it is asked again."""
-    prompt_tokens: int | None = 64
+    prompt_tokens: Tokens | None = 64
     """All instructions are padded to this length, so that steps with different ones lie side by side; null: the longest's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the model's weights."""
@@ -127,8 +116,6 @@ class PI0PolicyConfig(FlowOptions):
         super().__post_init__()
         require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
         require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
-        require(self.chunk >= 1, "policy.chunk", ">= 1", self.chunk)
-        require(self.prompt_tokens is None or self.prompt_tokens >= 1, "policy.prompt_tokens", ">= 1 or null", self.prompt_tokens)
         check_instruction(self.instruction)
 
     @property

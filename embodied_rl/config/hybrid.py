@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from embodied_rl.config.building import require
+from embodied_rl.bounds import Processes, Retries, Rows, Seconds, Units
+from embodied_rl.config.building import Config, require
 from embodied_rl.config.placement import PlacementConfig
 
 
 @dataclass(frozen=True)
-class ShardingConfig:
+class ShardingConfig(Config, place="hybrid.sharding"):
     """Training on a mesh of ranks with FSDP2; the ranks are num_replicas x num_shards x num_tensor_shards processes."""
 
-    num_shards: int = 1
+    num_shards: Processes = 1
     """Ranks over which each parameter is cut (FSDP)."""
-    num_replicas: int = 1
+    num_replicas: Processes = 1
     """Copies of the sharded model, each of which trains other rows (HSDP); 1: none."""
-    num_tensor_shards: int = 1
+    num_tensor_shards: Processes = 1
     """Ranks that compute each matrix product together (tensor parallelism); needs a model with a plan."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of parameters in forward and backward; the optimizer's parameters and the sums over ranks are float32 always."""
@@ -27,58 +28,43 @@ class ShardingConfig:
     """Keep parameters, gradients and optimizer state in host memory; on processors it has no effect, and a run says so."""
     checkpoint_activations: bool = False
     """Compute each block's activations again in the backward instead of keeping them."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Rows | None = None
     """Rows (or episodes) of one forward of one rank; gradients of a minibatch's parts are added up. null: the whole part of the rank."""
-    start_timeout_s: float = 180.0
+    start_timeout_s: Seconds = 180.0
     """A rank that is not there after so long is an error."""
 
     @property
     def num_ranks(self) -> int:
         return self.num_shards * self.num_replicas * self.num_tensor_shards
 
-    def __post_init__(self) -> None:
-        for name in ("num_shards", "num_replicas", "num_tensor_shards"):
-            require(getattr(self, name) >= 1, f"hybrid.sharding.{name}", ">= 1", getattr(self, name))
-        size = self.micro_batch_size
-        require(size is None or size >= 1, "hybrid.sharding.micro_batch_size", ">= 1 or null", size)
-        require(self.start_timeout_s > 0, "hybrid.sharding.start_timeout_s", "> 0", self.start_timeout_s)
-
 
 @dataclass(frozen=True)
-class RayCpusConfig:
+class RayCpusConfig(Config, place="hybrid.ray.cpus"):
     """Logical CPUs of each role's actor; the roles together fit a machine of two cores."""
 
-    env: float = 1.0
+    env: Units = 1.0
     """Simulators and what collects from them, of each player."""
-    generation: float = 0.25
+    generation: Units = 0.25
     """The policy that acts, of each player."""
-    reward: float = 0.25
+    reward: Units = 0.25
     """Of each reward worker."""
-    train: float = 0.5
+    train: Units = 0.5
     """The policy that is trained: of all its ranks together (sharding), which may be on different nodes."""
 
-    def __post_init__(self) -> None:
-        for name in ("env", "generation", "reward", "train"):
-            require(getattr(self, name) >= 0, f"hybrid.ray.cpus.{name}", ">= 0", getattr(self, name))
-
 
 @dataclass(frozen=True)
-class RayGpusConfig:
+class RayGpusConfig(Config, place="hybrid.ray.gpus"):
     """GPUs of each role's actor; parts of one may be shared (0.5)."""
 
-    env: float = 0.0
-    generation: float = 0.0
-    reward: float = 0.0
-    train: float = 0.0
+    env: Units = 0.0
+    generation: Units = 0.0
+    reward: Units = 0.0
+    train: Units = 0.0
     """Of all ranks together: each needs a whole one, or as many as the others."""
-
-    def __post_init__(self) -> None:
-        for name in ("env", "generation", "reward", "train"):
-            require(getattr(self, name) >= 0, f"hybrid.ray.gpus.{name}", ">= 0", getattr(self, name))
 
 
 @dataclass(frozen=True)
-class RayConfig:
+class RayConfig(Config, place="hybrid.ray"):
     """The roles of a run as actors of a Ray cluster."""
 
     address: str | None = None
@@ -87,36 +73,32 @@ class RayConfig:
     gpus: RayGpusConfig = field(default_factory=RayGpusConfig)
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Ray's placement of the roles on the nodes, where hybrid.placement names no devices (collocated: STRICT_PACK always)."""
-    start_timeout_s: float = 180.0
+    start_timeout_s: Seconds = 180.0
     """Resources that others hold for so long, or actors that do not start, are an error."""
-
-    def __post_init__(self) -> None:
-        require(self.start_timeout_s > 0, "hybrid.ray.start_timeout_s", "> 0", self.start_timeout_s)
 
 
 @dataclass(frozen=True)
-class RewardWorkerConfig:
+class RewardWorkerConfig(Config, place="hybrid.reward_worker"):
     """Scores of whole episodes by somebody else than the simulator, while further ones are played."""
 
     target: str
     """``package.module:name``, called with an `Episode`, returns a number; or, where `kwargs` are given, called with them once to make
     what is called with episodes. ``embodied_rl.rollout.judge:OpenAIJudge`` asks a language model over HTTP."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    num_workers: int = 1
+    num_workers: Processes = 1
     """Episodes scored at a time: threads, or actors with hybrid.cluster=ray."""
     combine: Literal["add", "replace"] = "add"
     """add: the score is added to the last message's reward. replace: all other rewards become zero."""
-    timeout_s: float = 120.0
+    timeout_s: Seconds = 120.0
     """An episode that is not scored after so long counts as failed, and is begun again while retries last."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(":" in self.target, "hybrid.reward_worker.target", "of the form package.module:name", self.target)
-        require(self.num_workers >= 1, "hybrid.reward_worker.num_workers", ">= 1", self.num_workers)
-        require(self.timeout_s > 0, "hybrid.reward_worker.timeout_s", "> 0", self.timeout_s)
 
 
 @dataclass(frozen=True)
-class HybridConfig:
+class HybridConfig(Config, place="hybrid"):
     """Where generation and training run."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -130,13 +112,13 @@ class HybridConfig:
     publish: Literal["full", "changed", "adapter"] = "full"
     """What of the weights is sent to whoever plays in another process, after the first time. full: all of them. changed: what differs from
     what was sent before. adapter: of a language policy with LoRA, the adapter alone, which is merged there."""
-    players: int = 1
+    players: Processes = 1
     """Who plays side by side, each a part of the slots and of the groups of a batch: processes with placement=disaggregated, or pairs of
     actors with cluster=ray."""
-    max_restarts: int = 3
+    max_restarts: Retries = 3
     """How often roles outside this process are begun anew in a run, when they end unexpectedly."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    num_threads: int | None = None
+    num_threads: Processes | None = None
     """Threads of the learner on a CPU, of each rank with sharding; null: as many as there are cores, one with sharding."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of matrix products in training without sharding; weights, sums, probabilities and the optimizer's state are float32 always."""
@@ -157,9 +139,7 @@ class HybridConfig:
         return self.num_threads if self.sharding is None else self.num_threads or 1
 
     def __post_init__(self) -> None:
-        require(self.players >= 1, "hybrid.players", ">= 1", self.players)
-        require(self.max_restarts >= 0, "hybrid.max_restarts", ">= 0", self.max_restarts)
-        require(self.num_threads is None or self.num_threads >= 1, "hybrid.num_threads", ">= 1 or null", self.num_threads)
+        super().__post_init__()
         require(len(set(self.offload)) == len(self.offload), "hybrid.offload", "without repetition", self.offload)
         require(
             "parameters" not in self.offload or self.sharding is not None,

@@ -5,28 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from embodied_rl.config.building import require
+from embodied_rl.bounds import Layers, LoraRank, Positive, Size, Tokens
+from embodied_rl.config.building import Config, require
 
 
 @dataclass(frozen=True)
-class TinyModelConfig:
+class TinyModelConfig(Config, place="policy.tiny"):
     """A small random Llama with a tokenizer of words and signs, made where no model is given."""
 
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    num_key_value_heads: int = 4
-    intermediate_size: int = 256
-    max_context: int = 1024
+    hidden_size: Size = 128
+    num_layers: Layers = 2
+    num_heads: Size = 4
+    num_key_value_heads: Size = 4
+    intermediate_size: Size = 256
+    max_context: Tokens = 1024
     """Tokens of prompt and answer together."""
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size", "max_context"):
-            require(getattr(self, name) >= 1, f"policy.tiny.{name}", ">= 1", getattr(self, name))
 
 
 @dataclass(frozen=True)
-class LanguageConfig:
+class LanguageConfig(Config, place="policy"):
     """A Hugging Face causal language model from a folder, with or without LoRA and a value head."""
 
     model: str | None = None
@@ -36,9 +33,9 @@ class LanguageConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """Of the weights; auto: as stored."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    lora_rank: int = 0
+    lora_rank: LoraRank = 0
     """0 trains all weights."""
-    lora_alpha: float = 16.0
+    lora_alpha: Positive = 16.0
     """LoRA's product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Names of the linear layers that get LoRA."""
@@ -46,7 +43,7 @@ class LanguageConfig:
     """On the hidden state that predicts a token."""
     layout: Literal["auto", "packed", "right", "left"] = "auto"
     """How sequences are laid out for teacher forcing. auto: packed where the model keeps packed sequences apart, else right."""
-    max_tokens_per_micro_batch: int = 4096
+    max_tokens_per_micro_batch: Tokens = 4096
     gradient_checkpointing: bool = False
     images: tuple[str, ...] = ()
     """Parts of an observation that are pictures, shown before its text (vision-language models)."""
@@ -70,7 +67,5 @@ class LanguageConfig:
         return ("text", *self.images)
 
     def __post_init__(self) -> None:
-        require(self.lora_rank >= 0, "policy.lora_rank", ">= 0", self.lora_rank)
-        require(self.lora_alpha > 0, "policy.lora_alpha", "> 0", self.lora_alpha)
+        super().__post_init__()
         require(len(self.lora_targets) >= 1, "policy.lora_targets", "at least one name", self.lora_targets)
-        require(self.max_tokens_per_micro_batch >= 1, "policy.max_tokens_per_micro_batch", ">= 1", self.max_tokens_per_micro_batch)

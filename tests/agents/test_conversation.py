@@ -185,7 +185,7 @@ def test_templates_that_cannot_continue_a_conversation_are_one_line() -> None:
         ({"memory_item": "{summary}"}, r"agent.memory_item must be a template of \{observation\}, \{action\}, \{step\}"),
         ({"template": "{observation"}, "double the braces"),
         ({"actions": ("up", "UP")}, "agent.actions must be different words"),
-        ({"max_new_tokens": 0}, "agent.max_new_tokens must be >= 1, got 0"),
+        ({"max_new_tokens": 0}, "agent.max_new_tokens must be between 1 and 100,000,000, got 0"),
     ],
 )
 def test_configurations_that_make_no_sense(options: dict[str, object], told: str) -> None:

@@ -306,7 +306,7 @@ def test_another_seed_or_chunk_is_refused() -> None:
     ("settings", "message"),
     [
         ({"share": 1.5}, r"algorithm\.initialized\.share must be between 0 and 1, got 1\.5"),
-        ({"chunk_steps": 0}, r"algorithm\.initialized\.chunk_steps must be >= 1, got 0"),
+        ({"chunk_steps": 0}, r"algorithm\.initialized\.chunk_steps must be between 1 and 1,000,000, got 0"),
         ({"sources": ()}, "sources must be some of expert, success, best"),
         ({"share": 0.5, "sources": ("expert",)}, r"algorithm\.initialized\.expert must be given"),
         ({"threshold": math.nan}, "threshold must be between 0 and 1"),

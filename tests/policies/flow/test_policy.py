@@ -236,12 +236,12 @@ def test_the_card_makes_the_policy_again() -> None:
     ("call", "message"),
     [
         (lambda: FlowOptions("flow_sd"), "Did you mean 'flow_sde'"),  # type: ignore[arg-type]
-        (lambda: FlowOptions(num_steps=1), "num_steps must be >= 2, got 1"),
-        (lambda: FlowOptions(noise_level=0.0), "noise_level must be > 0"),
+        (lambda: FlowOptions(num_steps=1), "num_steps must be between 2 and 10,000, got 1"),
+        (lambda: FlowOptions(noise_level=0.0), "noise_level must be above 0"),
         (lambda: FlowOptions(min_std=0.2, max_std=0.1), r"policy\.min_std must be <= policy\.max_std \(0\.1\), got 0\.2"),
-        (lambda: FlowOptions(std_floor=0.0), "std_floor must be > 0"),
+        (lambda: FlowOptions(std_floor=0.0), "std_floor must be above 0"),
         (lambda: FlowNetworkConfig(state_key=None), "would see nothing"),
-        (lambda: FlowNetworkConfig(chunk=0), "chunk must be >= 1"),
+        (lambda: FlowNetworkConfig(chunk=0), "chunk must be between 1 and"),
         (lambda: FlowNetworkConfig(time_features=3), "time_features must be even"),
         (lambda: build_flow_policy(FlowNetworkConfig(state_key="stat"), FlowOptions(), SPEC), "Did you mean 'state'"),
         (lambda: build_flow_policy(FlowNetworkConfig(state_key="rgb"), FlowOptions(), SPEC), "wants a vector"),

@@ -1,0 +1,88 @@
+"""What a number may be, said once, in its type: the check, the message and the documentation read it there.
+
+`Annotated[int, Bounds(1, 100)]` is an integer from 1 to 100. The names below are the quantities that configurations and command
+lines have; their ends are where a value stops making physical sense, not where it stops being wise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """An interval of numbers. NaN and infinity lie in none."""
+
+    least: float
+    most: float
+    above: bool = False
+    """`least` itself is left out."""
+    below: bool = False
+    """`most` itself is left out."""
+
+    def hold(self, value: float) -> bool:
+        """Whether `value` lies inside."""
+        return (self.least < value if self.above else self.least <= value) and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        least, most = _digits(self.least), _digits(self.most)
+        if not self.above and not self.below:
+            return f"between {least} and {most}"
+        return f"{'above' if self.above else 'at least'} {least} and {'below' if self.below else 'at most'} {most}"
+
+
+def _digits(number: float) -> str:
+    """1000000 is 1,000,000; what is longer than a trillion, or small, is a power of ten."""
+    return f"{number:,}" if isinstance(number, int) and abs(number) <= 10**12 else f"{number:g}"
+
+
+# Counts.
+Slots = Annotated[int, Bounds(1, 1_000_000)]
+Processes = Annotated[int, Bounds(1, 65_536)]
+"""Workers, ranks, threads, players."""
+Devices = Annotated[int, Bounds(1, 65_536)]
+Retries = Annotated[int, Bounds(0, 1_000_000)]
+Staleness = Annotated[int, Bounds(0, 1_000_000)]
+"""Updates."""
+Steps = Annotated[int, Bounds(1, 10**12)]
+"""Of environments or of an optimizer."""
+Episodes = Annotated[int, Bounds(1, 1_000_000_000)]
+Rows = Annotated[int, Bounds(1, 1_000_000_000)]
+"""Of a batch."""
+Epochs = Annotated[int, Bounds(1, 1_000_000)]
+Tokens = Annotated[int, Bounds(1, 100_000_000)]
+Size = Annotated[int, Bounds(1, 1_000_000)]
+"""Of a layer, a vocabulary, a list: numbers that arrays are made of."""
+Layers = Annotated[int, Bounds(1, 10_000)]
+Chunk = Annotated[int, Bounds(1, 10_000)]
+"""Steps of an action chunk."""
+Pixels = Annotated[int, Bounds(16, 16_384)]
+FramesPerSecond = Annotated[int, Bounds(1, 1_000)]
+Seed = Annotated[int, Bounds(0, 2**31 - 1)]
+HeldOutSeed = Annotated[int, Bounds(0, 2**29 - 1)]
+"""What is added to 2**30."""
+Port = Annotated[int, Bounds(0, 65_535)]
+
+LoraRank = Annotated[int, Bounds(0, 65_536)]
+"""0: none."""
+
+# Quantities.
+Units = Annotated[float, Bounds(0, 65_536)]
+"""Processors or accelerators, also parts of one."""
+Seconds = Annotated[float, Bounds(0, 10**8, above=True)]
+Megabytes = Annotated[float, Bounds(0, 10**9, above=True)]
+Gibibytes = Annotated[float, Bounds(0, 10**9)]
+Share = Annotated[float, Bounds(0, 1)]
+PositiveShare = Annotated[float, Bounds(0, 1, above=True)]
+Fraction = Annotated[float, Bounds(0, 1, above=True, below=True)]
+LearningRate = Annotated[float, Bounds(0, 1_000, above=True)]
+Coefficient = Annotated[float, Bounds(0, 10**9)]
+Positive = Annotated[float, Bounds(0, 10**9, above=True)]
+"""A scale or a limit."""
+LogStd = Annotated[float, Bounds(-50, 50)]
+Temperature = Annotated[float, Bounds(0, 1_000)]
+"""Of tokens; 0 takes the likeliest."""
+PositiveTemperature = Annotated[float, Bounds(0, 1_000, above=True)]
+Score = Annotated[float, Bounds(-(10**12), 10**12)]
+"""A reward or a return."""
