@@ -6,8 +6,9 @@ lines have; their ends are where a value stops making physical sense, not where 
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,14 @@ class Bounds:
         if not self.above and not self.below:
             return f"between {least} and {most}"
         return f"{'above' if self.above else 'at least'} {least} and {'below' if self.below else 'at most'} {most}"
+
+
+def bounds_of(kind: Any) -> tuple[Any, Bounds | None]:
+    """A type without its bounds, and the bounds; None where it has none."""
+    if typing.get_origin(kind) is not Annotated:
+        return kind, None
+    plain, *notes = typing.get_args(kind)
+    return plain, next(note for note in notes if isinstance(note, Bounds))
 
 
 def _digits(number: float) -> str:
@@ -62,6 +71,13 @@ FramesPerSecond = Annotated[int, Bounds(1, 1_000)]
 Seed = Annotated[int, Bounds(0, 2**31 - 1)]
 HeldOutSeed = Annotated[int, Bounds(0, 2**29 - 1)]
 """What is added to 2**30."""
+PictureSize = Annotated[int, Bounds(16, 2_048)]
+"""Pixels of a film's picture."""
+FilmRate = Annotated[int, Bounds(1, 120)]
+ShownEpisodes = Annotated[int, Bounds(1, 64)]
+"""In one film."""
+PlayedEpisodes = Annotated[int, Bounds(1, 1_024)]
+"""For one film, which shows some of them."""
 Port = Annotated[int, Bounds(0, 65_535)]
 
 LoraRank = Annotated[int, Bounds(0, 65_536)]

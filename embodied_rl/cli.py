@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
+from embodied_rl.bounds import bounds_of
+from embodied_rl.errors import NonFiniteError, UserError, did_you_mean, shown
 
 
 def run_command(body: Callable[[], object]) -> None:
@@ -93,11 +94,19 @@ class Argument:
     """One ``name=value`` that a command takes."""
 
     name: str
-    kind: type
-    """int, float, str or bool."""
+    kind: Any
+    """str, bool, or a number with its bounds (`embodied_rl.bounds`)."""
     help: str
     default: Any = REQUIRED
     choices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.kind not in (int, float), f"{self.name} needs bounds"
+
+    @property
+    def plain(self) -> Any:
+        """int, float, str or bool."""
+        return bounds_of(self.kind)[0]
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ class Command:
     def usage(self) -> str:
         """The text of ``--help``."""
         rows = [(a.name.upper(), a.help) for a in self.paths]
-        rows += [(f"{a.name}={'|'.join(a.choices) or a.kind.__name__.upper()}", a.help + _default_text(a)) for a in self.arguments]
+        rows += [(f"{a.name}={'|'.join(a.choices) or a.plain.__name__.upper()}", a.help + _default_text(a)) for a in self.arguments]
         rows += [(f"{prefix}KEY=VALUE", text) for prefix, text in (self.prefixes or {}).items()]
         width = max(len(left) for left, _ in rows)
         words = " ".join([self.name, *(a.name.upper() for a in self.paths), *(["…"] if self.many_paths else []), "key=value …"])
@@ -187,10 +196,15 @@ def _convert(argument: Argument, text: str) -> Any:
         raise UserError(f"{argument.name} must be true or false, got '{text}'.")
     if text == "":
         raise UserError(f"{argument.name} must have a value, got nothing after '='.")
+    plain, bounds = bounds_of(argument.kind)
     try:
-        value = argument.kind(text.replace("_", "") if argument.kind is int else text)
+        value = plain(text.replace("_", "") if plain is int else text)
+        if bounds is not None and not text.isascii():
+            raise ValueError
     except ValueError:
-        raise UserError(f"{argument.name} must be {'an integer' if argument.kind is int else 'a number'}, got '{text}'.") from None
+        raise UserError(f"{argument.name} must be {'an integer' if plain is int else 'a number'}, got {shown(text)}.") from None
+    if bounds is not None and not bounds.hold(value):
+        raise UserError(f"{argument.name} must be {bounds}, got {shown(value)}.")
     if argument.choices and value not in argument.choices:
         raise UserError(f"{argument.name}={text} is not a choice.{did_you_mean(text, argument.choices)}")
     return value

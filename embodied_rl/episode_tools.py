@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied_rl.bounds import Seed
 from embodied_rl.cli import Argument, Command, fail, run_command
 from embodied_rl.errors import UserError, did_you_mean
 
@@ -75,7 +76,7 @@ SPLIT = Command(
         Argument("fractions", str, "shares such as 0.9,0.1 or 0.8,0.1,0.1, drawn at random", None),
         Argument("names", str, "of the folders; default: train,test or train,val,test", None),
         Argument("by", str, "divide by success (at any step) or by task instead", None, choices=("success", "task")),
-        Argument("seed", int, "of the draw", 0),
+        Argument("seed", Seed, "of the draw", 0),
         _VIDEO,
     ),
     examples=("recordings/pickcube output=recordings/parts fractions=0.9,0.1", "recordings/pickcube output=recordings/outcomes by=success"),

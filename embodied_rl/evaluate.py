@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
 from embodied_rl.cli import Argument, Command, command_line, run_command
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ COMMAND = Command(
         ),
         Argument("against", str, "play the same seeds with this checkpoint too, or with 'random', and compare seed by seed", None),
         Argument("domain", str, "of a run with several domains: which one to play", None),
-        Argument("num_episodes", int, "episodes to play with each, one per seed; default: 100, or what the protocol says", None),
-        Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
+        Argument("num_episodes", Episodes, "episodes to play with each, one per seed; default: 100, or what the protocol says", None),
+        Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
         Argument(
             "policy",
             str,
@@ -47,7 +48,7 @@ COMMAND = Command(
         ),
         Argument("sim", str, "the simulator; of a checkpoint another one with the same spaces, by default its own", None),
         Argument("protocol", str, "how it is measured: libero, libero_published, maniskill_rl4vla, …", None),
-        Argument("temperature", float, "of action tokens that are drawn; 0: the likeliest; default: the run's or the protocol's", None),
+        Argument("temperature", Temperature, "of drawn action tokens; 0: the likeliest; default: the run's or the protocol's", None),
         Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
         Argument("experiment", str, "without a checkpoint: take simulator, policy and prompts from an experiment's configuration", None),
         Argument("generation", str, "without a checkpoint: where a language model samples, tokens_torch or vllm", None),
@@ -310,15 +311,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
-    from embodied_rl.errors import UserError
     from embodied_rl.trust import trusted_names
 
-    if values["num_episodes"] is not None and values["num_episodes"] < 1:
-        raise UserError(f"num_episodes must be >= 1, got {values['num_episodes']}.")
-    if not 0 <= values["seed"] < 2**29:
-        raise UserError(f"seed must be between 0 and 2**29, got {values['seed']}.")
-    if values["temperature"] is not None and not 0 <= values["temperature"] < float("inf"):
-        raise UserError(f"temperature must be >= 0 (0: the likeliest tokens), got {values['temperature']}.")
     if values["checkpoint"] is None:
         from embodied_rl.evaluate_untrained import evaluate_untrained
 

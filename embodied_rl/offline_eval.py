@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
 from embodied_rl.cli import Argument, Command, command_line, run_command
 
 if TYPE_CHECKING:
@@ -30,19 +31,21 @@ COMMAND = Command(
         Argument("checkpoint", str, "one or several, separated by commas: runs' folders (their last checkpoint), or checkpoints'"),
         Argument("estimators", str, "some of is, wis, pdis, wpdis, dr, wdr, fqe; all; or none, for open-loop figures alone", "all"),
         Argument("target", str, "the policy as it explores, or its most likely action, as evaluate plays it", "sample", ("sample", "mode")),
-        Argument("gamma", float, "discount of the value; 1 is the return that evaluate reports", 1.0),
+        Argument("gamma", Share, "discount of the value; 1 is the return that evaluate reports", 1.0),
         Argument("truncation", str, "what follows a cut: nothing, or what the fitted values say", "end", choices=("end", "bootstrap")),
-        Argument("horizon", int, "cut episodes after so many steps", None),
+        Argument("horizon", Steps, "cut episodes after so many steps", None),
         Argument("task", str, "only episodes of this task", None),
-        Argument("max_episodes", int, "only the first so many episodes", None),
-        Argument("confidence", float, "of the intervals", 0.95),
+        Argument("max_episodes", Episodes, "only the first so many episodes", None),
+        Argument("confidence", Annotated[float, Bounds(0.5, 0.999)], "of the intervals", 0.95),
         Argument("bootstrap", str, "how the bootstrap's quantiles are read off", "bca", ("bca", "percentile")),
-        Argument("num_samples", int, "resamples of the bootstrap", 2000),
+        Argument("num_samples", Annotated[int, Bounds(100, 100_000)], "resamples of the bootstrap", 2000),
         Argument("reward_range", str, "LOW,HIGH: what every possible reward lies in; needed for concentration intervals", None),
-        Argument("min_ess", float, "refuse estimates that rest on fewer effective episodes", 10.0),
-        Argument("max_weight", float, "cut importance weights at this (biased, and reported); default: never", None),
-        Argument("num_bins", int, "bins of an action dimension that count as tokens", 256),
-        Argument("seed", int, "of resampling, draws and regression", 0),
+        Argument("min_ess", Coefficient, "refuse estimates that rest on fewer effective episodes", 10.0),
+        Argument(
+            "max_weight", Annotated[float, Bounds(1, 10**9)], "cut importance weights here (biased, and reported); default: never", None
+        ),
+        Argument("num_bins", Annotated[int, Bounds(2, 65_536)], "bins of an action dimension that count as tokens", 256),
+        Argument("seed", Seed, "of resampling, draws and regression", 0),
         Argument("output", str, "folder to write to; default: the next free offline_eval in the first checkpoint's run", None),
         Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
     ),
@@ -81,17 +84,8 @@ def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, C
 def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> OfflineSettings:
     """From the command's arguments. Raises UserError naming the one that is out of range."""
     from embodied_rl.episodes.assessment import Assumptions
-    from embodied_rl.errors import UserError
     from embodied_rl.offline_study import ALL_ESTIMATORS, OfflineSettings
 
-    limits = {
-        "gamma": (0, 1), "confidence": (0.5, 0.999), "num_samples": (100, 100_000), "min_ess": (0, None), "max_weight": (1, None),
-        "num_bins": (2, 65_536), "horizon": (1, None), "max_episodes": (1, None), "seed": (0, 2**31 - 1),
-    }  # fmt: skip
-    for name, (least, most) in limits.items():
-        value = values[name]
-        if value is not None and not (least <= value and (most is None or value <= most)):
-            raise UserError(f"{name} must be {f'>= {least}' if most is None else f'between {least} and {most}'}, got {value}.")
     words = [word.strip() for word in values["estimators"].split(",") if word.strip()]
     names = {"all": ALL_ESTIMATORS, "none": ()}.get(values["estimators"], tuple(dict.fromkeys(words)))
     given = Assumptions(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied_rl.bounds import Seed, Size
 from embodied_rl.cli import Argument, Command, command_line, run_command
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ COMMAND = Command(
             None,
             ("collocated", "disaggregated", "hybrid", "multiplexed"),
         ),
-        Argument("rows", int, "placements that the table shows", 8),
-        Argument("seed", int, "of the random durations", 0),
+        Argument("rows", Size, "placements that the table shows", 8),
+        Argument("seed", Seed, "of the random durations", 0),
         Argument("save", str, "with measure=true: write the workload into this YAML file", None),
         Argument("output", str, "write everything into this JSON file", None),
         Argument("json", bool, "print JSON in place of tables", False),
@@ -178,8 +179,6 @@ def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
         wrong += [name for name in (*_RUN, "save") if values[name] is not None]
         if wrong:
             raise _user_error(f"{wrong[0]} goes with measure=true: known times are changed by workload.…=….")
-    if values["rows"] < 1:
-        raise _user_error(f"rows must be >= 1, got {values['rows']}.")
 
 
 def _save(path: Path, workload: WorkloadConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from embodied_rl.bounds import Episodes, HeldOutSeed, Seed
 from embodied_rl.cli import Argument, Command, command_line, fail, run_command
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ COMMAND = Command(
         Argument("policy", str, "who acts; default: the checkpoint's policy, or the expert where there is no checkpoint", None, POLICIES),
         Argument("expert", str, "package.module:Attribute of an expert of your own; default: the one that we have for the task", None),
         Argument("sample", bool, "sample the checkpoint's actions, and keep their log-probabilities; false: its mode", False),
-        Argument("num_episodes", int, "episodes to record, one per seed", 100),
-        Argument("seed", int, "the seeds are seed, seed + 1, …", 0),
+        Argument("num_episodes", Episodes, "episodes to record, one per seed", 100),
+        Argument("seed", HeldOutSeed, "the seeds are seed, seed + 1, …", 0),
         Argument("held_out", bool, "add 2**30 to the seeds, which training then never sees: those of evaluate and render", False),
         Argument("only_success", bool, "keep successful episodes alone, and go on until there are num_episodes of them", False),
-        Argument("max_seeds", int, "with only_success: give up after so many seeds; default: 10 times num_episodes", None),
+        Argument("max_seeds", Episodes, "with only_success: give up after so many seeds; default: 10 times num_episodes", None),
         Argument("states", str, "the simulator's state beside the observations: none, physics, or snapshots:K (one every K steps)", "none"),
         Argument("images", str, "a picture of every step for people: none, or the pixels of its longer side", "none"),
         Argument(
@@ -50,7 +51,7 @@ COMMAND = Command(
             "default",
         ),
         Argument("video", str, "how pictures are stored; mp4 keeps those that a policy saw exactly", "mp4", VIDEO_FORMATS),
-        Argument("noise_seed", int, "of random and sampled actions", 0),
+        Argument("noise_seed", Seed, "of random and sampled actions", 0),
         Argument("resume", bool, "go on with what is in output: seeds that are there are not played again", False),
         Argument("output", str, "the recording's folder; default: the next free recordings/SIM-POLICY", None),
         Argument("trust", str, "code that the checkpoint may name beside what is registered: package.module:Attribute, or a list", None),
@@ -332,13 +333,9 @@ def _policy_of(values: Mapping[str, Any]) -> str:
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Raises UserError for numbers out of range."""
+    """Raises UserError for arguments that do not go together."""
     from embodied_rl.errors import UserError
 
-    for name, most in (("num_episodes", 2**29), ("seed", 2**29), ("noise_seed", 2**31)):
-        least = 1 if name == "num_episodes" else 0
-        if not least <= values[name] < most:
-            raise UserError(f"{name} must be between {least} and {most - 1}, got {values[name]}.")
     if values["max_seeds"] is not None:
         if not values["only_success"]:
             raise UserError("max_seeds goes with only_success=true: otherwise as many seeds are played as episodes recorded.")

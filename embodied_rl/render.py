@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.cli import Argument, Command, run_command
 from embodied_rl.filming.settings import FORMATS, Film, file_name, write_videos
 
@@ -37,10 +38,12 @@ COMMAND = Command(
         Argument("against", str, "film the same seeds with this checkpoint too, or with 'random', in a row below", None),
         Argument("recording", str, "show recorded episodes instead; those without pictures are replayed in the simulator", None),
         Argument("tokenizer", str, "of a folder of captured sessions (serve_agent): the folder of the model that was served", None),
-        Argument("num_episodes", int, "episodes to show", 4),
+        Argument("num_episodes", ShownEpisodes, "episodes to show", 4),
         Argument("select", str, "which: first, best, worst or random, of those that are played or recorded; best:9 shows nine", "first"),
-        Argument("among", int, "episodes to select from; default: four times as many as are shown, or the whole recording", None),
-        Argument("seed", int, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; also what select=random draws from", 0),
+        Argument(
+            "among", PlayedEpisodes, "episodes to select from; default: four times those that are shown, or the whole recording", None
+        ),
+        Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; also what select=random draws from", 0),
         Argument("cameras", str, "the simulator's cameras, or those recorded, separated by commas; an unknown one lists them", "default"),
         Argument(
             "overlay",
@@ -49,8 +52,8 @@ COMMAND = Command(
             "default",
         ),
         Argument("output", str, "folder to write to; default: videos in the run's folder, or beside the recording", None),
-        Argument("size", int, "pixels a side of each picture", 256),
-        Argument("fps", int, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
+        Argument("size", PictureSize, "pixels a side of each picture", 256),
+        Argument("fps", FilmRate, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
         Argument("format", str, "mp4, gif or both, separated by a comma", "mp4,gif"),
         Argument("log", str, "also put the video into the run's logs: tensorboard, wandb or both", None),
         Argument(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from embodied_rl.bounds import Coefficient, Episodes, PictureSize
 from embodied_rl.cli import Argument, Command, command_line, fail, run_command
 
 if TYPE_CHECKING:
@@ -37,10 +38,10 @@ COMMAND = Command(
             "action",
             ("action", "state"),
         ),
-        Argument("num_episodes", int, "replay the first so many; default: all", None),
-        Argument("tolerance", float, "also fail where an observation differs by more; default: only success decides", None),
+        Argument("num_episodes", Episodes, "replay the first so many; default: all", None),
+        Argument("tolerance", Coefficient, "also fail where an observation differs by more; default: only success decides", None),
         Argument("render", bool, "draw a picture of every step, and write the episodes with them into output", False),
-        Argument("size", int, "pixels of a picture's longer side", 256),
+        Argument("size", PictureSize, "pixels of a picture's longer side", 256),
         Argument("video", str, "how pictures are stored", "mp4", ("mp4", "png", "raw")),
         Argument("sim", str, "the simulator; default: the recording's own", None),
         Argument("trust", str, "code that the recording may name beside what is registered: package.module:Attribute, or a list", None),
@@ -319,12 +320,6 @@ def _judge(report: ReplayReport, tolerance: float | None) -> None:
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    if values["num_episodes"] is not None and values["num_episodes"] < 1:
-        raise _user_error(f"num_episodes must be >= 1, got {values['num_episodes']}.")
-    if values["tolerance"] is not None and not values["tolerance"] >= 0:
-        raise _user_error(f"tolerance must be >= 0, got {values['tolerance']}.")
-    if not 16 <= values["size"] <= 2048:
-        raise _user_error(f"size must be between 16 and 2048, got {values['size']}.")
     if values["output"] is not None and not values["render"]:
         raise _user_error("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
 

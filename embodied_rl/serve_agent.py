@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied_rl.bounds import Port, Seconds, Seed, Slots, Tokens
 from embodied_rl.cli import Argument, Command, run_command, serve_until_stopped
 
 if TYPE_CHECKING:
@@ -21,15 +22,15 @@ COMMAND = Command(
         Argument("adapter", str, "folder of a LoRA adapter", None),
         Argument("device", str, "cpu, cuda, cuda:1, …", "cpu"),
         Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
-        Argument("port", int, "0 takes a free one", 8710),
+        Argument("port", Port, "0 takes a free one", 8710),
         Argument("output", str, "folder for ended sessions, one JSON file each", "captured"),
-        Argument("max_new_tokens", int, "of one answer, whatever a client asks for", 1024),
-        Argument("max_batch", int, "answers that are sampled side by side", 64),
+        Argument("max_new_tokens", Tokens, "of one answer, whatever a client asks for", 1024),
+        Argument("max_batch", Slots, "answers that are sampled side by side", 64),
         Argument("stop", str, "tokens that end an answer, beside the end of a sequence, separated by commas", None),
         Argument("policy_sampling", bool, "temperature 1 and nothing cut off, whatever a client asks for", False),
-        Argument("max_sessions", int, "sessions at a time", 1024),
-        Argument("idle_s", float, "a session that nobody uses for so long is ended", 3600.0),
-        Argument("seed", int, "of requests that bring none", 0),
+        Argument("max_sessions", Slots, "sessions at a time", 1024),
+        Argument("idle_s", Seconds, "a session that nobody uses for so long is ended", 3600.0),
+        Argument("seed", Seed, "of requests that bring none", 0),
     ),
     examples=("model=models/qwen3-0.6b", "model=models/qwen3-0.6b port=8710 output=captured policy_sampling=true"),
 )

@@ -7,11 +7,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import pytest
 
 import embodied_rl
+from embodied_rl.bounds import Bounds
 from embodied_rl.cli import Argument, Command, command_line, run_command
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError
 from embodied_rl.sim.faults import FaultKind, SimFault
@@ -21,8 +22,8 @@ COMMAND = Command(
     summary="Paint a wall.",
     arguments=(
         Argument("wall", str, "which one"),
-        Argument("num_coats", int, "how often", 2),
-        Argument("width_m", float, "how wide", 1.5),
+        Argument("num_coats", Annotated[int, Bounds(1, 9_999)], "how often", 2),
+        Argument("width_m", Annotated[float, Bounds(0, 100, above=True)], "how wide", 1.5),
         Argument("dry", bool, "wait in between", True),
         Argument("colour", str, "of the paint", "red", choices=("red", "green")),
     ),
@@ -45,6 +46,11 @@ def test_words_become_typed_values_and_the_rest_keeps_its_default() -> None:
         (["wall=a", "num_coat=1"], "Argument 'num_coat' is not known. Did you mean 'num_coats'?"),
         (["wall=a", "num_coats=1.5"], "num_coats must be an integer, got '1.5'"),
         (["wall=a", "width_m=wide"], "width_m must be a number, got 'wide'"),
+        (["wall=a", "num_coats=0"], "num_coats must be between 1 and 9,999, got 0"),
+        (["wall=a", "num_coats=" + "9" * 5000], "num_coats must be an integer, got '999"),
+        (["wall=a", "num_coats=٣"], "num_coats must be an integer, got '٣'"),
+        (["wall=a", "width_m=nan"], "width_m must be above 0 and at most 100, got nan"),
+        (["wall=a", "width_m=inf"], "width_m must be above 0 and at most 100, got inf"),
         (["wall=a", "dry=perhaps"], "dry must be true or false, got 'perhaps'"),
         (["wall=a", "colour=gren"], "colour=gren is not a choice. Did you mean 'green'?"),
         (["wall="], "wall must have a value"),
@@ -56,6 +62,7 @@ def test_mistakes_are_one_line(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         COMMAND.parse(words)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) <= 400
 
 
 def test_help_names_every_argument_default_and_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,7 @@ MISTAKES = [
     (["checkpoint=nothing"], r"Checkpoint 'nothing' does not exist"),
     (["gamma=1.5"], r"gamma must be between 0 and 1, got 1.5"),
     (["confidence=95"], r"confidence must be between 0.5 and 0.999, got 95"),
-    (["max_weight=0.5"], r"max_weight must be >= 1, got 0.5"),
+    (["max_weight=0.5"], r"max_weight must be between 1 and 1,000,000,000, got 0.5"),
     (["reward_range=1"], r"reward_range=1 must be two numbers"),
     (["reward_range=1,0"], r"two finite numbers, the smaller one first"),
     (["reward_range=0,0.5"], r"reward_range=0,0.5 is not so"),

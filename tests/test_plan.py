@@ -83,7 +83,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "'workload.num_slot' is not known" in error_of(capsys, *known, "workload.num_slot=3")
     assert "goes with measure=true" in error_of(capsys, *known, "sim.num_slots=4")
     assert "goes with measure=true" in error_of(capsys, *known, "experiment=cartpole")
-    assert "rows must be >= 1" in error_of(capsys, *known, "rows=0")
+    assert "rows must be between 1 and" in error_of(capsys, *known, "rows=0")
     (tmp_path / "one.yaml").write_text("nodes: [{gpus: 1, gpu_memory_gib: 300}]", encoding="utf-8")
     told = error_of(capsys, f"cluster={tmp_path / 'one.yaml'}", "workload=agents", "placement=multiplexed")
     assert "needs at least 2 GPUs, and 'one' has 1. The nearest possible: collocated" in told

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
+from embodied_rl.config.building import Config
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.filming.selection import Selection
 
@@ -17,35 +19,30 @@ if TYPE_CHECKING:
 FORMATS = ("mp4", "gif")
 HOLD_S = 1.0
 """How long the end of the last episode stays."""
-MAX_PLAYED = 1024
 MAX_SHOWN = 64
 MAX_CAMERAS = 8
 
 
 @dataclass(frozen=True)
-class Film:
+class Film(Config):
     """How a film is made and what it shows. Raises UserError for an impossible value."""
 
-    num_episodes: int = 4
+    num_episodes: ShownEpisodes = 4
     select: str = "first"
-    among: int | None = None
-    seed: int = 0
+    among: PlayedEpisodes | None = None
+    seed: HeldOutSeed = 0
     cameras: tuple[str, ...] = ()
     """Names; none: the default one."""
     overlay: str = "default"
-    size: int = 256
-    fps: int = 20
+    size: PictureSize = 256
+    fps: FilmRate = 20
     formats: tuple[str, ...] = FORMATS
     show_progress: bool = False
 
     def __post_init__(self) -> None:
         from embodied_rl.filming.overlays import parse_overlays
 
-        for name, least, most in (("num_episodes", 1, MAX_SHOWN), ("size", 16, 2048), ("fps", 1, 120), ("seed", 0, 2**29 - 1)):
-            if not least <= getattr(self, name) <= most:
-                raise UserError(f"{name} must be between {least} and {most}, got {getattr(self, name)}.")
-        if self.among is not None and not 1 <= self.among <= MAX_PLAYED:
-            raise UserError(f"among must be between 1 and {MAX_PLAYED}, got {self.among}.")
+        super().__post_init__()
         for word in self.formats or ("",):
             if word not in FORMATS:
                 raise UserError(f"format={','.join(self.formats)}: '{word}' is not a choice.{did_you_mean(word, FORMATS)}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
+from embodied_rl.bounds import Bounds, Positive, Seed
 from embodied_rl.cli import Argument, Command, run_command
 from embodied_rl.errors import UserError, did_you_mean
 from tests.chaos.harness import ATTACKS, run_attack
@@ -14,10 +16,10 @@ COMMAND = Command(
     "chaos",
     "Attack commands, files, requests, sockets and processes with generated mistakes; every failure is printed with what repeats it.",
     (
-        Argument("minutes", float, "time for all attacks together", 10.0),
+        Argument("minutes", Positive, "time for all attacks together", 10.0),
         Argument("attacks", str, f"comma-separated: {', '.join(ATTACKS)}", ",".join(ATTACKS)),
-        Argument("seed", int, "where the attempts are drawn from", 0),
-        Argument("only", int, "repeat this attempt alone", None),
+        Argument("seed", Seed, "where the attempts are drawn from", 0),
+        Argument("only", Annotated[int, Bounds(0, 10**9)], "repeat this attempt alone", None),
     ),
 )
 
