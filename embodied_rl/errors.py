@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
 _SHOWN_CHARS = 80
 """Of a value in a message."""
 
+LONGEST_MESSAGE = 400
+"""Characters of a UserError's message."""
+_LISTING_CHARS = 200
+"""Of the names that `did_you_mean` lists; of more than that it lists the nearest."""
+_WORD_CHARS = 80
+_LISTING = re.compile(r"(?:[^\s,]+, ){8,}(?=\S)")
+
 
 class UserError(ValueError):
     """A mistake in what the user gave (configuration, checkpoint, file, missing package).
 
-    The command lines print the message alone, without a traceback, and exit with status 2.
+    The command lines print the message alone, without a traceback, and exit with status 2. A message that outgrows `LONGEST_MESSAGE` is
+    shortened where it says least: see `in_short`.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(in_short(message))
 
 
 class MissingExtraError(UserError):
@@ -52,9 +64,13 @@ def brief(what: object, limit: int = 160) -> str:
 def did_you_mean(name: Any, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only when something is near."""
     known = sorted(set(choices))
-    near = difflib.get_close_matches(name if isinstance(name, str) else shown(name), known, n=1, cutoff=0.6)
+    asked = (name if isinstance(name, str) else shown(name))[:_WORD_CHARS]
+    near = difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
     suggestion = f" Did you mean '{near[0]}'?" if near else ""
     listing = ", ".join(known) if known else "(none)"
+    if len(listing) > _LISTING_CHARS:
+        nearest = sorted(difflib.get_close_matches(asked, known, n=6, cutoff=0.0))
+        listing = f"{', '.join(nearest)}, … ({len(known)} in all)"
     return f"{suggestion} Known: {listing}."
 
 
@@ -69,3 +85,18 @@ def shown(value: Any) -> str:
     except RecursionError:
         return "values nested too deeply"
     return brief(text, _SHOWN_CHARS)
+
+
+def in_short(message: str, most: int = LONGEST_MESSAGE) -> str:
+    """The message in at most `most` characters: first lists lose what follows their fourth name, then words and paths without end their
+    middle, then the message its middle. What went wrong stands at its beginning and how to mend it at its end; both stay."""
+    if len(message) <= most:
+        return message
+    message = _LISTING.sub(lambda found: f"{', '.join(found[0].split(', ')[:4])}, … ", message)
+    for word in sorted({found for found in message.split() if len(found) > _WORD_CHARS}, key=len, reverse=True):
+        if len(message) > most:
+            message = message.replace(word, f"{word[:50]}…{word[-25:]}")
+    if len(message) <= most:
+        return message
+    first, last = message[: most * 3 // 5 - 3], message[-(most * 2 // 5) :]
+    return f"{first.rpartition(' ')[0] or first} … {last.partition(' ')[2] or last}"

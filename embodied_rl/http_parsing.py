@@ -12,6 +12,8 @@ from email.message import Message
 from typing import Any
 from urllib.parse import urlsplit
 
+from embodied_rl.errors import in_short
+
 DEEPEST = 64
 """Lists and objects inside each other in a body."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
@@ -25,6 +27,7 @@ class HttpProblem(Exception):
     def __init__(
         self, status: int, kind: str, message: str, *, choices: Iterable[str] = (), headers: Mapping[str, str] | None = None
     ) -> None:
+        message = in_short(message) if status < 500 else message  # of a fault of ours every detail counts
         super().__init__(message)
         self.status, self.kind, self.message = status, kind, message
         self.choices = sorted(choices)

@@ -14,7 +14,7 @@ import pytest
 import embodied_rl
 from embodied_rl.bounds import Bounds
 from embodied_rl.cli import Argument, Command, command_line, run_command
-from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError
+from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, did_you_mean
 from embodied_rl.sim.faults import FaultKind, SimFault
 
 COMMAND = Command(
@@ -194,3 +194,23 @@ def test_the_last_path_may_take_all_that_follow() -> None:
     with pytest.raises(UserError, match="Argument WALL is missing"):
         command.parse([])
     assert command.usage().startswith("usage: python -m embodied_rl.paint WALL … key=value …")
+
+
+def test_long_messages_lose_their_middle_and_keep_what_is_wrong_and_how_to_mend_it() -> None:
+    names = [f"simulator_{number}" for number in range(200)]
+    assert len(str(UserError("short"))) == 5
+    listed = str(UserError(f"Simulator 'x' is not known. Known: {', '.join(names)}. See --help."))
+    assert listed.startswith("Simulator 'x' is not known. Known: simulator_0, simulator_1, simulator_2, simulator_3, … ")
+    assert listed.endswith("See --help.")
+    path = str(UserError(f"There is nothing at {'/very/long' * 100}. Choose another."))
+    assert path.startswith("There is nothing at /very/long/very")
+    assert path.endswith("Choose another.")
+    text = str(UserError(f"Begin. {'word ' * 500} The end."))
+    assert text.startswith("Begin. word")
+    assert text.endswith("word  The end.")
+    assert all(len(message) <= 400 for message in (listed, path, text, str(UserError("x" * 5000)), str(UserError("x " * 5000))))
+    assert did_you_mean("simulator_8", ["a", "b"]) == " Known: a, b."
+    near = did_you_mean("simulator_7x", names)
+    assert near.startswith(" Did you mean 'simulator_7'? Known: simulator_")
+    assert near.endswith(", … (200 in all).")
+    assert len(did_you_mean("x" * 10**6, names)) < 200

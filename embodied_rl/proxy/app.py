@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.http_server import (
     EventStream,
@@ -234,6 +234,7 @@ class AgentProxy:
     def _open(self, request: HttpRequest) -> Reply:
         require_token(request, self._token)
         self._end_idle()
+        _only(request.body, "id", "metadata")
         name, metadata = request.body.get("id"), request.body.get("metadata")
         if (name is not None and not (isinstance(name, str) and _NAME.fullmatch(name))) or not isinstance(metadata, dict | None):
             raise HttpProblem(400, "invalid_request", "'id' must be a name of letters, digits, '.', '_' and '-', 'metadata' an object.")
@@ -256,6 +257,7 @@ class AgentProxy:
         if request.method != "POST" or action is None:
             raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
         body = request.body
+        _only(body, "reward", "turn", "reward_id")
         reward = body.get("reward")
         said = reward is not None or action == "reward"  # a session may end without a word of how it went
         if said and (isinstance(reward, bool) or not isinstance(reward, int | float) or not np.isfinite(reward)):
@@ -361,6 +363,13 @@ class AgentProxy:
             self._finished.append(captured)
         else:
             captured.save(self._options.output)
+
+
+def _only(body: Mapping[str, Any], *names: str) -> None:
+    """Raises HttpProblem 400 for a key that is none of `names`."""
+    for key in body:
+        if key not in names:
+            raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)
 
 
 @contextmanager

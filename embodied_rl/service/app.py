@@ -17,7 +17,7 @@ from embodied_rl.sim.wire import ENCODINGS
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable that holds the service's token, for the server and its clients."""
 
-NOT_OFFERED = frozenset({"custom", "remote"})
+NOT_OFFERED = frozenset({"custom", "remote", "text_task"})
 """Simulators that would import what a client names, or call what it names."""
 
 _ONE = re.compile(r"/v1/environments/([^/]+)(?:/([^/]+))?")

@@ -218,7 +218,7 @@ def assets_folder(assets_dir: Path | None = None) -> Path:
             return place
     tried = " and ".join(f"'{place}'" for place in places)
     raise MissingAssetsError(
-        f"LIBERO needs its meshes and textures, which are not in {tried} (folders {', '.join(ASSET_FOLDERS)}). "
+        f"LIBERO needs its meshes and textures, which are not in {tried}. "
         f"Get them: hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir ~/.cache/libero/assets "
         "(or point sim.kwargs.assets_dir at libero/libero/assets of a checkout of LIBERO)."
     )
