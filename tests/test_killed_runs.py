@@ -100,11 +100,16 @@ def kill_at_random(run_dir: Path, overrides: tuple[str, ...], rng: random.Random
 
 def check_killed(tmp_path: Path, overrides: tuple[str, ...], *, seed: int, kills: int) -> None:
     whole = train(load_train_config([*overrides, f"run_dir={tmp_path / 'whole'}"]))
-    rows, killed, rng = rows_of(whole), tmp_path / "killed", random.Random(seed)
-    done = 0
+    check_killed_against(whole, tmp_path / "killed", overrides, random.Random(seed), kills)
+
+
+def check_killed_against(whole: Path, killed: Path, overrides: tuple[str, ...], rng: random.Random, kills: int) -> int:
+    """Kill a run into the folder `killed` and let it end: it is the unbroken run `whole`. Returns how often it was killed."""
+    rows, done, killings = rows_of(whole), 0, 0
     for _ in range(kills):
         if done < len(rows) - 1:
             done = kill_at_random(killed, overrides, rng, done, len(rows))
+            killings += 1
     assert not (killed / "results.json").exists(), "every run was killed before its end: the test means something"
     if (last := find_last(killed)) is not None:
         load_checkpoint(last)  # whole, whatever was being written
@@ -120,6 +125,7 @@ def check_killed(tmp_path: Path, overrides: tuple[str, ...], *, seed: int, kills
     for document in ("results.json",):
         first, second = (json.loads((folder / document).read_text()) for folder in (whole, killed))
         assert first["episodes"] == second["episodes"]
+    return killings
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])

@@ -36,7 +36,9 @@ class SimConfig(Config, place="sim"):
     step_timeout_s: Seconds = 60.0
     """A worker that does nothing for so long while it should step is replaced."""
     start_timeout_s: Seconds = 180.0
-    """The same for building, resetting and restoring."""
+    """The same for building and restoring."""
+    reset_timeout_s: Seconds | None = None
+    """The same for a reset of all slots; null: ten times the longest so far, at least 20 s and at most sim.start_timeout_s."""
     on_fault: Literal["restore", "restart", "stop"] = "restore"
     """When a worker fails: take its episodes up where they were (restore), begin new ones (restart), or end the run (stop)."""
     non_finite: Literal["stop", "recover"] = "stop"

@@ -20,6 +20,7 @@ from embodied_rl.config import HybridConfig, RayConfig
 from embodied_rl.config.placement import ClusterConfig, NodesConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.hybrid.placement import Cluster, Device, Role, resolve
+from embodied_rl.roles.ray_watch import ClusterWatch
 
 _HEAD = "node:__internal_head__"
 _KNOCK_S = 10.0
@@ -140,6 +141,7 @@ class RayCluster:
         self.config = config
         self.ray = prepare(config.ray)
         self._group: Any = None
+        self._watch: ClusterWatch | None = None
         self._owned = not self.ray.is_initialized()
         if self._owned:
             self._connect()
@@ -196,6 +198,9 @@ class RayCluster:
             remove_placement_group(group)
         if self._owned and self.ray.is_initialized():
             self.ray.shutdown()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +214,7 @@ class RayCluster:
         address = self.config.ray.address
         if address is None:
             self.ray.init(address="local", include_dashboard=False, **common)
+            self._watch_over()
             return
         try:
             _knock(address)
@@ -219,6 +225,12 @@ class RayCluster:
                 f"hybrid.ray.address={address}: no Ray cluster could be reached there ({line}). Start one with `ray start --head`, or "
                 "leave the address out: one is started on this machine."
             ) from error
+
+    def _watch_over(self) -> None:
+        """Of a cluster that was started here, nothing is to be left however this process ends."""
+        if sys.platform == "linux":
+            socket_path = Path(self.ray.nodes()[0]["ObjectStoreSocketName"])  # …/session_…/sockets/plasma_store
+            self._watch = ClusterWatch(str(socket_path.parents[1]))
 
     def _alive(self) -> list[dict[str, Any]]:
         """Nodes, the head first: 0, 1, … of hybrid.placement."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -206,23 +203,16 @@ class Environment:
     def condemn(self, problem: HttpProblem) -> None:
         """End the process from another thread than the one that talks to it; that one then hears why."""
         self._condemned = problem
-        self._kill_all()  # not waited for here: whoever holds the lock does that
+        self._process.end_at_once()  # not waited for here: the thread that holds the lock does that
 
     def end(self, fate: HttpProblem) -> None:
         """Close the process; every later request is answered with `fate`."""
         if self.fate is None:
             self.fate = fate
             if fate.status == 500:
-                self._kill_all()
                 self._process.kill()
             else:
                 self._process.close()
-
-    def _kill_all(self) -> None:
-        """SIGKILL for the process and what it started; a process that is gone already may have left its number to another."""
-        if self._process.alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
     def describe(self) -> dict[str, Any]:
         """For GET: where the environment stands."""

@@ -1,4 +1,4 @@
-"""The process of one environment of the service: ``python -m embodied_rl.service.host SOCKET LIFE THREAD``, started by it alone.
+"""The process of one environment of the service: `main` is called by `embodied_rl.sim.keeper` with SOCKET LIFE.
 
 It answers one request after the other with a status and a body that is JSON already, so that pictures are compressed here and not in the
 server. What a simulator raises while it is stepped ends the process: nobody knows what state it is in.
@@ -211,7 +211,3 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # native libraries may hang in their exit handlers
-
-
-if __name__ == "__main__":
-    main()

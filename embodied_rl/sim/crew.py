@@ -14,6 +14,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.patience import LearnedPatience, Patience
 from embodied_rl.sim.process import WorkerProcess, done
 from embodied_rl.sim.transport import MANAGER_YIELDS, Bell, Slab, memory_of, slab_layout
 from embodied_rl.types import SimSpec, VariableSpec
@@ -34,6 +35,8 @@ class CrewPlan:
     success_ends_episode: bool = False
     step_timeout_s: float = 60.0
     start_timeout_s: float = 180.0
+    reset_timeout_s: float | None = None
+    """None: learned from the resets so far."""
     placements: Sequence[dict[str, Any]] | None = None
     """Of each worker, as `Placement.to_dict`; None: wherever the scheduler puts it."""
     spare_workers: int = 0
@@ -43,6 +46,12 @@ class CrewPlan:
         """Raises ValueError for chunks of less than one step."""
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
+
+    def reset_patience(self) -> Patience:
+        """How long a reset of all slots may take."""
+        if self.reset_timeout_s is not None:
+            return Patience(self.reset_timeout_s)
+        return LearnedPatience(self.start_timeout_s, self.num_workers)
 
     @property
     def runs(self) -> list[list[range]]:

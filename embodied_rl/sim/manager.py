@@ -19,6 +19,7 @@ from embodied_rl.sim.crew import Crew, CrewPlan, crew_size
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultPolicy, FaultRecord
 from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
+from embodied_rl.sim.patience import Patience
 from embodied_rl.sim.process import WorkerProcess, close_all, done
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
@@ -68,6 +69,7 @@ class EnvManager:
         spare_workers: int = 0,
         step_timeout_s: float = 60.0,
         start_timeout_s: float = 180.0,
+        reset_timeout_s: float | None = None,
     ) -> None:
         """Start the workers and wait for their simulators.
 
@@ -86,7 +88,8 @@ class EnvManager:
             gpus: whose node "near_gpu" and "auto" look for: those that take the observations.
             spare_workers: workers built ahead, that take a failed one's place at once.
             step_timeout_s: a worker that does nothing for so long while it should step has failed.
-            start_timeout_s: the same for building, resetting and restoring.
+            start_timeout_s: the same for building and restoring.
+            reset_timeout_s: the same for `reset`; None: ten times the longest seen, at least 20 s and at most start_timeout_s.
         """
         self.num_slots, self.chunk_size, self.autoreset = num_slots, chunk_size, autoreset
         self.num_workers = crew_size(num_workers, num_slots)
@@ -101,6 +104,7 @@ class EnvManager:
             success_ends_episode=success_ends_episode,
             step_timeout_s=step_timeout_s,
             start_timeout_s=start_timeout_s,
+            reset_timeout_s=reset_timeout_s,
             placements=[p.to_dict() for p in place_workers(self.num_workers, placement, gpus)] if placement != "none" else None,
             spare_workers=spare_workers,
         )
@@ -138,6 +142,7 @@ class EnvManager:
             spare_workers=config.spare_workers,
             step_timeout_s=config.step_timeout_s,
             start_timeout_s=config.start_timeout_s,
+            reset_timeout_s=config.reset_timeout_s,
         )
 
     # ---- lockstep ---------------------------------------------------------------------------------------------------
@@ -158,7 +163,7 @@ class EnvManager:
         self._supervisor.forget_aborts()
         crew.state[:] = self._all.idle
         message = {"operation": "reset", "seeds": chosen.to_dict(), "seed_round": seed_round, "reconfigure": reconfigure}
-        self._supervisor.command(dict.fromkeys(range(self.num_workers), (message, b"")), self._plan.start_timeout_s, "reset", done)
+        self._supervisor.command(dict.fromkeys(range(self.num_workers), (message, b"")), self._resets[reconfigure], "reset", done)
         return self._all.batch(None)
 
     def step(self, actions: np.ndarray | Sequence[str]) -> StepBatch:
@@ -274,8 +279,8 @@ class EnvManager:
         for slot in slots:
             index = int(crew.worker_of[slot])
             request = {"operation": "render", "slot": int(slot)}
-            limit_s = max(self._plan.step_timeout_s, 60.0)
-            frames.append(self._supervisor.command({index: (request, b"")}, limit_s, "render", _read_frame)[index])
+            patience = Patience(max(self._plan.step_timeout_s, 60.0))
+            frames.append(self._supervisor.command({index: (request, b"")}, patience, "render", _read_frame)[index])
         return frames
 
     # ---- snapshots and offload --------------------------------------------------------------------------------------
@@ -318,7 +323,7 @@ class EnvManager:
             items.setdefault(int(crew.worker_of[slot]), []).append({**item, "publish": True})
             self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
         requests = {index: ({"operation": "resume"}, encode_state(own)) for index, own in items.items()}
-        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "restore episodes", read_drift)
+        answers = self._supervisor.command(requests, Patience(self._plan.start_timeout_s), "restore episodes", read_drift)
         self.last_drift = {slot: drift for drifts in answers.values() for slot, drift in drifts.items()}
         views = self._views.of([int(slot) for slot in slots])
         views.mark(IDLE)  # a step that was ready belonged to what the slot did before
@@ -349,7 +354,7 @@ class EnvManager:
         for slot in slots:
             wanted.setdefault(int(crew.worker_of[slot]), []).append(slot)
         requests = {index: ({"operation": "snapshot", "slots": own}, b"") for index, own in wanted.items()}
-        answers = self._supervisor.command(requests, self._plan.start_timeout_s, "save its state", _read_states)
+        answers = self._supervisor.command(requests, Patience(self._plan.start_timeout_s), "save its state", _read_states)
         for index, own in wanted.items():
             for slot, state in zip(own, answers[index], strict=True):
                 if crew.state[slot] > READY:
@@ -451,6 +456,7 @@ class EnvManager:
         self._crew, self.spec = crew, crew.spec
         self._ledger = EpisodeLedger(self.num_slots, keep_actions=self.spec.snapshots != "none")
         self._supervisor = Supervisor(crew, self._policy, self._ledger)
+        self._resets = {reconfigure: self._plan.reset_patience() for reconfigure in (False, True)}
         self.last_drift = {}
         self._views = ViewsOfSlots(crew, self.num_slots, self.chunk_size)
         self._all = self._views.of(range(self.num_slots))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,6 +28,10 @@ _STACK_S = 1.0
 """For a hanging worker to write down where it is."""
 _STACK_ENDS = (b" in _run_module_as_main\n", b"\n  ...\n")
 """The outermost call of ``python -m``, or what stands for it where there are too many."""
+_READY_S = 60.0
+"""For a keeper to have started its worker, on a busy machine."""
+_KEEPER_S = 10.0
+"""For a keeper to end a worker and all that it started."""
 _REAP_S = 10.0
 """For a process whose socket is closed already to end, on a busy machine: its status tells why."""
 
@@ -35,25 +39,28 @@ _REAP_S = 10.0
 class WorkerProcess:
     """One ``embodied_rl.sim.worker``, with its socket, its output and the way to end it.
 
-    The process is a fresh interpreter (never a fork: simulators hold threads, locks and graphics contexts), in its own
-    process group so that Ctrl-C reaches the manager alone. It dies with the manager, also when that is SIGKILLed.
+    The process is a fresh interpreter (never a fork of ours: simulators hold threads, locks and graphics contexts), in its own
+    process group so that Ctrl-C reaches the manager alone. It dies with the manager, also when that is SIGKILLed, and all that
+    it started dies with it: between the two stands its keeper (`embodied_rl.sim.keeper`), which is our child.
     """
 
     def __init__(self, index: int, setup: dict[str, Any], threads: int = 1, module: str = "embodied_rl.sim.worker") -> None:
-        """`module` is run with the numbers of its end of the socket and of the pipe that closes with us, and "main" or "other"."""
+        """The `main` of `module` is called; ``sys.argv`` holds its end of the socket and of the pipe that closes with us."""
         self.index = index
         self.num_envs: list[int] = setup["num_envs"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         ours, theirs = socket.socketpair()
         life_read, self._life_write = os.pipe()
+        self._ready, ready_write = os.pipe()
+        self._pid: int | None = None
         environment = {**os.environ, **thread_variables(threads)}
         # Some simulators iterate over sets of strings: without this a seed would mean another episode in every process.
         environment.setdefault("PYTHONHASHSEED", "0")
-        thread = "main" if threading.current_thread() is threading.main_thread() else "other"
+        handed = (theirs.fileno(), life_read, ready_write)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(life_read), thread],
-                pass_fds=(theirs.fileno(), life_read),
+                [sys.executable, "-m", "embodied_rl.sim.keeper", module, str(os.getpid()), *map(str, handed)],
+                pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -63,6 +70,7 @@ class WorkerProcess:
         finally:
             theirs.close()
             os.close(life_read)
+            os.close(ready_write)
         self.channel = Channel(ours, asks=True)
         # One that is killed before it has read this is found dead when its first message is waited for.
         with contextlib.suppress(ChannelClosed):
@@ -70,7 +78,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Of the process that runs the simulator; its keeper's where that ended, or stands still, before it began."""
+        if self._pid is None:
+            there = select.select([self._ready], [], [], _READY_S)[0]
+            self._pid = int((os.read(self._ready, 32) if there else b"") or self._process.pid)
+        return self._pid
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -142,10 +154,18 @@ class WorkerProcess:
             os.close(self._life_write)
             self._life_write = -1
 
+    def end_at_once(self) -> None:
+        """SIGKILL for the process, and by its keeper for all that it started; does not wait."""
+        self._process.terminate()
+
     def kill(self) -> None:
         """End the process at once, and return when it is gone: what it shared is then ours alone."""
-        self._process.kill()
-        self._process.wait()
+        self.end_at_once()
+        try:
+            self._process.wait(_KEEPER_S)
+        except subprocess.TimeoutExpired:  # the keeper was stopped: the worker dies with it
+            self._process.kill()
+            self._process.wait()
         self.close()
 
     def resident_mb(self) -> float:
@@ -162,8 +182,14 @@ class WorkerProcess:
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+        if self._ready >= 0:
+            worker = self.pid
+            os.close(self._ready)
+            self._ready = -1
+            if self._process.returncode < 0 and worker != self._process.pid:  # the keeper was killed: what stayed in the group is left
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker, signal.SIGKILL)
         self.channel.close()
         self._output.close()
 
@@ -186,7 +212,8 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
         code = self._process.returncode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        number = 0 if code is None else -code if code < 0 else code - 128  # of the signal that ended the keeper, or the worker
+        how = f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {code}"
         if code is None:
             how = f"closed its connection, and still ran {_REAP_S:g} s later"
         return SimFault(FaultKind.DIED, self.index, f"{how}\n{self._output_tail()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import select
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.crew import Crew
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
 from embodied_rl.sim.ledger import EpisodeLedger
+from embodied_rl.sim.patience import Patience
 from embodied_rl.sim.process import done
 from embodied_rl.sim.snapshots import encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
@@ -22,6 +24,9 @@ from embodied_rl.stopping import waiting
 
 _MEMORY_EVERY_S = 1.0
 _SETTLE_NAP_S = 0.002
+_COMES_S = 5.0
+"""For an answer of which something can be read already."""
+_LOOK_S = 0.5
 _AT_ONCE = frozenset({FaultKind.RAISED, FaultKind.NON_FINITE, FaultKind.WRONG_SHAPE})
 """Kinds that end the run when no step ever succeeded: a simulator that fails at once will fail again."""
 
@@ -105,7 +110,7 @@ class Supervisor:
                 time.sleep(_SETTLE_NAP_S)
 
     def command(
-        self, messages: Mapping[int, Message], timeout_s: float, doing: str, read: Callable[[dict[str, Any], bytes], Answer]
+        self, messages: Mapping[int, Message], patience: Patience, doing: str, read: Callable[[dict[str, Any], bytes], Answer]
     ) -> dict[int, Answer]:
         """Send a request to some workers and collect the answers; a worker that fails is replaced and asked again.
 
@@ -117,16 +122,21 @@ class Supervisor:
         answers: dict[int, Answer] = {}
         while unasked:
             self.settle()
+            asked: dict[int, float] = {}
             for index in list(unasked):
                 try:
                     self._request(index, *unasked[index])
+                    asked[index] = time.perf_counter()
                 except SimFault as fault:
                     self._on_fault(index, fault)
-            for index in list(unasked):
-                if self._watches[index].phase is not _Phase.LIVE:
-                    continue
+            while asked:
+                index, is_late = self._next_to_answer(asked, patience.limit_s())
+                begun = asked.pop(index)
                 try:
-                    answers[index] = self.crew.workers[index].receive(timeout_s, doing, read)
+                    if is_late:
+                        raise self.crew.workers[index].timed_out(patience.limit_s(), doing)
+                    answers[index] = self.crew.workers[index].receive(_COMES_S, doing, read)
+                    patience.took(time.perf_counter() - begun)
                 except UserError as error:
                     refusal = refusal or error
                 except SimFault as fault:
@@ -136,6 +146,22 @@ class Supervisor:
         if refusal is not None:
             raise refusal
         return answers
+
+    def _next_to_answer(self, asked: Mapping[int, float], limit_s: float) -> tuple[int, bool]:
+        """The next worker of {worker: when it was asked} with something to read, or the first that is too late, and whether it is."""
+        poll, of = select.poll(), {}
+        for index in asked:
+            of[self.crew.workers[index].channel.socket.fileno()] = index
+            poll.register(self.crew.workers[index].channel.socket, select.POLLIN)
+        while True:
+            first = min(asked, key=lambda index: asked[index])
+            left = asked[first] + limit_s - time.perf_counter()
+            with waiting:
+                ready = poll.poll(1000 * min(max(left, 0.0), _LOOK_S))
+            if ready:
+                return of[ready[0][0]], False
+            if left <= 0:
+                return first, True
 
     def forget_aborts(self) -> None:
         """All slots begin new episodes: what was to be given up is."""

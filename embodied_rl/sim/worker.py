@@ -1,4 +1,4 @@
-"""The simulator process: ``python -m embodied_rl.sim.worker SOCKET LIFE THREAD``, started by a manager and by nothing else.
+"""The simulator process: `main` is called by `embodied_rl.sim.keeper` with SOCKET LIFE, and by nothing else.
 
 It steps the slots that the manager marked and rings, answers rare requests over its socket, never imports torch by itself,
 and ends when the manager does.
@@ -7,7 +7,6 @@ and ends when the manager does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
@@ -115,15 +114,8 @@ class Worker:
 # ---- process --------------------------------------------------------------------------------------------------------
 
 
-def _live_with_parent(life_fd: int, die_with_thread: bool, released: threading.Event) -> None:
-    """Set `released` when the manager lets go or dies, and end this process a second later, even in the middle of a step.
-
-    Linux sends the death signal when the *thread* that started us ends, so it is asked for only where that is the main one.
-    """
-    parent = os.getppid()
-    if sys.platform == "linux" and die_with_thread:
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def _live_with_manager(life_fd: int, released: threading.Event) -> None:
+    """Set `released` when the manager lets go or dies, and end this process a second later, even in the middle of a step."""
 
     def watch() -> None:
         if hasattr(signal, "pthread_sigmask"):  # where it hangs, the main thread alone is to say
@@ -135,8 +127,6 @@ def _live_with_parent(life_fd: int, die_with_thread: bool, released: threading.E
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
@@ -191,7 +181,7 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=False)  # the manager asks a hanging worker where it is
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     released = threading.Event()
-    _live_with_parent(int(sys.argv[2]), sys.argv[3] == "main", released)
+    _live_with_manager(int(sys.argv[2]), released)
     setup, _, _ = channel.next_request()
     sys.path[:] = setup["sys_path"]
     sims: list[SimEnv] = []
@@ -218,7 +208,3 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # native libraries may hang in their exit handlers
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from embodied_rl.sim.env import SimFactory
@@ -36,7 +37,9 @@ class Chaos:
     alone: an episode that is touched when two workers end at the same point is given up, and rightly.
     """
 
-    def __init__(self, manager: EnvManager, every: int, seed: int = 0) -> None:
+    def __init__(self, manager: EnvManager, every: int, seed: int = 0, parents: bool = False) -> None:
+        """`parents`: every second kill is of the worker's parent, with which it ends."""
+        self.parents = parents
         self.manager, self.every, self.calls = manager, every, 0
         self.random = np.random.default_rng(seed)
         self.kills: list[int] = []
@@ -63,7 +66,8 @@ class Chaos:
                 self.stops.append(victim)
                 self.calls = 0
         elif back or watch.phase in (_Phase.STARTING, _Phase.MAPPING):
-            os.kill(victim, signal.SIGKILL)
+            above = self.parents and len(self.kills) % 2 == 1
+            os.kill(psutil.Process(victim).ppid() if above else victim, signal.SIGKILL)
             self.kills.append(victim)
             self.calls = 0
 

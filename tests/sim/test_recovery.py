@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodied_rl.sim import patience
 from embodied_rl.sim.channel import Channel
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.transport import PENDING
 from tests.sim.runs import PassingTime, action_of, assert_same, hangs, note, play_asynchronously, play_lockstep
 
@@ -166,7 +167,8 @@ def test_who_takes_a_workers_place_may_die_at_once(when: str, monkeypatch: pytes
         if not hurt:
             hurt.append(pid)
             os.kill(pid, signal.SIGKILL)
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is gone, and nobody has been told
+            keeper = manager._crew.workers[0]._process.pid  # type: ignore[union-attr]
+            os.waitid(os.P_PID, pid if when.endswith("build") else keeper, os.WEXITED | os.WNOWAIT)  # gone, and nobody has been told
 
     with make(slots=2, workers=1) as manager:
         manager.reset()
@@ -372,3 +374,35 @@ def test_asynchronous_play_gives_every_slot_what_lockstep_gives_it(workers: int)
         manager.reset()
         trace = play_asynchronously(manager, 25)
     assert_same(trace, clean_run(25))
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_worker_that_is_stopped_in_a_reset_is_found_by_the_deadline_of_resets(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if learned:
+        monkeypatch.setattr(patience, "_FLOOR_S", 2.0)
+        monkeypatch.setattr(patience, "_FACTOR", 0.0)
+    factory = SimFactory(COUNTING, kwargs={"length": 7})
+    with EnvManager(factory, 4, num_workers=2, reset_timeout_s=None if learned else 2.0) as manager:
+        manager.reset()
+        stopped = manager.worker_pids()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        batch = manager.reset(seed_round=1)
+        seeds = EpisodeSeeds.training(0)
+        assert batch.observation["state"].tolist() == [[SeedStream(seeds, 1, slot, 4).seed(0), 0.0, 0.0] for slot in range(4)]
+        (detail,) = [record.detail for record in manager.fault_records if record.pid == stopped]
+        assert detail.startswith("No answer within 2 s while it should reset.")
+
+
+def test_patience_is_learned_from_the_longest() -> None:
+    learned = patience.LearnedPatience(180.0, num_workers=2)
+    assert learned.limit_s() == 180.0
+    learned.took(0.5)
+    assert learned.limit_s() == 60.0, "one of two may have built what the other waits for"
+    learned.took(0.1)
+    assert learned.limit_s() == 20.0
+    learned.took(3.5)
+    learned.took(1.0)
+    assert learned.limit_s() == 35.0
+    learned.took(40.0)
+    assert learned.limit_s() == 180.0
+    assert patience.LearnedPatience(5.0, num_workers=1).limit_s() == 5.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -133,6 +134,27 @@ class SplitCountingSim(SplitStep, CountingSim):
         for env_id in env_ids:
             self.observed[env_id] += 1
             self._observe(env_id, out)
+
+
+class StartingSim(CountingSim):
+    """Starts what sleeps for ten minutes: a child, one in a session of its own, a daemon, a fork. `folder` gets a file named after each."""
+
+    def __init__(self, num_envs: int, folder: str, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
+        sleep = ["sleep", "600"]
+        daemon = ["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $!"]
+        if (fork := os.fork()) == 0:
+            time.sleep(600)
+            os._exit(0)
+        pids = {
+            "child": subprocess.Popen(sleep).pid,
+            "session": subprocess.Popen(sleep, start_new_session=True).pid,
+            "daemon": int(subprocess.run(daemon, stdout=subprocess.PIPE, check=True).stdout),
+            "fork": fork,
+        }
+        for name, pid in pids.items():
+            with open(os.path.join(folder, str(pid)), "w", encoding="ascii") as file:
+                file.write(name)
 
 
 class SavedCountingSim(CountingSim):

@@ -1,0 +1,130 @@
+"""The parent of one worker process: ``python -m embodied_rl.sim.keeper MODULE MANAGER SOCKET LIFE READY``, started by a manager.
+
+It forks before anything heavy is imported: the child becomes the worker, and this process waits. What the worker starts, and what that
+starts in turn, becomes a child of this process when its own parent ends, also after `setsid` (PR_SET_CHILD_SUBREAPER of Linux): so all of
+it ends with the worker, however that, or the manager, ended. Elsewhere than on Linux the worker's process group ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LOOK_S = 2.0
+"""Between two looks for orphans that have ended by themselves while the worker runs."""
+_END_S = 5.0
+"""For killed processes to be gone; one that the kernel holds, or of another user, is left."""
+
+
+def parents() -> dict[int, int]:
+    """{process: its parent} of everything that runs; empty where there is no /proc."""
+    found = {}
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        if name.isdecimal():
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
+                found[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+    return found
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process by SIGKILL when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class _Keeper:
+    """Waits for the worker, and for the manager that it belongs to."""
+
+    def __init__(self, manager: int) -> None:
+        self._manager, self._worker = manager, 0
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager's affair
+        signal.signal(signal.SIGTERM, self._on_term)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def fork(self) -> int:
+        """0 in the process that becomes the worker."""
+        self._worker = os.fork()
+        if self._worker == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.setpgid(0, 0)
+        return self._worker
+
+    def outlive(self) -> int:
+        """Wait for the worker's end, or bring it about when the manager is gone; returns its wait status."""
+        poll = select.poll()
+        for pid in (self._worker, self._manager):
+            with contextlib.suppress(OSError, AttributeError):  # without: by looking
+                poll.register(os.pidfd_open(pid), select.POLLIN)
+        while True:
+            if os.getppid() != self._manager:
+                os.kill(self._worker, signal.SIGKILL)
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == self._worker:
+                self._worker = 0
+                return status
+            if pid == 0:
+                gone = os.getppid() != self._manager
+                poll.poll(100 if sys.platform != "linux" or gone else _LOOK_S * 1000)
+                time.sleep(0.001)
+
+    def _on_term(self, number: int, frame: Any) -> None:
+        if self._worker:
+            os.kill(self._worker, signal.SIGKILL)
+
+
+def _end_children() -> None:
+    """SIGKILL for every child, and for those that become children by that, until there are none."""
+    until, own = time.monotonic() + _END_S, os.getpid()
+    while time.monotonic() < until:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        children = [pid for pid, parent in parents().items() if parent == own]
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def main() -> None:
+    """Fork, and be the worker or its keeper."""
+    module, manager = sys.argv[1], int(sys.argv[2])
+    connection, life, ready = map(int, sys.argv[3:6])
+    keeper, own = _Keeper(manager), os.getpid()
+    worker = keeper.fork()
+    if worker == 0:
+        os.close(ready)
+        die_with_parent()
+        if os.getppid() != own:
+            os._exit(1)
+        sys.argv = [module, str(connection), str(life)]
+        importlib.import_module(module).main()
+        return
+    for descriptor in (connection, life):  # the worker's alone: that it has closed them says that it ended
+        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        os.write(ready, str(worker).encode())
+    os.close(ready)
+    status = keeper.outlive()
+    if sys.platform == "linux":
+        _end_children()
+    else:
+        with contextlib.suppress(OSError):
+            os.killpg(worker, signal.SIGKILL)
+    # A signal as shells tell it; a status below zero says that the keeper itself was killed.
+    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A worker's own children end with it, however it or its manager ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.faults import FaultKind
+from embodied_rl.sim.manager import EnvManager
+
+STARTING = "tests.sim.toy:StartingSim"
+NUM_STARTED = 4
+"""By one worker: a child, one in a session of its own, a daemon, and a fork that holds all descriptors."""
+
+
+def started(folder: Path, num_workers: int = 1) -> list[int]:
+    """Numbers of what the workers started, once all have."""
+    deadline = time.monotonic() + 120
+    while len(pids := [int(path.name) for path in folder.iterdir()]) < NUM_STARTED * num_workers and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(pids) == NUM_STARTED * num_workers
+    return pids
+
+
+def left(pids: list[int], within_s: float) -> list[int]:
+    """Those that still run when the time is over."""
+    deadline = time.monotonic() + within_s
+    while (alive := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def manager_of(folder: Path) -> EnvManager:
+    folder.mkdir(exist_ok=True)
+    return EnvManager(SimFactory(STARTING, kwargs={"folder": str(folder)}), 1, num_workers=1)
+
+
+@pytest.mark.parametrize("how", ["close", "worker", "stopped worker", "keeper and worker stopped"])
+def test_what_a_simulator_started_ends_with_its_worker(tmp_path: Path, how: str) -> None:
+    with manager_of(tmp_path / "first") as manager:
+        manager.reset()
+        pids = started(tmp_path / "first")
+        assert left(pids, 0.0) == pids, "they run: the test means something"
+        worker = manager.worker_pids()[0]
+        if how == "worker":
+            os.kill(worker, signal.SIGKILL)
+        elif how != "close":
+            for pid in {worker, psutil.Process(worker).ppid() if how.startswith("keeper") else worker}:
+                os.kill(pid, signal.SIGSTOP)
+        if how == "worker":
+            assert left(pids, 30.0) == []
+            manager.step(np.zeros((1, 1)))
+            assert [record.kind for record in manager.fault_records] == [FaultKind.DIED]
+    if how.startswith("keeper"):  # what left the group is out of reach then: the session of its own, and the daemon
+        pids = [pid for pid in pids if (tmp_path / "first" / str(pid)).read_text() in ("child", "fork")]
+    assert left(pids, 30.0) == []
+    for path in (tmp_path / "first").iterdir():
+        if _runs(int(path.name)):
+            os.kill(int(path.name), signal.SIGKILL)
+
+
+def test_a_keeper_that_is_killed_takes_its_worker_along_and_the_run_goes_on(tmp_path: Path) -> None:
+    with manager_of(tmp_path / "first") as manager:
+        manager.reset()
+        worker, pids = manager.worker_pids()[0], started(tmp_path / "first")
+        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+        assert left([worker], 30.0) == []
+        assert manager.step(np.ones((1, 1))).observation["state"][0, 1:].tolist() == [1.0, 1.0]
+        grouped = [pid for pid in pids if (tmp_path / "first" / str(pid)).read_text() in ("child", "fork")]
+        assert left(grouped, 30.0) == []
+        for pid in left(pids, 0.0):  # out of reach
+            os.kill(pid, signal.SIGKILL)
+
+
+SCRIPT = """
+    import sys, threading, time
+    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.manager import EnvManager
+    managers = []
+    def begin():
+        managers.append(EnvManager(SimFactory("tests.sim.toy:StartingSim", kwargs={{"folder": sys.argv[1]}}), 2, num_workers=2))
+    {begin}
+    managers[0].reset()
+    print(*managers[0].worker_pids(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("begin", ["begin()", "thread = threading.Thread(target=begin); thread.start(); thread.join()"])
+def test_what_a_simulator_started_ends_with_a_killed_manager(tmp_path: Path, begin: str) -> None:
+    script = textwrap.dedent(SCRIPT).format(begin=begin)
+    (tmp_path / "started").mkdir()
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "started")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert process.stdout is not None
+    workers = [int(pid) for pid in process.stdout.readline().split()]
+    pids = started(tmp_path / "started", 2)
+    keepers = [psutil.Process(worker).ppid() for worker in workers]
+    assert left(pids, 0.0) == pids
+    process.kill()
+    process.wait(60)
+    process.stdout.close()
+    assert left([*workers, *keepers, *pids], 30.0) == []
