@@ -13,6 +13,7 @@ import ipaddress
 import json
 import math
 import os
+import secrets
 import select
 import socket
 import threading
@@ -219,6 +220,29 @@ def token_from(variable: str) -> str | None:
     if token is not None and len(token) < 8:
         raise UserError(f"The environment variable {variable} holds {len(token)} characters; a token has at least 8.")
     return token
+
+
+def token_to_ask_for(variable: str, asked: str | None, host: str) -> tuple[str | None, bool]:
+    """The token of a server that a command starts: that of the environment variable, or on the loopback a new one.
+
+    Args:
+        variable: the environment variable.
+        asked: "none": no token, on the loopback alone. None: as above.
+        host: address that the server listens on.
+
+    Returns:
+        (the token, whether it is new and must be told).
+
+    Raises:
+        UserError: others could reach the server without a token, or the one that is set is too short.
+    """
+    if asked == "none" and not is_loopback(host):
+        raise UserError(f"token=none is for a server on this machine alone, and host={host} can be reached from other machines.")
+    token = None if asked == "none" else token_from(variable)
+    if asked == "none" or token is not None:
+        return token, False
+    require_token_off_loopback(host, token, variable=variable)
+    return secrets.token_urlsafe(24), True
 
 
 def same_token(given: str | None, token: str) -> bool:

@@ -23,6 +23,9 @@ COMMAND = Command(
         Argument("device", str, "cpu, cuda, cuda:1, …", "cpu"),
         Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
         Argument("port", Port, "0 takes a free one", 8710),
+        Argument(
+            "token", str, "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed", None, ("none",)
+        ),
         Argument("output", str, "folder for ended sessions, one JSON file each", "captured"),
         Argument("max_new_tokens", Tokens, "of one answer, whatever a client asks for", 1024),
         Argument("max_batch", Slots, "answers that are sampled side by side", 64),
@@ -44,21 +47,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
-    proxy = start(values)
+    proxy, token = start(values)
+    if token is not None:
+        from embodied_rl.proxy.app import TOKEN_VARIABLE
+
+        print(f"Sessions are opened with this token:\nexport {TOKEN_VARIABLE}={token}")
     serve_until_stopped(proxy.close, f"Serving at {proxy.base_url}; ended sessions go to {values['output']}")
 
 
-def start(values: dict[str, Any]) -> AgentProxy:
-    """The proxy that the arguments describe, listening. Raises UserError."""
+def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
+    """(the proxy that the arguments describe, listening; its token where that is new). Raises UserError."""
     from embodied_rl.config.language import LanguageConfig
     from embodied_rl.generation.torch_tokens import TorchTokens
-    from embodied_rl.http_server import require_token_off_loopback, token_from
+    from embodied_rl.http_server import token_to_ask_for
     from embodied_rl.policies.language import build_language_policy
     from embodied_rl.proxy.app import TOKEN_VARIABLE, AgentProxy, ProxyOptions
     from embodied_rl.proxy.sessions import SessionLimits
 
-    token = token_from(TOKEN_VARIABLE)
-    require_token_off_loopback(values["host"], token, variable=TOKEN_VARIABLE)  # before a model is loaded for nothing
+    token, is_new = token_to_ask_for(TOKEN_VARIABLE, values["token"], values["host"])  # before a model is loaded for nothing
     policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), values["device"])
     backend = TorchTokens(policy.generation_model(), max_batch=values["max_batch"], seed=values["seed"])
     stops = [name.strip() for name in (values["stop"] or "").split(",") if name.strip()]
@@ -70,7 +76,8 @@ def start(values: dict[str, Any]) -> AgentProxy:
         output=Path(values["output"]),
     )
     limits = SessionLimits(values["max_sessions"], values["idle_s"])
-    return AgentProxy(backend, policy.tokenizer, options, host=values["host"], port=values["port"], token=token, limits=limits)
+    proxy = AgentProxy(backend, policy.tokenizer, options, host=values["host"], port=values["port"], token=token, limits=limits)
+    return proxy, token if is_new else None
 
 
 if __name__ == "__main__":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Megabytes, Port, Processes, Seconds
 from embodied_rl.cli import Argument, Command, run_command, serve_until_stopped
+
+if TYPE_CHECKING:
+    from embodied_rl.service.app import EnvironmentService
 
 COMMAND = Command(
     name="serve_envs",
@@ -15,7 +18,10 @@ COMMAND = Command(
     arguments=(
         Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
         Argument("port", Port, "0 takes a free one", 8700),
-        Argument("sims", str, "names to offer, separated by commas; all: every simulator of the catalogue", "all"),
+        Argument(
+            "token", str, "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed", None, ("none",)
+        ),
+        Argument("sims", str, "what to offer, separated by commas; all: every simulator whose arguments name no code", "all"),
         Argument("max_environments", Processes, "environments at a time", 64),
         Argument("memory_mb", Megabytes, "resident memory of one environment's process, beyond which it is ended", 4096.0),
         Argument("cpu_s", Seconds, "CPU seconds of one environment's process in all; default: no limit", None),
@@ -40,26 +46,34 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
-    service = start(values)
+    from embodied_rl.service.app import TOKEN_VARIABLE
+
+    service, token = start(values)
+    if token is not None:
+        print(f"Clients need this token:\nexport {TOKEN_VARIABLE}={token}")
     serve_until_stopped(service.close, f"Serving {len(service.hub.names)} simulators at {service.url}")
 
 
-def start(values: dict[str, Any]) -> Any:
-    """The service (`EnvironmentService`) that the arguments describe, listening. Raises UserError."""
-    from embodied_rl.http_server import ServerLimits, token_from
-    from embodied_rl.service.app import TOKEN_VARIABLE, EnvironmentService, offered_simulators
+def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:
+    """(the service that the arguments describe, listening; its token where that is new). Raises UserError."""
+    from embodied_rl.http_server import ServerLimits, token_to_ask_for
+    from embodied_rl.service.app import TOKEN_VARIABLE, EnvironmentService
     from embodied_rl.service.environment import ServiceLimits
+    from embodied_rl.service.offers import offered_simulators
 
-    names = None if values["sims"] == "all" else tuple(name.strip() for name in values["sims"].split(","))
+    token, is_new = token_to_ask_for(TOKEN_VARIABLE, values["token"], values["host"])
+    listed = values["sims"].removeprefix("[").removesuffix("]")
+    names = None if listed == "all" else tuple(name.strip() for name in listed.split(","))
     limits = {name: values[name] for name in ("max_environments", "memory_mb", "cpu_s", "idle_s", "step_timeout_s", "start_timeout_s")}
-    return EnvironmentService(
+    service = EnvironmentService(
         offered_simulators(names),
         host=values["host"],
         port=values["port"],
-        token=token_from(TOKEN_VARIABLE),
+        token=token,
         limits=ServiceLimits(**limits),
         http=ServerLimits(max_body_mb=values["max_body_mb"]),
     )
+    return service, token if is_new else None
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ from embodied_rl.sim.wire import ENCODINGS
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable that holds the service's token, for the server and its clients."""
 
-NOT_OFFERED = frozenset({"custom", "remote", "text_task"})
-"""Simulators that would import what a client names, or call what it names."""
-
 _ONE = re.compile(r"/v1/environments/([^/]+)(?:/([^/]+))?")
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "reset": ("seed", "options"),
@@ -30,18 +27,6 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """What a request of each operation says beside its number."""
 _OPTIONAL = frozenset({"options"})
-
-
-def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimConfig]:
-    """The registered simulators that a service offers: all, or those named. Raises UserError for a name that is not known."""
-    from embodied_rl.config import group_names, load_sim_config
-    from embodied_rl.errors import UserError
-
-    known = [name for name in group_names("sim") if name not in NOT_OFFERED]
-    for name in names or ():
-        if name not in known:
-            raise UserError(f"Simulator '{name}' cannot be offered.{did_you_mean(name, known)}")
-    return {name: load_sim_config(name) for name in names or known}
 
 
 class EnvironmentService:

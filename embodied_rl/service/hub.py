@@ -9,13 +9,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.http_server import HttpProblem
 from embodied_rl.service.environment import Environment, EnvRequest, Outcome, ServiceLimits
+from embodied_rl.service.offers import as_requested
 from embodied_rl.sim.wire import Encoding
 
 _WATCH_S = 0.25
@@ -97,8 +97,7 @@ class Hub:
         return future.result()
 
     def _build(self, sim: str, task: str | None, kwargs: Mapping[str, Any], count: int, encoding: Encoding) -> list[Environment]:
-        config = self._simulators[sim]
-        config = replace(config, task=config.task if task is None else task, kwargs={**config.kwargs, **kwargs})
+        config = as_requested(self._simulators[sim], task, kwargs)
         self._reserve(count)
         made: list[Environment] = []
         try:

@@ -375,8 +375,9 @@ def test_a_prompt_that_is_too_long_is_refused(folder: Path) -> None:
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
-    values, _ = serve_agent.COMMAND.parse([f"model={folder}", "port=0", f"output={tmp_path}", "max_new_tokens=5", "name=tiny"])
-    proxy = serve_agent.start(values)
+    given = [f"model={folder}", "port=0", f"output={tmp_path}", "max_new_tokens=5", "name=tiny", "token=none"]
+    proxy, token = serve_agent.start(serve_agent.COMMAND.parse(given)[0])
+    assert token is None
     answer = chat(proxy, [user("go")])
     assert answer["usage"]["completion_tokens"] <= 5
     proxy.close()
@@ -384,6 +385,27 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert (session.session, session.ended_by, len(session.turns)) == ("agent", "close", 1)
     session.save(tmp_path)
     assert len(read_captured(tmp_path)) == 2, "a session of the same name in another run replaces nothing"
+
+
+def test_the_command_asks_for_a_token(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EMBODIED_RL_TOKEN", raising=False)
+    proxy, token = serve_agent.start(serve_agent.COMMAND.parse([f"model={folder}", "port=0", f"output={tmp_path}", "name=tiny"])[0])
+    try:
+        assert token is not None
+        assert ask(proxy, "/chat/completions", {"messages": [user("go")]}, key="any-name")[0] == 401
+        assert ask(proxy, "/sessions", {}, key="any-name")[0] == 401
+        opened = ask(proxy, "/sessions", {}, key=token)[1]
+        assert ask(proxy, "/chat/completions", {"messages": [user("go")], "max_tokens": 2}, key=opened["api_key"])[0] == 200
+    finally:
+        proxy.close()
+    monkeypatch.setenv("EMBODIED_RL_TOKEN", "one that is set")
+    values, _ = serve_agent.COMMAND.parse([f"model={folder}", "port=0", f"output={tmp_path}", "name=tiny"])
+    proxy, token = serve_agent.start(values)
+    try:
+        assert token is None, "what the user set needs no telling"
+        assert ask(proxy, "/sessions", {}, key="one that is set")[0] == 201
+    finally:
+        proxy.close()
 
 
 # ---- the pump -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +31,11 @@ SIMULATORS = {
 
 
 @contextmanager
-def served(*, http: ServerLimits | None = None, token: str | None = None, **limits: Any) -> Iterator[EnvironmentService]:
-    service = EnvironmentService(SIMULATORS, token=token, limits=ServiceLimits(**limits), http=http)
+def served(
+    *, http: ServerLimits | None = None, token: str | None = None, offered: Mapping[str, SimConfig] | None = None, **limits: Any
+) -> Iterator[EnvironmentService]:
+    """`offered`: beside `SIMULATORS`, or in their place."""
+    service = EnvironmentService({**SIMULATORS, **(offered or {})}, token=token, limits=ServiceLimits(**limits), http=http)
     try:
         yield service
     finally:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,16 +159,17 @@ def test_a_client_that_was_started_anew_goes_on_with_its_episodes(service: Envir
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
-def test_a_remote_environment_that_dies_is_replaced_and_its_episodes_taken_up(service: EnvironmentService, tmp_path: Any) -> None:
+def test_a_remote_environment_that_dies_is_replaced_and_its_episodes_taken_up(tmp_path: Any) -> None:
     expected, _ = play(local("count"))
     for number, misbehave in enumerate(["raise", "exit"]):
-        once = {"misbehave": misbehave, "at": 4, "once": str(tmp_path / f"once{number}")}
-        actual, records = play(remote(service.url, "count", sim_kwargs=once))
+        failing = replace(SIMULATORS["count"], kwargs={**SIMULATORS["count"].kwargs, "once": str(tmp_path / f"once{number}")})
+        with served(offered={"failing": failing}) as service:
+            actual, records = play(remote(service.url, "failing", sim_kwargs={"misbehave": misbehave, "at": 4}))
+            assert service.hub.num_environments == 0, "none is left over"
         assert_same(expected, actual)
         (record,) = records
         assert record.kind is FaultKind.RAISED
         assert ("the gripper fell off" if misbehave == "raise" else "exit status 7") in record.detail
-        assert service.hub.num_environments == 0, "none is left over"
 
 
 def test_memory_and_nan_are_told_as_what_they_are(service: EnvironmentService) -> None:

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from embodied_rl import serve_envs
 from embodied_rl.errors import UserError
 from embodied_rl.http_server import ServerLimits
 from embodied_rl.service import environment as environment_module
-from embodied_rl.service.app import EnvironmentService, offered_simulators
+from embodied_rl.service.app import EnvironmentService
 from embodied_rl.service.environment import Environment, Outcome
 from embodied_rl.sim import process
 from embodied_rl.sim.snapshots import decode_state
@@ -92,10 +93,15 @@ def test_text_and_pictures_travel(service: EnvironmentService) -> None:
     assert drawn["image"]["shape"] == [2, 2, 3]
 
 
-def test_a_batch_steps_environments_side_by_side_and_tells_each_its_own(service: EnvironmentService, tmp_path: Path) -> None:
+def test_a_batch_steps_environments_side_by_side_and_tells_each_its_own(tmp_path: Path) -> None:
     """The first step of each of the three ends when all are in it: one after the other none would."""
-    meet = {"folder": str(tmp_path), "count": 3}
-    status, answer = ask(service.url, "/v1/environments", {"sim": "meeting", "count": 3, "kwargs": meet})
+    meeting = replace(SIMULATORS["meeting"], kwargs={"folder": str(tmp_path), "count": 3})
+    with served(offered={"meeting": meeting}) as service:
+        _step_side_by_side(service)
+
+
+def _step_side_by_side(service: EnvironmentService) -> None:
+    status, answer = ask(service.url, "/v1/environments", {"sim": "meeting", "count": 3})
     ids = answer["environments"]
     ask(service.url, "/v1/batch", {"requests": [{"id": i, "operation": "reset", "seed": seed} for seed, i in enumerate(ids)]})
     requests = [{"id": i, "operation": "step", "action": [number]} for number, i in enumerate(ids)]
@@ -233,8 +239,9 @@ def test_an_environment_that_fails_is_a_typed_error_and_stays_one(
     once = tmp_path / "once"
     if misbehave == "hang":
         time_is_over_when_it_hangs(monkeypatch, once)
-    with served(step_timeout_s=3600.0, memory_mb=200.0) as running:
-        env = f"/v1/environments/{make(running.url, 'count', kwargs={'misbehave': misbehave, 'at': 2, 'once': str(once)})}"
+    failing = replace(SIMULATORS["count"], kwargs={**SIMULATORS["count"].kwargs, "once": str(once)})
+    with served(step_timeout_s=3600.0, memory_mb=200.0, offered={"failing": failing}) as running:
+        env = f"/v1/environments/{make(running.url, 'failing', kwargs={'misbehave': misbehave, 'at': 2})}"
         other = f"/v1/environments/{make(running.url, 'count')}"
         for path in (env, other):
             ask(running.url, f"{path}/reset", {"seed": 1, "number": 1})
@@ -313,24 +320,26 @@ def test_closing_ends_every_process() -> None:
             os.kill(pid, 0)
 
 
-def test_offered_simulators() -> None:
-    assert {"cartpole", "gem_sudoku"} <= offered_simulators().keys()
-    assert not {"custom", "remote"} & offered_simulators().keys(), "they would import, or call, what a client names"
-    with pytest.raises(UserError, match="Did you mean 'cartpole'"):
-        offered_simulators(("cartpol",))
+def test_a_wrong_argument_of_the_command() -> None:
     with pytest.raises(UserError, match="port"):
         serve_envs.COMMAND.parse(["prot=1"])
 
 
 def test_the_command_serves_until_it_is_ended() -> None:
-    command = [sys.executable, "-m", "embodied_rl.serve_envs", "port=0", "sims=cartpole"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "embodied_rl.serve_envs", "port=0", "sims=[cartpole]"]
+    environment = {key: value for key, value in os.environ.items() if key != "EMBODIED_RL_TOKEN"} | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         assert process.stdout is not None
+        assert "token" in process.stdout.readline()
+        export, _, token = process.stdout.readline().strip().partition("=")
+        assert export == "export EMBODIED_RL_TOKEN"
+        assert len(token) >= 32
         line = process.stdout.readline()
         url = line.split(" at ")[1].split()[0]
-        env = f"/v1/environments/{make(url, 'cartpole')}"
-        status, answer = ask(url, f"{env}/reset", {"seed": 0})
+        assert ask(url, "/v1/environments", {"sim": "cartpole"})[0] == 401
+        bearer = {"Authorization": f"Bearer {token}"}
+        made = ask(url, "/v1/environments", {"sim": "cartpole"}, **bearer)[1]["environments"]
+        status, answer = ask(url, f"/v1/environments/{made[0]}/reset", {"seed": 0}, **bearer)
         assert status == 200
         assert len(answer["observation"]["state"]) == 4
         process.send_signal(signal.SIGTERM)
