@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,21 +66,10 @@ def _read_adapter(peft: Any, model: nn.Module, folder: Path) -> nn.Module:
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' holds no adapter_config.json, so it is not a peft adapter.")
     check_safetensors(folder, "adapter_model")
-    _refuse_modules(folder / "adapter_config.json")
     try:
         return peft.PeftModel.from_pretrained(model, str(folder), adapter_name=_ADAPTER, is_trainable=True, local_files_only=True)
     except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
         raise UserError(f"The adapter in '{folder}' does not fit this model: {first_line(error)}") from error
-
-
-def _refuse_modules(path: Path) -> None:
-    """peft imports the module that an adapter's ``megatron_core`` names, where its ``megatron_config`` is given."""
-    try:
-        settings = json.loads(path.read_bytes())
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"'{path}' cannot be read: {first_line(error)}") from error
-    if not isinstance(settings, dict) or settings.get("megatron_config"):
-        raise UserError(f"'{path}' has a megatron_config, which names a module to import; such adapters are refused. Set it to null.")
 
 
 def _base(model: Any) -> Any:

@@ -20,7 +20,7 @@ from embodied_rl.http_server import ServerLimits
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import train_tokenizer
 from embodied_rl.proxy.app import AgentProxy, ProxyOptions
-from embodied_rl.service.app import EnvironmentService, offered_simulators
+from embodied_rl.service.app import EnvironmentService
 from embodied_rl.service.environment import ServiceLimits
 from tests.chaos.harness import Attack
 from tests.chaos.http_mistakes import Sent, Targets, draw, message

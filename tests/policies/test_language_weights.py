@@ -185,6 +185,19 @@ def test_adapters_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
         build(folder, adapter=str(saved))
 
 
+def test_an_adapter_that_names_a_module_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Old peft imports it: importlib.import_module(config.megatron_core).
+    saved = build(folder, lora_rank=2).save_adapter(tmp_path / "adapter")
+    settings = json.loads((saved / "adapter_config.json").read_text())
+    (tmp_path / "evil_of_an_adapter.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'mark')!r}).touch()")
+    monkeypatch.syspath_prepend(tmp_path)
+    evil = {**settings, "megatron_core": "evil_of_an_adapter", "megatron_config": {"hidden_size": 4}}
+    (saved / "adapter_config.json").write_text(json.dumps(evil))
+    with pytest.raises(UserError, match="megatron_core"):
+        build(folder, adapter=str(saved))
+    assert not (tmp_path / "mark").exists()
+
+
 def test_unknown_lora_targets_name_the_layers_there_are(folder: Path) -> None:
     with pytest.raises(UserError, match=r"lora_targets=\['query'\].*down_proj, gate_proj, k_proj"):
         build(folder, lora_rank=2, lora_targets=("query",))
