@@ -22,6 +22,7 @@ from embodied_rl.policies.tiny_language import train_tokenizer
 from embodied_rl.proxy.app import AgentProxy, ProxyOptions
 from embodied_rl.service.app import EnvironmentService
 from embodied_rl.service.environment import ServiceLimits
+from embodied_rl.service.offers import offered_simulators
 from tests.chaos.harness import Attack
 from tests.chaos.http_mistakes import Sent, Targets, draw, message
 
