@@ -54,6 +54,15 @@ def replace_folder(whole: Path, folder: Path) -> Path:
     return folder
 
 
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a folder's regular files, what links lead to among them; pipes, devices and links to folders stay behind. Raises OSError."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copied)
+
+
 def reset_mode(*paths: Path) -> None:
     """Give files (of folders: all below) that their owner alone may read the mode of files made by `open`: what the user's umask says.
 

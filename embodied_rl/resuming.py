@@ -22,7 +22,7 @@ class PolicySaver:
     """The policy's part of a run's checkpoints."""
 
     def __init__(self, policy: Any, run_dir: Path) -> None:
-        self._policy, self._run_dir = policy, run_dir
+        self._policy, self.run_dir = policy, run_dir
         self._base: dict[str, Any] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ class PolicySaver:
         """What the adapter belongs to, noted once in a run: its files do not change. None: the policy is saved whole."""
         folder = getattr(self._policy, "base_folder", None)
         if folder is not None and self._base is None:
-            self._base = note_base(folder, self._run_dir)
+            self._base = note_base(folder, self.run_dir)
         return self._base
 
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from embodied_rl.cli import command_line, run_command
+from embodied_rl.run_folder import announce, find_run_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import TrainConfig
-
-_LOCK = ".lock"
-_DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+")
-"""Of a run's folder, where the user names none."""
 
 
 def main() -> None:
@@ -76,11 +71,12 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
         UserError: and its kinds, for everything a user can mend.
         SimFault, NonFiniteError: see `Trainer.run`.
     """
-    run_dir, checkpoint, claim = _where(config)
-    with claim:
+    folder = find_run_folder(config, overrides)
+    run_dir, checkpoint = folder.path, folder.checkpoint
+    with folder.claim:
         if checkpoint is not None:
             config = _continued(config, checkpoint, overrides)
-            _announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
+            announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
         # A libgomp that spins between parallel regions takes the cores from the simulators; it must be told before torch loads it.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from embodied_rl.roles.failures import RoleLost
@@ -114,9 +110,10 @@ def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoin
             raise UserError(f"{lost} The run was to end; what came after its last checkpoint is lost. Go on with: {go_on}") from lost
         if trainer.interrupted:
             trainer.close()
-            _announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
+            announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
             return
         episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=config.evaluation.seed)
+        trainer.require_folder()
         from embodied_rl.render import render_videos
         from embodied_rl.reporting import finish_run
 
@@ -134,7 +131,7 @@ def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restar
         why = "There is no checkpoint yet" if last is None else f"It was begun anew {num_restarts} times already (hybrid.max_restarts)"
         raise UserError(f"{lost} {why}. Go on with run_dir={run_dir} resume=auto.") from lost
     checkpoint = load_checkpoint(last, trust=code_names(config.to_dict()))  # of this very run
-    _announce(f"{lost} The run goes on from {last}, at {checkpoint.step:,} steps.")
+    announce(f"{lost} The run goes on from {last}, at {checkpoint.step:,} steps.")
     return checkpoint
 
 
@@ -167,82 +164,6 @@ def _process_start() -> float:
     global _started_before
     first, _started_before = not _started_before, True
     return psutil.Process().create_time() if first and sys.argv[0].endswith("train.py") else time.time()
-
-
-def _where(config: TrainConfig) -> tuple[Path, Checkpoint | None, IO[bytes]]:
-    """The run's folder, the checkpoint to continue from, and what keeps other runs out of the folder until it is closed."""
-    from embodied_rl.checkpoint import find_last, load_checkpoint
-    from embodied_rl.errors import UserError
-    from embodied_rl.files import next_free
-
-    run_dir = Path(config.run_dir)
-    checkpoint = None
-    if config.resume == "auto":
-        found = find_last(run_dir) or _newest_unfinished(run_dir.parent, config.seed)
-        checkpoint = load_checkpoint(found, trust=config.trust) if found is not None else None
-    elif config.resume is not None:
-        checkpoint = load_checkpoint(config.resume, trust=config.trust)
-    if checkpoint is not None:
-        run_dir = checkpoint.run_dir
-    elif config.resume == "auto" and _holds_files(run_dir) and not _DEFAULT_NAME.fullmatch(run_dir.name):
-        # Killed before its first checkpoint: from the start again, in its own folder.
-        _announce(f"{run_dir} holds no checkpoint yet; its run begins again.")
-    elif _holds_files(run_dir):
-        # Two runs that start within a second want the same default folder; one that the user named is not to be guessed about.
-        if find_last(run_dir) is not None and not _DEFAULT_NAME.fullmatch(run_dir.name):
-            raise UserError(f"run_dir={run_dir} already holds a run. Continue it with resume=auto, or choose another folder.")
-        taken, run_dir = run_dir, next_free(run_dir)
-        _announce(f"{taken} is not empty; this run goes to {run_dir}.")
-    while (claim := _claim(run_dir)) is None:
-        if checkpoint is not None or not _DEFAULT_NAME.fullmatch(Path(config.run_dir).name):
-            raise UserError(f"Another process is writing the run in {run_dir}. Wait for it, end it, or choose another run_dir.")
-        taken, run_dir = run_dir, next_free(Path(config.run_dir))
-        _announce(f"{taken} is another run's; this run goes to {run_dir}.")
-    return run_dir, checkpoint, claim
-
-
-def _holds_files(run_dir: Path) -> bool:
-    return run_dir.is_dir() and any(path.name != _LOCK for path in run_dir.iterdir())
-
-
-def _claim(run_dir: Path) -> IO[bytes] | None:
-    """Make the folder this process's own until the file is closed, or the process ends; None where it is another's already.
-
-    Raises UserError where nothing can be written.
-    """
-    from embodied_rl.files import cannot_write
-
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".write_test"
-        probe.touch()
-        probe.unlink(missing_ok=True)
-        claim = (run_dir / _LOCK).open("ab")
-    except OSError as error:
-        raise cannot_write(run_dir, error) from error
-    try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        claim.close()
-        return None
-    except OSError:  # a file system without locks
-        pass
-    return claim
-
-
-def _newest_unfinished(folder: Path, seed: int) -> Path | None:
-    """The last checkpoint of the newest run of this folder and seed that has no results yet."""
-    from embodied_rl.checkpoint import find_last
-
-    runs = sorted(folder.glob(f"*-seed{seed}*"), reverse=True) if folder.is_dir() else []
-    for run in runs:
-        if not (run / "results.json").exists() and (last := find_last(run)) is not None:
-            return last
-    return None
-
-
-def _announce(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

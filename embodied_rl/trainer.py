@@ -7,7 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -18,7 +18,7 @@ import torch
 from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_compatible, checkpoint_name
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
-from embodied_rl.files import write_atomic_with
+from embodied_rl.files import next_free, write_atomic_with
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import make_loggers
 from embodied_rl.methods import Experience, check_method
@@ -36,6 +36,7 @@ from embodied_rl.roles.remote import RemotePlayer
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.training_recording import TrainingRecorder
+from embodied_rl.run_folder import is_gone, note_run_id, run_id
 from embodied_rl.sim.faults import NonFiniteSimulationError
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.stopping import Stopper, WaitStopped
@@ -100,6 +101,8 @@ class Trainer:
             self._build(checkpoint)
             if checkpoint is not None:
                 self._load(checkpoint)
+            self.run_id = run_id(run_dir)
+            self._folder = run_dir.stat()
             self.loggers = make_loggers(
                 config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None
             )
@@ -228,6 +231,7 @@ class Trainer:
         }
         if self.timeline is not None:
             self.timeline.curves_of(self.metrics)
+        self.require_folder()
         self._report_faults()
         self.loggers.log(self.steps, self.metrics)
 
@@ -286,7 +290,28 @@ class Trainer:
             return evaluate(self.manager, self.generator, num_episodes, first_seed=first_seed, temperature=temperature)
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment; with `checkpoint.asynchronous`, begin to. Raises UserError where it cannot be written."""
+        """Write a checkpoint of this moment; with `checkpoint.asynchronous`, begin to. Raises UserError where it cannot be written, or
+        went elsewhere (`require_folder`)."""
+        self.require_folder()
+        return self._save()
+
+    def require_folder(self) -> None:
+        """Raise UserError where the run's folder was removed or moved while it ran, with a checkpoint of this moment in a new one."""
+        if not is_gone(self.run_dir, self._folder):
+            return
+        gone, self.run_dir = self.run_dir, next_free(self.run_dir.with_name(f"{self.run_dir.name}_rescued"))
+        with suppress(UserError):
+            self._writer.wait()
+        self._saver.run_dir = self.run_dir
+        self._writer = CheckpointWriter(self.run_dir)
+        note_run_id(self.run_dir, self.run_id)
+        self.loggers.rescue(self.run_dir)
+        self._folder = self.run_dir.stat()
+        self._save()
+        saved = f"It ends, saved at {self.steps:,} steps in another: go on with resume={self.run_dir}."
+        raise UserError(f"The run's folder {gone} was removed or moved while it ran. {saved}")
+
+    def _save(self) -> Path:
         score = self.metrics.get("eval/success", self.metrics.get("episode/success", self.metrics.get("episode/return", -np.inf)))
         is_best = score >= self.best
         self.best = max(self.best, score)
@@ -299,6 +324,7 @@ class Trainer:
             policy=self._saver.tensors(),
             learner={**learner, **random_states()},
             state={
+                "run_id": self.run_id,
                 "iteration": self.iteration,
                 "wall_clock_s": self.wall_clock_s(),
                 "best": self.best if np.isfinite(self.best) else None,

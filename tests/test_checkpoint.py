@@ -300,7 +300,7 @@ def test_the_held_out_result_comes_to_the_head_of_the_card_once(tmp_path: Path) 
 
 def test_the_command_to_continue_keeps_the_overrides() -> None:
     command = "python -m embodied_rl.train sim=cartpole resume=auto total_steps=100 +policy.a=1 'run_dir=my runs/1'"
-    expected = "python -m embodied_rl.train sim=cartpole +policy.a=1 'run_dir=my runs/1' 'resume=my runs/1' total_steps=200"
+    expected = "python -m embodied_rl.train sim=cartpole +policy.a=1 'resume=my runs/1' total_steps=200"
     assert resume_command(command, "my runs/1", total_steps=200) == expected
 
 

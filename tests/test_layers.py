@@ -81,11 +81,13 @@ FLOORS: dict[str, set[str]] = {
     "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies", "resuming"},
     "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
     "offline_report": GROUND | {"episodes", "video"},
+    "run_folder": GROUND | {"config", "checkpoint", "loggers"},
     "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "hybrid", "policies", "rollout", "sim"},
     "roles": GROUND | {"agents", "algorithms", "config", "generation", "hybrid", "methods", "policies", "rollout", "sim"},
     "trainer": GROUND
     | {
         "config",
+        "run_folder",
         "checkpoint",
         "episodes",
         "generation",

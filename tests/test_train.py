@@ -187,6 +187,72 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     assert train(load_train_config([*overrides, f"run_dir={tmp_path}/other"])) == tmp_path / "other_2"
 
 
+def test_a_checkpoint_that_lies_elsewhere_goes_on_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Nothing is written beside what somebody sent, and no metrics of others are cut."""
+    whole = [*PENDULUM, "total_steps=512", "checkpoint.every_steps=256", "checkpoint.keep_last=9"]
+    run = train(load_train_config([*whole, f"run_dir={tmp_path}/run"]))
+    first, _ = sorted((run / "checkpoints").glob("step_*"))
+    downloads = tmp_path / "downloads"
+    shutil.copytree(first, downloads / "sent")
+    (downloads / "metrics.jsonl").write_text('{"step": 1000000000}\n')
+    # As if it had been put into the folder of another run.
+    foreign = tmp_path / "foreign"
+    shutil.copytree(first, foreign / "checkpoints" / first.name)
+    (foreign / "metrics.jsonl").write_text('{"step": 1000000000}\n')
+    (foreign / "run.json").write_text('{"run_id": "another"}')
+    before = {path: path.read_bytes() for place in (downloads, foreign) for path in place.rglob("*") if path.is_file()}
+    for number, source in enumerate((downloads / "sent", foreign / "checkpoints" / first.name)):
+        default = tmp_path / f"runs{number}" / "20260101-120000-seed1"
+        gone_on = train(load_train_config([*whole, f"run_dir={default}", f"resume={source}"]))
+        assert gone_on == default
+        assert curve(gone_on)[-1]["step"] == 512
+    assert before == {path: path.read_bytes() for place in (downloads, foreign) for path in place.rglob("*") if path.is_file()}
+
+
+def test_resume_with_another_run_dir_goes_on_there_with_the_history(tmp_path: Path) -> None:
+    whole = [*PENDULUM, "total_steps=512", "checkpoint.every_steps=256", "checkpoint.keep_last=9", "logger.names=[jsonl,tensorboard]"]
+    run = train(load_train_config([*whole, f"run_dir={tmp_path}/run"]))
+    first, _ = sorted((run / "checkpoints").glob("step_*"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    other = train(load_train_config([*whole, f"run_dir={tmp_path}/other", f"resume={first}"]))
+    assert other == tmp_path / "other"
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    # The same curve from its first row on: the rows up to the checkpoint are copied, those after it trained again.
+    assert without_clocks(curve(other)) == without_clocks(curve(run))
+    assert (other / "checkpoints" / first.name / "policy.safetensors").read_bytes() == (first / "policy.safetensors").read_bytes()
+    assert {path.name for path in (run / "tensorboard").iterdir()} < {path.name for path in (other / "tensorboard").iterdir()}
+    # It is a run like any other: named by its folder, it goes on in it, and a folder that holds a run is not written over.
+    assert train(load_train_config([f"resume={other}", "total_steps=768"]), overrides=["total_steps=768"]) == other
+    with pytest.raises(UserError, match="other already holds a run"):
+        train(load_train_config([*whole, f"run_dir={tmp_path}/other", f"resume={first}"]))
+
+
+def test_a_run_whose_folder_is_removed_ends_with_a_checkpoint_elsewhere(tmp_path: Path) -> None:
+    overrides = [*PENDULUM, "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null", "logger.names=[jsonl,plot]"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied_rl.train", *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None, "it has ended by itself"
+        assert time.monotonic() < deadline, "it does not begin"
+        time.sleep(0.1)
+    rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    shutil.rmtree(tmp_path / "run")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 2, errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert "The run's folder run was removed or moved while it ran." in line
+    assert line.endswith("go on with resume=run_rescued.")
+    assert not (tmp_path / "run").exists()
+    rescued = tmp_path / "run_rescued"
+    steps = json.loads((rescued / "checkpoints/last/state.json").read_text())["step"]
+    assert [row["step"] for row in curve(rescued)][: len(rows)] == rows
+    assert steps > rows[-1]
+    run_command("resume=run_rescued", f"total_steps={steps + 256}", cwd=tmp_path)
+    assert curve(rescued)[-1]["step"] == steps + 256
+
+
 def test_two_processes_never_write_the_same_run(tmp_path: Path) -> None:
     """Whoever comes second finds the folder claimed: with a name of its own where the name is the default's, and else an error."""
     overrides = [*PENDULUM, "total_steps=256", "checkpoint.every_steps=128"]

@@ -28,9 +28,9 @@ def add_result_to_card(folder: Path, rows: Mapping[str, str]) -> None:
 
 
 def resume_command(command: str, path: Path | str, **changes: object) -> str:
-    """The command that continues a run: `command` with ``resume=path`` and other values for the keys of `changes`."""
+    """The command that continues a run: `command` with ``resume=path`` and other values for the keys of `changes`, in the run's folder."""
     replaced = {"resume": path, **changes}
-    words = [word for word in shlex.split(command) if word.split("=", 1)[0].lstrip("+") not in replaced]
+    words = [word for word in shlex.split(command) if word.split("=", 1)[0].lstrip("+") not in (*replaced, "run_dir")]
     return shlex.join([*words, *(f"{key}={value}" for key, value in replaced.items())])
 
 

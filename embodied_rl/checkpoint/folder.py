@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card, show
 from embodied_rl.checkpoint.checksums import FileSums, fault_of, sum_of_document, sums_of
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
-from embodied_rl.files import cannot_write, fsync, reset_mode
+from embodied_rl.files import cannot_write, copy_files, fsync, reset_mode
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.trust import CHECKPOINT, require_trusted, sign
 from embodied_rl.types import SimSpec
@@ -242,6 +242,31 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
         ) from error
     config = _read_config(folder / CONFIG_FILE, document.get(_SIGNATURE), trust)
     return Checkpoint(path=folder, policy=policy, learner=learner, config=config, **told)
+
+
+def adopt_checkpoint(checkpoint: Checkpoint, run_dir: Path | str) -> Checkpoint:
+    """Copy a checkpoint, and its base model where that lies in its run, to be the first of a run in another folder.
+
+    Raises:
+        UserError: it cannot be written there.
+        IncompatibleCheckpointError: the base model does not lie where the checkpoint may say.
+    """
+    run, root = Path(run_dir), Path(run_dir) / "checkpoints"
+    final = root / checkpoint_name(checkpoint.step)
+    try:
+        if checkpoint.base is not None and checkpoint.base["within_run"]:
+            place = run / str(checkpoint.base["path"])
+            if not place.resolve().is_relative_to(run.resolve()):
+                raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' says that its base model lies outside of its run.")
+            copy_files(checkpoint.run_dir / str(checkpoint.base["path"]), place)
+        root.mkdir(parents=True, exist_ok=True)
+        temporary = _fresh_temporary(root)
+        copy_files(checkpoint.path, temporary)
+        _move_into_place(temporary, final)
+        _link(root / "last", final.name)
+    except OSError as error:
+        raise cannot_write(final, error) from error
+    return replace(checkpoint, path=final.resolve())
 
 
 def resolve_checkpoint(path: Path | str) -> Path:

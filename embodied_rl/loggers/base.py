@@ -39,6 +39,10 @@ class Logger(Protocol):
         """One line for the person who watches; loggers without a screen drop it."""
         return
 
+    def rescue(self, folder: Path) -> None:
+        """The run's folder is gone: leave what is still known of the history in another. Those that know nothing leave nothing."""
+        return
+
     def close(self) -> None:
         """Write what is pending. Nothing is logged afterwards."""
         ...
@@ -64,6 +68,10 @@ class LoggerGroup(Logger):
     def message(self, text: str) -> None:
         for logger in self.loggers:
             logger.message(text)
+
+    def rescue(self, folder: Path) -> None:
+        for logger in self.loggers:
+            logger.rescue(folder)
 
     def close(self) -> None:
         """Close every logger, also when one of them fails, and only once."""

@@ -49,6 +49,9 @@ class PlotLogger(Logger):
             draw_curves(self._curves, self.path)
             self._next_s = self._clock() + max(self._interval_s, 50 * (self._clock() - started))
 
+    def rescue(self, folder: Path) -> None:
+        self.path = folder / CURVES_FILE
+
     def close(self) -> None:
         if self._curves:
             draw_curves(self._curves, self.path)

@@ -1,0 +1,225 @@
+"""The folder of a run: which one it is, whose it is, and what goes along when a run is continued in another.
+
+A run's folder holds ``run.json`` with a number drawn when the run began, and so does each of its checkpoints. Where the two agree, or the
+rows of ``metrics.jsonl`` know the checkpoint's step (of runs older than that number), the run goes on in the folder. Anywhere else a
+checkpoint is somebody's: nothing is written beside it, and the run goes on in a folder of its own, with a copy of the history.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from embodied_rl.errors import UserError
+from embodied_rl.files import cannot_write, copy_files, next_free, write_atomic
+from embodied_rl.reading import parse_json, read_regular
+
+if TYPE_CHECKING:
+    from embodied_rl.checkpoint import Checkpoint
+    from embodied_rl.config import TrainConfig
+
+RUN_FILE = "run.json"
+_LOCK = ".lock"
+_DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+")
+"""Of a run's folder, where the user names none."""
+_FAULTS = "faults.jsonl"
+_FOLDERS = ("tensorboard", "demonstrations")
+"""Of the history; recorded training episodes stay where they are."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run goes."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    """What it continues from."""
+    claim: IO[bytes]
+    """Keeps other runs out of the folder until it is closed."""
+
+
+def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
+    """The folder of the run that a configuration asks for, made and claimed; with the history where it is not the checkpoint's own.
+
+    Args:
+        config: its `run_dir` and `resume`.
+        overrides: of the command line, which say whether the user named `run_dir`.
+
+    Raises:
+        UserError: the folder holds another run, another process writes there, or it cannot be written.
+        IncompatibleCheckpointError: see `load_checkpoint`.
+    """
+    run_dir = Path(config.run_dir)
+    named = not _DEFAULT_NAME.fullmatch(run_dir.name) or any(word.startswith("run_dir=") for word in overrides)
+    checkpoint = _checkpoint_of(config, run_dir, named)
+    source = None
+    if checkpoint is not None:
+        if _same(run_dir, checkpoint.run_dir) or (not named and belongs(checkpoint)):
+            run_dir = checkpoint.run_dir
+        else:
+            source, run_dir = checkpoint, _unused(run_dir, named)
+    elif config.resume == "auto" and _holds_files(run_dir) and named:
+        # Killed before its first checkpoint: from the start again, in its own folder.
+        announce(f"{run_dir} holds no checkpoint yet; its run begins again.")
+    else:
+        run_dir = _unused(run_dir, named)
+    while (claim := _claim(run_dir)) is None:
+        if named or (checkpoint is not None and source is None):
+            raise UserError(f"Another process is writing the run in {run_dir}. Wait for it, end it, or choose another run_dir.")
+        # Two runs that start within a second want the same default folder.
+        taken, run_dir = run_dir, next_free(Path(config.run_dir))
+        announce(f"{taken} is another run's; this run goes to {run_dir}.")
+    if source is not None:
+        announce(f"{source.path} is not of a run in {run_dir}, which goes on there with a copy of its history.")
+        copy_history(source, run_dir)
+        checkpoint = _copied(source, run_dir)
+    return RunFolder(run_dir, checkpoint, claim)
+
+
+def run_id(run_dir: Path) -> str:
+    """The number of the run in a folder; drawn and written down where there is none. Raises UserError where that fails."""
+    known = _noted_id(run_dir)
+    if known is None:
+        known = uuid.uuid4().hex
+        note_run_id(run_dir, known)
+    return known
+
+
+def note_run_id(run_dir: Path, number: str) -> None:
+    """Write down whose a folder is. Raises UserError where that fails."""
+    write_atomic(run_dir / RUN_FILE, json.dumps({"run_id": number}) + "\n")
+
+
+def belongs(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint lies in the folder of the run that wrote it."""
+    if checkpoint.path.parent.name != "checkpoints":
+        return False
+    if (own := checkpoint.state.get("run_id")) is not None:
+        return bool(own == _noted_id(checkpoint.run_dir))
+    from embodied_rl.loggers.jsonl import logged_steps
+
+    return checkpoint.step in logged_steps(checkpoint.run_dir)
+
+
+def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
+    """What the run that a checkpoint is of has left up to its step, into the folder where it goes on. Raises UserError."""
+    from embodied_rl.loggers.jsonl import METRICS_FILE, history_until
+
+    source = checkpoint.run_dir
+    try:
+        if checkpoint.path.parent.name == "checkpoints":
+            for name in _FOLDERS:
+                copy_files(source / name, run_dir / name)
+            if (source / _FAULTS).is_file():
+                shutil.copy(source / _FAULTS, run_dir / _FAULTS)
+            if (history := history_until(source, checkpoint.step)) is not None:
+                write_atomic(run_dir / METRICS_FILE, history)
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+
+
+def is_gone(run_dir: Path, claim: os.stat_result) -> bool:
+    """Whether a folder was removed, moved or replaced since `claim` was asked of it (`os.stat`)."""
+    try:
+        found = run_dir.stat()
+    except OSError:
+        return True
+    return (found.st_dev, found.st_ino) != (claim.st_dev, claim.st_ino)
+
+
+def announce(text: str) -> None:
+    """A line for the user, beside what the run prints."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- inside ---------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_of(config: TrainConfig, run_dir: Path, named: bool) -> Checkpoint | None:
+    from embodied_rl.checkpoint import find_last, load_checkpoint
+
+    if config.resume != "auto":
+        return None if config.resume is None else load_checkpoint(config.resume, trust=config.trust)
+    found = find_last(run_dir)
+    if found is None and not named:
+        found = _newest_unfinished(run_dir.parent, config.seed)
+    return None if found is None else load_checkpoint(found, trust=config.trust)
+
+
+def _unused(run_dir: Path, named: bool) -> Path:
+    """A folder for a run that begins there: `run_dir`, or the next free name. Raises UserError where the user named that of a run."""
+    from embodied_rl.checkpoint import find_last
+
+    if not _holds_files(run_dir):
+        return run_dir
+    if named and find_last(run_dir) is not None:
+        raise UserError(f"run_dir={run_dir} already holds a run. Continue it with resume=auto, or choose another folder.")
+    free = next_free(run_dir)
+    announce(f"{run_dir} is not empty; this run goes to {free}.")
+    return free
+
+
+def _copied(checkpoint: Checkpoint, run_dir: Path) -> Checkpoint:
+    """The checkpoint as the first of the folder, so that the run goes on from there whenever it is ended."""
+    from embodied_rl.checkpoint import adopt_checkpoint
+
+    note_run_id(run_dir, str(checkpoint.state.get("run_id") or uuid.uuid4().hex))
+    return adopt_checkpoint(checkpoint, run_dir)
+
+
+def _noted_id(run_dir: Path) -> str | None:
+    try:
+        return str(parse_json(read_regular(run_dir / RUN_FILE))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _holds_files(run_dir: Path) -> bool:
+    return run_dir.is_dir() and any(path.name not in (_LOCK, RUN_FILE) for path in run_dir.iterdir())
+
+
+def _claim(run_dir: Path) -> IO[bytes] | None:
+    """Make the folder this process's own until the file is closed, or the process ends; None where it is another's already.
+
+    Raises UserError where nothing can be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".write_test"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+        claim = (run_dir / _LOCK).open("ab")
+    except OSError as error:
+        raise cannot_write(run_dir, error) from error
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claim.close()
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return claim
+
+
+def _newest_unfinished(folder: Path, seed: int) -> Path | None:
+    """The last checkpoint of the newest run of this folder and seed that has no results yet."""
+    from embodied_rl.checkpoint import find_last
+
+    runs = sorted(folder.glob(f"*-seed{seed}*"), reverse=True) if folder.is_dir() else []
+    for run in runs:
+        if not (run / "results.json").exists() and (last := find_last(run)) is not None:
+            return last
+    return None
