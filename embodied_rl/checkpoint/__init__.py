@@ -2,6 +2,7 @@
 
 from embodied_rl.checkpoint.base import base_of, note_base
 from embodied_rl.checkpoint.card import CARD_FILE, add_result_to_card, resume_command
+from embodied_rl.checkpoint.fitting import check_compatible, check_tensors
 from embodied_rl.checkpoint.folder import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -12,8 +13,6 @@ from embodied_rl.checkpoint.folder import (
     STATE_FILE,
     Checkpoint,
     adopt_checkpoint,
-    check_compatible,
-    check_tensors,
     checkpoint_name,
     find_last,
     load_checkpoint,
