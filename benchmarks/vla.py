@@ -6,8 +6,8 @@
   log-probabilities and the hidden state that the value head reads. *generate* is transformers' own loop on the stock Llama with the same
   weights, restricted to the action tokens; both sides run the same vision part. Sides take turns in each round, on one thread; times are
   processor time, which other programs on the machine disturb least.
-- On a CUDA device, the 7B shape in bfloat16: OpenVLA and OpenVLA-OFT at batch 1, 8, 32 and 256 with CUDA graphs, beside the roofline
-  (`roofline_s`), and transformers' `generate` at batch 1 and 32.
+- On a CUDA device, the 7B shape in bfloat16: OpenVLA and OpenVLA-OFT at batch 1, 8, 32 and 256 with and without CUDA graphs, beside
+  the roofline (`roofline_s`), and transformers' `generate` at batch 1 and 32.
 
 Training steps: `vla_training.py`.
 """
@@ -275,6 +275,7 @@ def on_a_gpu(batches: list[int], rounds: int, peaks: tuple[float, float] | None)
             captured: Accelerated[Generated] = Accelerated(program, "cuda_graph")
             given = random_inputs(batch, "cuda", units)
             sides: dict[str, Callable[[], Any]] = {f"{kind}, CUDA graph": lambda c=captured, g=given: c(g)}
+            sides[f"{kind}, eager"] = lambda p=program, g=given: p(**g)
             if kind == "OpenVLA" and batch in (1, 32):
                 theirs = decide_with_transformers(model, normaliser)
                 sides["transformers' generate"] = lambda t=theirs, g=given: t(**g)

@@ -16,20 +16,28 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from tables import provenance, text_table
-from vla import NUM_TOKENS, PROMPT_TOKENS, SHAPES, random_inputs, random_model, synchronise
+from torch import Tensor, nn
+from torch import distributed as dist
+from vla import NUM_TOKENS, PROMPT_TOKENS, SHAPES, flop_of, peaks_of, random_inputs, random_model, synchronise
 
+from embodied_rl.config import ShardingConfig
+from embodied_rl.hybrid.fsdp import make_mesh, shard
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.images import PixelNormaliser
 from embodied_rl.policies.openvla.model import OpenVLA
 
 LORA_TARGETS = ["qkv", "fc1", "fc2", "fc3", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-WAYS = ("all weights", "all weights, checkpointing", "LoRA", "LoRA, checkpointing")
+OFFLOAD = ", FSDP2 offload"
+WAYS = ("all weights", "all weights, checkpointing", "LoRA", "LoRA, checkpointing", f"all weights{OFFLOAD}", f"LoRA{OFFLOAD}")
 
 
 def trained_model(shape: str, way: str, rank: int, device: str) -> OpenVLA:
@@ -46,19 +54,45 @@ def trained_model(shape: str, way: str, rank: int, device: str) -> OpenVLA:
     return model.train()
 
 
-def steps(model: OpenVLA, rows: int, rounds: int, device: str) -> list[float]:
+class Step(nn.Module):
+    """The loss of a micro-batch, in the one method that FSDP gathers weights for."""
+
+    def __init__(self, model: OpenVLA, device: str) -> None:
+        super().__init__()
+        self.model, self.normaliser = model, PixelNormaliser().to(device)
+
+    def sharding_blocks(self) -> list[nn.Module]:
+        return list(self.model.language_model.model.layers)
+
+    def evaluate(self, images: Tensor, input_ids: Tensor, mask: Tensor, choices: Tensor) -> Tensor:
+        prefix = self.model.prefix(self.normaliser(images), input_ids, mask, padded=False)
+        logits, _ = self.model.teacher_forced(prefix, choices + self.model.tokens.first_token)
+        return -TokenDistribution.from_logits(logits).log_prob(choices).mean()
+
+
+@contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """A process group of this process, as FSDP wants one on a single GPU too."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def steps(step: Step, rows: int, rounds: int, device: str) -> list[float]:
     """Seconds of each step (processor time on a CPU), after one that is not measured."""
     clock = time.process_time if device == "cpu" else time.perf_counter
-    optimizer = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=1e-6, foreach=False)
-    given, normaliser = random_inputs(rows, device, NUM_TOKENS), PixelNormaliser().to(device)
-    choices = (given["noise"] * model.tokens.num_bins).long()
+    optimizer = torch.optim.AdamW([part for part in step.parameters() if part.requires_grad], lr=1e-6, foreach=False)
+    given = random_inputs(rows, device, NUM_TOKENS)
+    choices = (given["noise"] * step.model.tokens.num_bins).long()
     seconds = []
     for _ in range(rounds + 1):
         synchronise(device)
         start = clock()
-        prefix = model.prefix(normaliser(given["images"]), given["input_ids"], given["mask"], padded=False)
-        logits, _ = model.teacher_forced(prefix, choices + model.tokens.first_token)
-        (-TokenDistribution.from_logits(logits).log_prob(choices).mean()).backward()
+        step.evaluate(given["images"], given["input_ids"], given["mask"], choices).backward()
         optimizer.step()
         optimizer.zero_grad()
         synchronise(device)
@@ -79,12 +113,17 @@ def measure_alone(shape: str, way: str, rank: int, rows: int, rounds: int, devic
 
     before = resident_bytes()
     try:
-        model = trained_model(shape, way, rank, device)
-        seconds = steps(model, rows, rounds, device)
+        step = Step(trained_model(shape, way, rank, device), device)
+        trained = sum(part.numel() for part in step.parameters() if part.requires_grad)
+        if way.endswith(OFFLOAD):
+            with one_rank(device):
+                config = ShardingConfig(cpu_offload=True)
+                seconds = steps(shard(step, make_mesh(config, device), config), rows, rounds, device)
+        else:
+            seconds = steps(step, rows, rounds, device)
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    trained = sum(part.numel() for part in model.parameters() if part.requires_grad)
     return {"seconds": statistics.median(seconds), "peak_bytes": peak, "trained": trained}
 
 
@@ -101,17 +140,24 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, dict[str, Any
     return results
 
 
-def report(results: dict[str, dict[str, Any]], rows: int) -> tuple[str, str]:
-    """The table and the figure."""
+def utilisation(shape: str, way: str, rows: int, seconds: float, peak_flop_s: float) -> float:
+    """Model FLOP utilisation: forward and backward of all weights take three forwards; with LoRA, frozen weights get no gradient: two."""
+    forward = rows * flop_of(SHAPES[shape](), 1, 256 + PROMPT_TOKENS + NUM_TOKENS - 1, steps=0)
+    return (2 if way.startswith("LoRA") else 3) * forward / seconds / peak_flop_s
+
+
+def report(results: dict[str, dict[str, Any]], rows: int, shape: str, peaks: tuple[float, float] | None) -> tuple[str, str]:
+    """The table and the figure; `peaks` of the device, where they are known."""
     tokens = rows * (256 + PROMPT_TOKENS + NUM_TOKENS - 1)
     lines = []
     for way, found in results.items():
         if "error" in found:
-            lines.append([way, found["error"], "", "", ""])
+            lines.append([way, found["error"], "", "", "", ""])
             continue
         speed, peak = f"{tokens / found['seconds']:,.0f}", f"{found['peak_bytes'] / 2**20:,.0f}"
-        lines.append([way, f"{found['trained']:,}", f"{1e3 * found['seconds']:.1f}", speed, peak])
-    table = text_table(["training step", "trained weights", "ms", "tokens/s", "peak MiB"], lines)
+        mfu = "" if peaks is None else f"{100 * utilisation(shape, way, rows, found['seconds'], peaks[0]):.0f}%"
+        lines.append([way, f"{found['trained']:,}", f"{1e3 * found['seconds']:.1f}", speed, peak, mfu])
+    table = text_table(["training step", "trained weights", "ms", "tokens/s", "peak MiB", "MFU"], lines)
 
     def ratio(over: str, under: str) -> str:
         if "error" in results[over] or "error" in results[under]:
@@ -140,7 +186,7 @@ def main() -> None:
     print(provenance("transformers", "peft"))
     where = torch.cuda.get_device_name() if device == "cuda" else "one thread, processor time"
     print(f"{options.shape} shape, {options.rows} rows, {'bfloat16' if device == 'cuda' else 'float32'}, {where}\n")
-    table, figure = report(measure(options, device), options.rows)
+    table, figure = report(measure(options, device), options.rows, options.shape, peaks_of(where))
     print(f"{table}\n\n{figure}")
 
 

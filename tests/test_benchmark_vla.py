@@ -49,7 +49,8 @@ def test_vla_training_runs() -> None:
     pytest.importorskip("peft")
     lines = run_script("vla_training.py", "--device", "cpu", "--shape", "tiny", "--rows", "2", "--rounds", "1", "--rank", "8")
     table = columns(lines, below="training step")
-    assert list(table) == ["all weights", "all weights, checkpointing", "LoRA", "LoRA, checkpointing"]
+    ways = ["all weights", "all weights, checkpointing", "LoRA", "LoRA, checkpointing", "all weights, FSDP2 offload", "LoRA, FSDP2 offload"]
+    assert list(table) == ways
     trained = {way: int(cells[0].replace(",", "")) for way, cells in table.items()}
     ms, tokens_per_s, mib = ({way: printed(cells[index]) for way, cells in table.items()} for index in (1, 2, 3))
     assert trained["all weights"] == trained["all weights, checkpointing"] == 2_351_215

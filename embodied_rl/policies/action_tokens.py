@@ -53,9 +53,16 @@ class ActionTokenizer:
         return self.centers[index]
 
     def choices(self, tokens: Tensor) -> Tensor:
-        """Tokens [...] to their index [...] among the action tokens. Raises UserError for a token that is not an action's."""
+        """Tokens [...] to their index [...] among the action tokens.
+
+        Raises:
+            UserError: a token is not an action's; on a GPU, RuntimeError at the next synchronisation.
+        """
         choice = tokens - self.first_token
-        if bool(((choice < 0) | (choice >= self.num_bins)).any()):
+        inside = ((choice >= 0) & (choice < self.num_bins)).all()
+        if tokens.device.type != "cpu":
+            torch._assert_async(inside, "action tokens of another policy")  # asking for the answer would wait for the device
+        elif not bool(inside):
             raise UserError(
                 f"Action tokens must lie in [{self.first_token}, {self.vocab_size - 1}], got "
                 f"{int(tokens.min())} to {int(tokens.max())}. Was the action recorded with another policy?"

@@ -175,10 +175,15 @@ class VLAPolicy(nn.Module):
     def _inputs(self, observation: Mapping[str, Any]) -> tuple[dict[str, Tensor | None], bool]:
         """Prepared tensors on the model's device, and whether a prompt is padded."""
         ready = cast(TensorObservation, observation) if "input_ids" in observation else self.prepare(observation)
-        padded = not bool(ready["prompt_mask"].all())
+        padded = self.is_padded(ready["prompt_mask"])
         tensors: dict[str, Tensor | None] = {key: ready[key].to(self.model.device, non_blocking=True) for key in PREPARED}
         tensors["proprio"] = ready["proprio"].to(self.model.device) if self.proprio_range is not None else None
         return tensors, padded
+
+    @staticmethod
+    def is_padded(prompt_mask: Tensor) -> bool:
+        """Whether a prompt of [B, P] is shorter than the others; waits for the device where the mask lies on one."""
+        return not bool(prompt_mask.all())
 
     # ---- Policy ---------------------------------------------------------------------------------------------------------
 
@@ -284,7 +289,7 @@ class VLAPolicy(nn.Module):
             raise UserError(
                 f"This policy samples {self.num_units} tokens: noise must be [{rows}, {self.num_units}], got {list(noise.shape)}."
             )
-        if not noise.is_cuda and bool(((noise < 0) | (noise >= 1)).any()):
+        if noise.device.type == "cpu" and bool(((noise < 0) | (noise >= 1)).any()):
             raise UserError("This policy samples tokens: noise must be uniform in [0, 1), not normal.")
 
     def _value(self, hidden: Tensor) -> Tensor:
