@@ -102,7 +102,7 @@ FLOORS: dict[str, set[str]] = {
         "sim",
     },
     "resuming": GROUND | {"config", "checkpoint", "hybrid", "policies"},
-    "probes": GROUND | {"config", "sim"},
+    "probes": GROUND | {"config", "sandbox", "sim"},
     "measuring": GROUND | {"config", "methods", "sim", "trainer"},
 }
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""

@@ -46,9 +46,11 @@ class ToolsConfig(Config, place="agent.tool_options"):
     python_timeout_s: Seconds = 10.0
     """python: of one program."""
     python_memory_mb: Annotated[int, Bounds(1, 100_000_000)] = 512
-    """python: address space of each process."""
+    """python: memory of all processes of a program together, and address space of each."""
     python_network: bool = False
-    """python: run programs with a network, also where it cannot be cut off."""
+    """python: programs may use the network; all else is held back as without."""
+    python_sandbox: Literal["namespaces", "landlock", "prlimit"] = "landlock"
+    """python: the weakest protection that will do (docs/sandbox.md); where the machine has less, a run does not begin."""
     mcp: tuple[dict[str, Any], ...] = ()
     """mcp: servers to start, each ``{command: [program, arguments], env: {NAME: value}, timeout_s: 30}``."""
 

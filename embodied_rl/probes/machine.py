@@ -64,6 +64,7 @@ def system_checks(folder: Path | None = None) -> list[Check]:
         Check("machine", "memory", "ok", memory()),
         _shared_memory(),
         writable(folder or Path.cwd()),
+        sandbox(),
     ]
 
 
@@ -92,6 +93,21 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
         plan = affinity.plan_placement(topology, num_workers or affinity.available_cores(cgroup), policy)
         rows += [(f"{policy}: {where}", text) for where, text in affinity.describe_placements(plan)]
     return [Check("placement", name, "ok", text) for name, text in rows]
+
+
+def sandbox() -> Check:
+    """Which protection holds programs that models write."""
+    from embodied_rl.sandbox import levels
+
+    found = levels.strongest()
+    if found is None:
+        return Check("machine", "sandbox", "failed", f"programs cannot be run: {levels.failure('prlimit')}"[:160], "run on Linux")
+    stopped = sum(found in attack.stopped for attack in levels.ATTACKS)
+    detail = f"{found}: stops {stopped} of {len(levels.ATTACKS)} attacks (docs/sandbox.md)"
+    better = levels.LEVELS[: levels.LEVELS.index(found)]
+    if better:
+        detail += f"; not {better[-1]}: {levels.failure(better[-1])[:80]}"
+    return Check("machine", "sandbox", "failed" if found == "prlimit" else "ok", detail, levels.FIXES[better[-1]] if better else "")
 
 
 def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> str:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from embodied_rl.agents.tools import python_tool
 from embodied_rl.agents.tools.base import Toolbox, ToolError
 from embodied_rl.agents.tools.calculator import Calculator, calculate
 from embodied_rl.agents.tools.mcp import McpServer
-from embodied_rl.agents.tools.python_tool import PythonLimits, PythonTool, can_isolate
+from embodied_rl.agents.tools.python_tool import PythonTool
 from embodied_rl.agents.tools.search import Bm25, Document, Search, read_corpus
 from embodied_rl.errors import UserError
+from embodied_rl.sandbox import levels
+from embodied_rl.sandbox.python import PythonLimits
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -145,10 +143,10 @@ def test_search_and_its_corpora(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run() -> Any:
-    if not can_isolate():
-        pytest.skip("this kernel gives no namespaces")
+    if levels.strongest() not in ("namespaces", "landlock"):
+        pytest.skip("this kernel has limits only")
     return lambda code, timeout_s=60.0: Toolbox(
-        [PythonTool(PythonLimits(timeout_s=timeout_s, memory_mb=256, file_mb=1, output_bytes=1000))]
+        [PythonTool(PythonLimits(timeout_s=timeout_s, memory_mb=256, scratch_mb=1, output_bytes=1000))]
     ).call("python", {"code": code})
 
 
@@ -165,27 +163,14 @@ def test_a_program_prints(run: Any) -> None:
     assert "was killed by SIGSEGV" in run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").text
 
 
-def test_time_memory_and_files_are_limited(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mark = tmp_path / "begun"
-    mark.touch()
-    os.chmod(tmp_path, 0o777)
-    os.chmod(mark, 0o666)
-    wait = subprocess.Popen.wait
-
-    def wait_for_an_hour(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        """Which is over when the program has printed."""
-        deadline = time.monotonic() + 240
-        while timeout == 3600.0 and not mark.stat().st_size and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return wait(process, 0.01 if timeout == 3600.0 else timeout)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess.Popen, "wait", wait_for_an_hour)
-        result = run(f"print('begun', flush=True)\nwith open({str(mark)!r}, 'w') as file: file.write('x')\nwhile True: pass", 3600.0)
-    assert "did not end within 3600 s" in result.text
+def test_time_memory_and_files_are_limited(run: Any) -> None:
+    result = run("print('begun', flush=True)\nwhile True: pass", 3.0)
+    assert "did not end within 3 s" in result.text or "of processor time" in result.text
     assert "begun" in result.text
     assert "MemoryError" in run("x = bytearray(10**9)").text
     assert run("open('big', 'wb').write(bytes(2 * 2**20))").failed
+    many = run("import os, time\nfor _ in range(99):\n    if not os.fork(): time.sleep(60)\ntime.sleep(60)").text
+    assert "processes" in many or "BlockingIOError" in many
     flood = run("print('x' * 10**6)").text
     assert "bytes were thrown away" in flood
     assert len(flood) < 1100
@@ -200,21 +185,7 @@ def test_the_network_cannot_be_reached(run: Any) -> None:
         result = run(code)
         assert result.failed
         assert "reached" not in result.text.splitlines()
-        assert "OSError" in result.text or "ConnectionRefusedError" in result.text
-
-
-def test_what_a_program_leaves_behind_ends_with_it(run: Any, tmp_path: Path) -> None:
-    mark = tmp_path / "alive"
-    mark.touch()
-    os.chmod(tmp_path, 0o777)
-    os.chmod(mark, 0o666)
-    child = f"import os, time\nos.setsid()\nwhile True:\n    open({str(mark)!r}, 'a').write('x')\n    time.sleep(0.02)"
-    written = f"os.stat({str(mark)!r}).st_size"
-    run(f"import os, sys, time\nif os.fork() == 0:\n    exec({child!r})\nwhile not {written}:\n    time.sleep(0.01)")
-    size = mark.stat().st_size
-    assert size > 0, "the child wrote"
-    time.sleep(0.3)
-    assert mark.stat().st_size == size, "and is gone"
+        assert "OSError" in result.text or "ConnectionRefusedError" in result.text or "PermissionError" in result.text
 
 
 def test_programs_see_neither_our_variables_nor_each_other(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,11 +194,18 @@ def test_programs_see_neither_our_variables_nor_each_other(run: Any, monkeypatch
     assert run("import os; print(os.listdir())").text == "[]\n"
 
 
-def test_without_namespaces_the_tool_refuses_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_tool, "can_isolate", lambda: False)
-    with pytest.raises(UserError, match="allow_network=True"):
+def test_a_weaker_protection_is_refused_unless_it_is_said_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "failure", lambda level: "" if level == "prlimit" else "the kernel has none")
+    with pytest.raises(
+        UserError, match=r"has only the sandbox 'prlimit' \(the kernel has none\).*set agent.tool_options.python_sandbox=prlimit"
+    ) as error:
         PythonTool()
-    assert PythonTool(allow_network=True).run({"code": "print(1)"}) == "1\n"
+    assert len(str(error.value)) <= 400
+    with pytest.raises(UserError, match="has only the sandbox"):
+        PythonTool(allow_network=True)
+    assert PythonTool(sandbox="prlimit").run({"code": "print(1)"}) == "1\n"
+    with pytest.raises(UserError, match=r"python_sandbox='landlok' is not a choice\. Did you mean 'landlock'"):
+        PythonTool(sandbox="landlok")
     with pytest.raises(UserError, match="timeout_s must be > 0"):
         PythonLimits(timeout_s=0)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from embodied_rl.compose import load_train_config
-from embodied_rl.sandbox import can_isolate
 from embodied_rl.train import train
 from tests.generation.token_servers import Exchange, TokenServer
 
@@ -43,8 +42,7 @@ def test_every_strategy_trains_with_tools(tmp_path: Path, strategy: str) -> None
 def test_questions_and_programs_are_learned_from(tmp_path: Path) -> None:
     rows = run(tmp_path / "questions", "sim=questions", "sim.kwargs.attempts=2", "total_steps=8")
     assert rows[-1]["episode/length"] == 2.0
-    network = "false" if can_isolate() else "true"
-    rows = run(tmp_path / "code", "sim=code_tasks", f"sim.kwargs.allow_network={network}", "sim.kwargs.timeout_s=20", "total_steps=4")
+    rows = run(tmp_path / "code", "sim=code_tasks", "sim.kwargs.sandbox=prlimit", "sim.kwargs.timeout_s=20", "total_steps=4")
     assert rows[-1]["episode/success"] == 0.0
     assert rows[-1]["groups/failed"] == 0.0
 

@@ -33,7 +33,6 @@ from embodied_rl.rollout.domains import DomainMixture, queue_weights
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.rollout.silence import SilenceWatch
-from embodied_rl.sandbox import can_isolate
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.agents.samples import make_episode, make_group, make_turn
@@ -319,9 +318,8 @@ def test_games_questions_programs_a_judge_and_a_robot_in_one_run(tmp_path: Path)
     path.write_text('{"question": "Why?", "reference": "Because."}\n', encoding="utf-8")
     says = {"choices": [{"message": {"content": "<score>0.5</score>"}, "finish_reason": "stop"}]}
     server = TokenServer(lambda exchange: exchange.json(says))
-    network = "false" if can_isolate() else "true"
     small = "num_slots: 2, num_workers: 1"
-    code = f"kwargs: {{timeout_s: 20, allow_network: {network}}}"
+    code = "kwargs: {timeout_s: 20, sandbox: prlimit}"
     judge = f"kwargs: {{path: '{path}', base_url: '{server.base_url}', model: m}}"
     domains = [
         *DOMAINS,

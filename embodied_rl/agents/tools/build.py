@@ -10,14 +10,14 @@ from embodied_rl.agents.tools.calculator import Calculator
 from embodied_rl.agents.tools.python_tool import PythonTool
 from embodied_rl.agents.tools.search import Bm25, Search, read_corpus
 from embodied_rl.config.agent import ToolsConfig
-from embodied_rl.sandbox import PythonLimits
+from embodied_rl.sandbox.python import PythonLimits
 
 
 def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
     """The tools `agent.tools` names, those of MCP servers among them; servers are started.
 
     Raises:
-        UserError: the corpus cannot be read, the python tool cannot be kept from the network here, or a server does not start.
+        UserError: the corpus cannot be read, the python tool cannot be held as `python_sandbox` asks, or a server does not start.
     """
     tools: list[Tool] = []
     try:
@@ -38,7 +38,7 @@ def _make(name: str, options: ToolsConfig) -> list[Tool]:
         return [Search(Bm25(read_corpus(Path(options.corpus).expanduser())))]
     if name == "python":
         limits = PythonLimits(timeout_s=options.python_timeout_s, memory_mb=options.python_memory_mb)
-        return [PythonTool(limits, allow_network=options.python_network)]
+        return [PythonTool(limits, allow_network=options.python_network, sandbox=options.python_sandbox)]
     assert name == "mcp", "the configuration was checked"
     from embodied_rl.agents.tools.mcp import McpServer
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from embodied_rl.agents.tools.base import ToolError, argument, text_schema
-from embodied_rl.errors import UserError
-from embodied_rl.sandbox import PythonLimits, can_isolate, run_program
-
-__all__ = ["PythonLimits", "PythonTool", "can_isolate", "run_program"]
+from embodied_rl.sandbox.levels import protection
+from embodied_rl.sandbox.python import PythonLimits, run_program
 
 
 class PythonTool:
@@ -20,27 +18,26 @@ class PythonTool:
     description = "Run a Python program and get what it prints. Nothing is kept between calls; there is no network."
     parameters = text_schema("code", "the program; print what you want to see")
 
-    def __init__(self, limits: PythonLimits | None = None, *, allow_network: bool = False) -> None:
+    def __init__(self, limits: PythonLimits | None = None, *, allow_network: bool = False, sandbox: str = "landlock") -> None:
         """
         Args:
-            allow_network: also run where the network cannot be cut off, and do not cut it off.
+            allow_network: programs may use the network; all else is held back as without.
+            sandbox: the weakest protection that will do (`embodied_rl.sandbox.levels`).
 
         Raises:
-            UserError: this kernel gives no namespaces, so that the network cannot be cut off, and `allow_network` is False.
+            UserError: this machine's protection is weaker.
         """
-        self._limits, self._isolate = limits or PythonLimits(), not allow_network
-        if self._isolate and not can_isolate():
-            raise UserError(
-                "The python tool cannot cut programs off from the network here: the kernel gives no network namespace (containers often "
-                "forbid it). Allow namespaces, or pass allow_network=True where that is no danger."
-            )
+        self._limits, self._network = limits or PythonLimits(), allow_network
+        self._level = protection(sandbox, "agent.tool_options.python_sandbox")
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         """See `Tool.run`. A program that fails is a ToolError with its output and traceback."""
-        ended = run_program(argument(arguments, "code", str), self._limits, isolate=self._isolate)
+        ended = run_program(argument(arguments, "code", str), self._limits, self._level, network=self._network)
         status, output = ended.status, ended.output
         if ended.timed_out:
             raise ToolError(f"the program did not end within {self._limits.timeout_s:g} s and was stopped\n{output}".rstrip())
+        if ended.stopped:
+            raise ToolError(f"the program was stopped: {ended.stopped}\n{output}".rstrip())
         if status != 0:
             how = f"was killed by {signal.Signals(status - 128).name}" if status > 128 else f"ended with status {status}"
             raise ToolError(f"the program {how}\n{output}".rstrip())

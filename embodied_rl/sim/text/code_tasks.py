@@ -8,14 +8,16 @@ from __future__ import annotations
 import ast
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.sandbox import PythonLimits, can_isolate, run_program
+from embodied_rl.sandbox.box import Level
+from embodied_rl.sandbox.levels import protection
+from embodied_rl.sandbox.python import ProgramEnd, PythonLimits, run_program
 from embodied_rl.sim.text.questions import example, read_rows
 from embodied_rl.sim.text.tasks import TaskSim
 
@@ -84,51 +86,57 @@ def program_of(answer: str) -> str:
     return blocks[-1] if blocks else answer
 
 
-def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, *, isolate: bool = True) -> CodeReport:
-    """Run a program against tests: all calls in one process, each input in one of its own."""
+def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, level: Level, *, network: bool = False) -> CodeReport:
+    """Run a program against tests: all calls in one process, each input in one of its own. `level`: what holds it."""
+
+    def run(source: str, stdin: str = "") -> ProgramEnd:
+        return run_program(source, limits, level, network=network, stdin=stdin, separate=True)
+
     told: list[str] = [""] * len(tests)  # why each failed
     calls = [index for index, test in enumerate(tests) if test.call is not None]
     if calls:
-        found = _call(code, [str(tests[index].call) for index in calls], limits, isolate)
+        found = _call(run, code, [str(tests[index].call) for index in calls], limits)
         for index, (value, problem) in zip(calls, found, strict=True):
             right = not problem and _same(value, tests[index].result)
             told[index] = "" if right else f"{tests[index].told}; it gave {_short(problem or value)}"
     for index, test in enumerate(tests):
         if test.call is None:
-            told[index] = _print(code, test, limits, isolate)
+            told[index] = _print(run, code, test, limits)
     return CodeReport(tuple(not reason for reason in told), next((reason for reason in told if reason), ""))
 
 
-def _call(code: str, calls: list[str], limits: PythonLimits, isolate: bool) -> list[tuple[str, str]]:
+def _call(run: Callable[..., ProgramEnd], code: str, calls: list[str], limits: PythonLimits) -> list[tuple[str, str]]:
     """(value as Python writes it, why there is none) of each call."""
     mark = secrets.token_hex(16)  # what a program prints by itself is no result
-    ended = run_program(_HARNESS.format(code=code, calls=calls, mark=mark), limits, isolate=isolate, separate=True)
+    ended = run(_HARNESS.format(code=code, calls=calls, mark=mark))
     found: dict[int, str] = {}
     for line in ended.output.splitlines():
         if line.startswith(mark):
             _, number, value = line.split(" ", 2)
             found[int(number)] = value
-    missing = _why(ended.status, ended.errors, ended.timed_out, limits)
+    missing = _why(ended, limits)
     results = [found.get(index) for index in range(len(calls))]
     return [("", missing) if value is None else ("", value[1:]) if value.startswith("!") else (value, "") for value in results]
 
 
-def _print(code: str, test: CodeTest, limits: PythonLimits, isolate: bool) -> str:
+def _print(run: Callable[..., ProgramEnd], code: str, test: CodeTest, limits: PythonLimits) -> str:
     """Why a test of what is printed failed; empty: it passed."""
-    ended = run_program(code, limits, isolate=isolate, stdin=test.stdin, separate=True)
+    ended = run(code, test.stdin)
     if ended.timed_out or ended.status != 0:
-        return f"{test.told}; {_short(_why(ended.status, ended.errors, ended.timed_out, limits))}"
+        return f"{test.told}; {_short(_why(ended, limits))}"
     given, wanted = ended.output.split(), test.stdout.split()
     if len(given) == len(wanted) and all(_same_word(one, other) for one, other in zip(given, wanted, strict=True)):
         return ""
     return f"{test.told}; it printed {_short(repr(ended.output))}"
 
 
-def _why(status: int, errors: str, timed_out: bool, limits: PythonLimits) -> str:
-    if timed_out:
+def _why(ended: ProgramEnd, limits: PythonLimits) -> str:
+    if ended.timed_out:
         return f"it did not end within {limits.timeout_s:g} s"
-    last = (errors.strip().splitlines() or [f"it ended with status {status}"])[-1]
-    return f"it failed: {last}" if status else "it ended before the call"
+    if ended.stopped:
+        return f"it was stopped: {ended.stopped}"
+    last = (ended.errors.strip().splitlines() or [f"it ended with status {ended.status}"])[-1]
+    return f"it failed: {last}" if ended.status else "it ended before the call"
 
 
 def _same(written: str, wanted: Any) -> bool:
@@ -178,28 +186,25 @@ class CodeTask:
         timeout_s: float = 5.0,
         memory_mb: int = 512,
         allow_network: bool = False,
+        sandbox: str = "landlock",
         show_tests: bool = True,
     ) -> None:
         """
         Args:
             timeout_s: of one run; all calls of a problem are one run.
-            allow_network: also run where programs cannot be kept from the network.
+            allow_network: programs may use the network; all else is held back as without.
+            sandbox: the weakest protection that will do (`embodied_rl.sandbox.levels`).
             show_tests: the first failing test is shown before the next attempt.
 
         Raises:
-            UserError: a number out of its range, or programs cannot be kept from the network here.
+            UserError: a number out of its range, or this machine's protection is weaker than `sandbox`.
         """
         if attempts < 1:
             raise UserError(f"attempts must be >= 1, got {attempts}.")
         if score not in get_args(Score):
             raise UserError(f"score='{score}' is not a choice.{did_you_mean(str(score), get_args(Score))}")
         self._limits = PythonLimits(timeout_s=timeout_s, memory_mb=memory_mb)
-        self._isolate = not allow_network
-        if self._isolate and not can_isolate():
-            raise UserError(
-                "Programs cannot be cut off from the network here: the kernel gives no network namespace (containers often forbid it). "
-                "Allow namespaces, or set sim.kwargs.allow_network=true where that is no danger."
-            )
+        self._network, self._level = allow_network, protection(sandbox, "sim.kwargs.sandbox")
         self._problems, self._score, self._show_tests = list(problems), score, show_tests
         self.max_turns = attempts
         self.instruction = "Answer with one Python program between ```python and ```."
@@ -214,7 +219,7 @@ class CodeTask:
         """See `TextTask.step`. Rewards of several attempts add up to the best one's score."""
         self._turn += 1
         problem = self._problems[self._number]
-        report = run_tests(program_of(action), problem.tests, self._limits, isolate=self._isolate)
+        report = run_tests(program_of(action), problem.tests, self._limits, self._level, network=self._network)
         right = all(report.passed)
         score = report.share if self._score == "share" else float(right)
         reward, self._best = max(score - self._best, 0.0), max(score, self._best)
@@ -247,9 +252,9 @@ def make(num_envs: int, path: str | None = None, task: str = "code", **kwargs: A
         **kwargs: of `CodeTask`.
 
     Raises:
-        UserError: the file cannot be read, a line is not a problem, or programs cannot be kept from the network here.
+        UserError: the file cannot be read, a line is not a problem, or this machine's protection is weaker than `sandbox`.
     """
-    known = ("attempts", "score", "timeout_s", "memory_mb", "allow_network", "show_tests")
+    known = ("attempts", "score", "timeout_s", "memory_mb", "allow_network", "sandbox", "show_tests")
     for name in kwargs:
         if name not in known:
             raise UserError(f"Code tasks do not take '{name}'.{did_you_mean(name, known)}")

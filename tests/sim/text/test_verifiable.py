@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.sandbox import PythonLimits, can_isolate, run_program
+from embodied_rl.sandbox.levels import strongest
+from embodied_rl.sandbox.python import PythonLimits, run_program
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.text import code_tasks, judged, questions, tasks
@@ -24,7 +25,7 @@ from tests.generation.token_servers import Exchange, TokenServer
 from tests.service.servers import pauses_take_no_time
 
 LIMITS = PythonLimits(timeout_s=120.0)
-ISOLATE = can_isolate()
+LEVEL = strongest() or "prlimit"
 
 
 def play(sim: TaskSim, seed: int, *answers: str) -> list[tuple[str, float, bool, bool, bool, dict[str, Any]]]:
@@ -201,40 +202,40 @@ def test_the_program_is_the_last_block() -> None:
 )
 def test_calls_are_compared_outside_of_the_program(code: str, passed: tuple[bool, ...]) -> None:
     tests = [CodeTest(call="add(1, 2)", result=3), CodeTest(call="add(-5, 5)", result=0), CodeTest(call="add(.1, .2)", result=0.3)]
-    assert run_tests(code, tests, LIMITS, isolate=ISOLATE).passed == passed
+    assert run_tests(code, tests, LIMITS, LEVEL).passed == passed
 
 
 def test_values_are_compared_as_json_knows_them() -> None:
     tests = [CodeTest(call="f(1)", result=[1, [2.5]]), CodeTest(call="f(2)", result={"1": True}), CodeTest(call="f(3)", result=1)]
     code = "def f(n): return {1: (1, (2.5,)), 2: {1: True}, 3: True}[n]"
-    assert run_tests(code, tests, LIMITS, isolate=ISOLATE).passed == (True, True, False), "true is not 1"
+    assert run_tests(code, tests, LIMITS, LEVEL).passed == (True, True, False), "true is not 1"
 
 
 def test_what_programs_print_is_compared_word_by_word() -> None:
     tests = [CodeTest(stdin="1\n2\n", stdout="3"), CodeTest(stdin="", stdout="0\n")]
-    assert run_tests("import sys\nprint(sum(map(int, sys.stdin)))", tests, LIMITS, isolate=ISOLATE).passed == (True, True)
-    assert run_tests("print(sum(int(l) for l in open(0)))", tests, LIMITS, isolate=ISOLATE).passed == (True, True)
-    report = run_tests("print(int(input()) + int(input()))", tests, LIMITS, isolate=ISOLATE)
+    assert run_tests("import sys\nprint(sum(map(int, sys.stdin)))", tests, LIMITS, LEVEL).passed == (True, True)
+    assert run_tests("print(sum(int(l) for l in open(0)))", tests, LIMITS, LEVEL).passed == (True, True)
+    report = run_tests("print(int(input()) + int(input()))", tests, LIMITS, LEVEL)
     assert report.passed == (True, False)
     assert "EOFError" in report.first_failure
-    assert run_tests("import sys\nprint(3, file=sys.stderr)", tests[:1], LIMITS, isolate=ISOLATE).passed == (False,)
+    assert run_tests("import sys\nprint(3, file=sys.stderr)", tests[:1], LIMITS, LEVEL).passed == (False,)
 
 
 def test_a_program_that_does_not_end_is_stopped_and_reads_nothing_it_need_not() -> None:
-    report = run_tests("while True: pass", [CodeTest(stdin="x" * 300_000, stdout="")], PythonLimits(timeout_s=0.5), isolate=ISOLATE)
+    report = run_tests("while True: pass", [CodeTest(stdin="x" * 300_000, stdout="")], PythonLimits(timeout_s=0.5), LEVEL)
     assert report.passed == (False,)
     assert "did not end within 0.5 s" in report.first_failure
 
 
 def test_output_and_errors_can_be_kept_apart() -> None:
     code = "import sys\nprint(input())\nprint('bad', file=sys.stderr)\nsys.exit(3)"
-    ended = run_program(code, LIMITS, isolate=ISOLATE, stdin="hä\n", separate=True)
+    ended = run_program(code, LIMITS, LEVEL, stdin="hä\n", separate=True)
     assert (ended.status, ended.output, ended.errors, ended.timed_out) == (3, "hä\n", "bad\n", False)
 
 
 def test_a_problem_with_several_attempts_pays_its_best_score_once() -> None:
     problem = CodeProblem("Write f.", (CodeTest(call="f(1)", result=1), CodeTest(call="f(2)", result=4)))
-    task = CodeTask([problem], attempts=4, score="share", timeout_s=120.0, allow_network=not ISOLATE)
+    task = CodeTask([problem], attempts=4, score="share", timeout_s=120.0, sandbox="prlimit")
     assert task.reset(3)[0] == "Write f."
     text, reward, over, _, _ = task.step("def f(n): return n")
     assert (reward, over) == (0.5, False)
@@ -247,7 +248,7 @@ def test_a_problem_with_several_attempts_pays_its_best_score_once() -> None:
 
 
 def test_our_examples_can_be_solved() -> None:
-    sim = code_tasks.make(1, timeout_s=120.0, allow_network=not ISOLATE)
+    sim = code_tasks.make(1, timeout_s=120.0, sandbox="prlimit")
     solution = (
         "def add(a, b): return a + b\ndef evens(numbers): return [n for n in numbers if n % 2 == 0]\n"
         "def count_words(text):\n    from collections import Counter\n    return dict(Counter(text.split()))\n"
@@ -274,11 +275,11 @@ def test_a_bad_problem_is_one_line(tmp_path: Path, row: dict[str, Any], told: st
     path = tmp_path / "code.jsonl"
     path.write_text(json.dumps(row), encoding="utf-8")
     with pytest.raises(UserError, match=told):
-        code_tasks.make(1, str(path), allow_network=True)
+        code_tasks.make(1, str(path), sandbox="prlimit")
     with pytest.raises(UserError, match=r"score='al' is not a choice\. Did you mean 'all'"):
-        code_tasks.make(1, score="al", allow_network=True)
+        code_tasks.make(1, score="al", sandbox="prlimit")
     with pytest.raises(UserError, match="Did you mean 'timeout_s'"):
-        code_tasks.make(1, timeout=3, allow_network=True)
+        code_tasks.make(1, timeout=3, sandbox="prlimit")
 
 
 # ---- a judge --------------------------------------------------------------------------------------------------------

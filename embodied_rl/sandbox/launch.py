@@ -1,0 +1,204 @@
+"""The process that becomes a sandbox: it starts the program inside, watches over it, and ends when nothing of it is left.
+
+```
+   our process ─ the supervisor ─ (in namespaces:  enters them ─ their first process ─) the program ─ what it starts
+```
+The supervisor is outside: the program can neither see nor stop it where more than limits hold. If our process ends, however, the supervisor
+notices, and if the supervisor ends, the kernel ends the program.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+
+from embodied_rl.sandbox import kernel, landlock, namespaces, seccomp, supervisor
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from embodied_rl.sandbox.box import Spec
+
+NOT_STARTED = 97
+"""Exit status where the kernel refuses what the sandbox is made of."""
+
+
+def main(spec: Spec) -> str:
+    """Run the program. Returns in the program's process alone, the source of the Python program that is to be run there."""
+    kernel.adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    inside = spec["level"] == "namespaces"
+    told, tell = os.pipe()
+    go, let_go = os.pipe()
+    me = os.getpid()
+    launched = os.fork()
+    if not launched:
+        os.close(told)
+        os.close(let_go)
+        try:
+            kernel.end_with_parent(me)
+            if inside:
+                _enter(spec, tell, go)
+            else:
+                os.close(go)
+                _confine(spec, nobody=False)
+        except OSError as error:
+            os.write(2, f"sandbox: {error}\n".encode())
+            os._exit(NOT_STARTED)
+        os.close(tell)
+        return _program(spec)
+    os.close(tell)
+    os.close(go)
+    quiet = os.open(os.devnull, os.O_RDWR)
+    os.dup2(quiet, 0)
+    if inside and os.read(told, 1):
+        os.write(let_go, b"n" if namespaces.map_users(launched) else b"u")
+    tree = supervisor.Tree(launched, hulls=2 if inside else 0)
+    reason, status = supervisor.watch(tree, launched, spec)
+    tree.kill()
+    if inside and not reason:
+        own = os.read(told, 8)
+        status = int.from_bytes(own, "little") if len(own) == 8 else NOT_STARTED << 8
+    _end(spec, reason, status)
+    raise AssertionError("it has ended")
+
+
+def _end(spec: Spec, reason: str, status: int | None) -> None:
+    """Say why, and end as the program did."""
+    if reason not in ("", "stopped"):
+        os.write(spec["report"], reason.encode() if spec["report"] != 2 else f"sandbox: stopped: {reason}\n".encode())
+    number = signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if not number:
+        assert status is not None, "it ended"
+        os._exit(os.WEXITSTATUS(status))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
+
+
+def _enter(spec: Spec, tell: int, go: int) -> None:
+    """Into namespaces, and on in the program's process; two processes stay behind."""
+    _die_first()
+    namespaces.enter(network=spec["network"] != "none")
+    os.write(tell, b"r")
+    quiet = os.open(os.devnull, os.O_RDWR)  # before the root changes, which it does for all processes of the namespace
+    nobody = os.read(go, 1) == b"n"
+    os.close(go)
+    first = os.fork()
+    if first:
+        os.close(tell)
+        _close_streams(quiet)
+        os.waitpid(first, 0)
+        os._exit(0)
+    kernel.end_with_parent()
+    namespaces.build_root(spec, namespaces.NOBODY if nobody else os.geteuid())
+    program = os.fork()
+    if program:
+        _close_streams(quiet)
+        while True:
+            number, status = os.waitpid(-1, 0)  # others are orphans
+            if number == program:
+                os.write(tell, status.to_bytes(8, "little"))
+                os._exit(0)  # which ends whatever is left
+    os.close(quiet)
+    _confine(spec, nobody=nobody)
+
+
+def _close_streams(quiet: int) -> None:
+    """Of a process that only waits: what the program closes is closed."""
+    for stream in (0, 1, 2):
+        os.dup2(quiet, stream)
+
+
+def _die_first() -> None:
+    """When the machine's memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+    except OSError:
+        pass
+
+
+def _confine(spec: Spec, *, nobody: bool) -> None:
+    """Hold this process, which becomes the program, to what it may do."""
+    level, abi = spec["level"], spec["landlock_abi"]
+    if level != "namespaces":
+        _die_first()
+    os.setsid()
+    os.chdir(spec["cwd"])
+    file_size = spec["scratch_mb"] * 2**20
+    limits = [(resource.RLIMIT_FSIZE, file_size), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, spec["open_files"])]
+    if spec["address_mb"]:
+        limits.append((resource.RLIMIT_AS, spec["address_mb"] * 2**20))
+    if spec["cpu_s"]:
+        limits.append((resource.RLIMIT_CPU, int(spec["cpu_s"]) + 1))
+    if level == "namespaces" and kernel.counts_processes_by_namespace():
+        limits.append((resource.RLIMIT_NPROC, spec["processes"] + 2))
+    for name, limit in limits:
+        most = resource.getrlimit(name)[1]
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(name, (limit, limit))
+    _give_up_rights(spec, nobody)
+    if level == "prlimit":
+        return
+    ports = spec["ports"] if spec["network"] == "ports" else [] if spec["network"] == "none" else None
+    if level == "landlock":
+        readable = [*spec["readable"], *spec["shown"]]
+        landlock.restrict(abi, readable=readable, writable=[spec["scratch"], *spec["writable"]], devices=spec["devices"], ports=ports)
+    elif spec["network"] != "none":
+        landlock.restrict(abi, readable=None, writable=[], devices=[], ports=ports)
+    seccomp.install(_filter(spec))
+
+
+def _give_up_rights(spec: Spec, nobody: bool) -> None:
+    kept = None
+    if nobody:  # root's own files in the folders that are shown stay readable, and writable where the folder is
+        kept = kernel.CAP_DAC_OVERRIDE if spec["writable"] else kernel.CAP_DAC_READ_SEARCH
+    kernel.bound_capabilities(kept)
+    if nobody:
+        os.setgroups([])
+        os.setresgid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+        os.setresuid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+    kernel.set_capabilities(kept)
+    kernel.gain_nothing()
+
+
+def _filter(spec: Spec) -> list[seccomp.Instruction]:
+    """System calls: what the level does not hold back by itself."""
+    inside, network, abi = spec["level"] == "namespaces", spec["network"], spec["landlock_abi"]
+    internet = (seccomp.AF_INET, seccomp.AF_INET6)
+    only_ports = network == "ports" and abi >= 4
+    families: tuple[int, ...] = ()
+    if inside and network == "none":
+        families = (seccomp.AF_UNIX, *internet, seccomp.AF_NETLINK)  # they lead nowhere
+    elif network != "none":
+        families = internet if only_ports else (*internet, seccomp.AF_NETLINK)
+        if inside and abi >= 6:
+            families = (seccomp.AF_UNIX, *families)
+    return seccomp.rules(families=families, streams_only=only_ports, our_view=not inside, signals=inside or abi >= 6)
+
+
+def _program(spec: Spec) -> str:
+    """Become the program, or return its source."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if spec["report"] != 2:
+        os.close(spec["report"])
+    if spec["words"]:
+        try:
+            os.execvp(spec["words"][0], spec["words"])
+        except OSError as error:
+            os.write(2, f"sandbox: '{spec['words'][0]}' cannot be started: {error.strerror}\n".encode())
+            os._exit(NOT_STARTED)
+    source = b""
+    # Not a byte more: the rest is the program's own input.
+    while len(source) < spec["code_bytes"] and (part := os.read(0, spec["code_bytes"] - len(source))):
+        source += part
+    sys.argv[:] = ["program.py"]
+    sys.path.pop(0)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "embodied_rl"]:
+        del sys.modules[name]
+    return source.decode("utf-8", "replace")

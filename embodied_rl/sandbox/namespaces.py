@@ -1,0 +1,152 @@
+"""A root folder, processes and a network of a program's own: what the kernel's namespaces give without anybody's help."""
+
+from __future__ import annotations
+
+import os
+
+from embodied_rl.sandbox import kernel
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from embodied_rl.sandbox.box import Spec
+
+NOBODY = 65534
+"""The user that programs of root become."""
+
+_OLD = "/.old"
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+_ROOT_LIMIT = "size=4m,nr_inodes=8192,mode=755"
+_MAX_FILES = 16384
+"""In the scratch folder: each costs the kernel memory."""
+
+
+def enter(*, network: bool) -> None:
+    """Into new namespaces. Raises OSError where the kernel gives none.
+
+    Args:
+        network: keep the one that we have.
+    """
+    ours = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP
+    kernel.unshare(kernel.CLONE_NEWUSER | ours | (0 if network else kernel.CLONE_NEWNET))
+
+
+def map_users(process: int) -> bool:
+    """Give the users of a process's new namespace their meaning. Whether `NOBODY` is among them, as it is for root."""
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        try:
+            for name in ("uid_map", "gid_map"):
+                _write(f"/proc/{process}/{name}", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+            return True
+        except OSError:  # in a container to which that user does not belong
+            pass
+    _write(f"/proc/{process}/setgroups", "deny")
+    _write(f"/proc/{process}/uid_map", f"{user} {user} 1\n")
+    _write(f"/proc/{process}/gid_map", f"{group} {group} 1\n")
+    return False
+
+
+def build_root(spec: Spec, owner: int) -> None:
+    """Replace the file system by one that holds what the program may see. For the first process of the namespaces.
+
+    Args:
+        owner: the user to whom the scratch folder belongs.
+
+    Raises:
+        OSError: the kernel refuses a mount.
+    """
+    os.umask(0o022)
+    temp, scratch = spec["temp"], spec["scratch"]
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("tmpfs", temp, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, _ROOT_LIMIT)
+    os.mkdir(temp + _OLD)
+    kernel.change_root(temp, temp + _OLD)
+    os.makedirs(temp, exist_ok=True)
+    limit = f"size={spec['scratch_mb']}m,nr_inodes={_MAX_FILES},mode=1777"
+    kernel.mount("tmpfs", temp, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, limit)
+    for folder, mode in ((scratch, 0o700), (temp + "/.shm", 0o1777)):
+        os.mkdir(folder)
+        os.chmod(folder, mode)
+    if owner != os.geteuid():
+        os.chown(scratch, owner, owner)
+    _make_devices(temp + "/.shm")
+    os.mkdir("/proc")
+    try:
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
+        kernel.mount("proc", "/proc", "proc", flags)
+    except OSError:  # where parts of ours are hidden, as in containers: then there is none
+        pass
+    _show_all(spec["readable"], writable=False)
+    _show_all(spec["writable"], writable=True)
+    if not os.path.lexists("/etc/passwd"):
+        os.makedirs("/etc", exist_ok=True)
+        _write("/etc/passwd", f"program:x:{owner}:{owner}::{scratch}:/bin/sh\n", os.O_CREAT)
+        _write("/etc/group", f"program:x:{owner}:\n", os.O_CREAT)
+    kernel.detach(_OLD)
+    os.rmdir(_OLD)
+    closed = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("none", "/", flags=closed)
+
+
+def _make_devices(shared_memory: str) -> None:
+    os.mkdir("/dev")
+    for name in _DEVICES:
+        _write(f"/dev/{name}", "", os.O_CREAT)
+        kernel.bind(f"{_OLD}/dev/{name}", f"/dev/{name}", writable=True, devices=True)
+    for name, target in _LINKS.items():
+        os.symlink(target, f"/dev/{name}")
+    os.mkdir("/dev/shm")
+    kernel.bind(shared_memory, "/dev/shm", writable=True)
+
+
+def _show_all(paths: list[str], *, writable: bool) -> None:
+    """At their own places; a path over links is there under both names. What is not there is left out."""
+    places = {path: _real(path) for path in paths}
+    shown: list[str] = []
+    for real in sorted({place for place in places.values() if place}):
+        if any(real == other or real.startswith(other + "/") for other in shown):
+            continue
+        shown.append(real)
+        if os.path.isdir(_OLD + real):
+            os.makedirs(real, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(real), exist_ok=True)
+            _write(real, "", os.O_CREAT)
+        kernel.bind(_OLD + real, real, writable=writable, devices=writable)
+    for path, real in places.items():
+        if real and not os.path.lexists(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(real, path)
+
+
+def _real(path: str) -> str:
+    """Where a path leads in the old root, as a path of that root; empty: nowhere."""
+    parts, real = [part for part in reversed(path.split("/")) if part], ""
+    for _ in range(256):
+        if not parts:
+            return real
+        part = parts.pop()
+        if part == "..":
+            real = real.rpartition("/")[0]
+        elif part != ".":
+            place = f"{real}/{part}"
+            if not os.path.lexists(_OLD + place):
+                return ""
+            if os.path.islink(_OLD + place):
+                target = os.readlink(_OLD + place)
+                real = "" if target.startswith("/") else real
+                parts += [one for one in reversed(target.split("/")) if one]
+            else:
+                real = place
+    return ""
+
+
+def _write(path: str, text: str, flags: int = 0) -> None:
+    """With one system call, as the kernel's own files want it."""
+    file = os.open(path, os.O_WRONLY | flags, 0o644)
+    try:
+        if text:
+            os.write(file, text.encode())
+    finally:
+        os.close(file)

@@ -1,0 +1,184 @@
+"""What a program and all that it started use together, read from /proc, and their end. For the launching process: it imports little."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import stat
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from embodied_rl.sandbox.box import Spec
+
+_INTERVAL_S = 0.05
+_FORGET_S = 1.0
+"""Numbers of processes come back: what a number that was not ours stands for is looked up anew."""
+_PAGE = resource.getpagesize()
+_TICK = os.sysconf("SC_CLK_TCK")
+_MAX_FILES = 16384
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
+
+
+class Tree:
+    """The descendants of this process, which adopts those whose parents have ended."""
+
+    def __init__(self, launched: int, *, hulls: int) -> None:
+        """
+        Args:
+            launched: the first of them.
+            hulls: how many of them, in a line from `launched` down, are ours and not the program's.
+        """
+        self._launched, self._hulls = launched, hulls
+        self._foreign: set[int] = set()
+        self._forget_s = 0.0
+
+    def read(self) -> dict[int, list[bytes]]:
+        """{process: the fields of its `stat` from its state on}."""
+        if time.monotonic() > self._forget_s:
+            self._foreign, self._forget_s = set(), time.monotonic() + _FORGET_S
+        found: dict[int, list[bytes]] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit() and (number := int(name)) not in self._foreign and (fields := _stat(number)):
+                found[number] = fields
+        me = os.getpid()
+        ours: dict[int, bool] = {me: True}
+        for number in found:
+            line = []
+            while number not in ours and number in found:
+                line.append(number)
+                number = int(found[number][1])
+            is_ours = ours.get(number, False)
+            ours.update((one, is_ours) for one in line)
+        self._foreign |= {number for number in found if not ours[number]} | {me}
+        return {number: fields for number, fields in found.items() if ours[number] and number != me}
+
+    def of_program(self) -> dict[int, list[bytes]]:
+        """`read` without the processes that are ours."""
+        tree, hull = self.read(), self._launched
+        for _ in range(self._hulls):
+            tree.pop(hull, None)
+            hull = next((number for number, fields in tree.items() if int(fields[1]) == hull), 0)
+        return tree
+
+    def kill(self) -> None:
+        """All of them, and wait until there are none."""
+        while True:
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            for number in self.read():
+                _kill(number)
+            signal.sigtimedwait({signal.SIGCHLD}, 0.005)
+
+
+def watch(tree: Tree, launched: int, spec: Spec) -> tuple[str, int | None]:
+    """Until the program ends or must be ended: (why it must, its wait status).
+
+    The reason is empty for a program that ended by itself, `stopped` where that is wanted from outside, `time`, or a sentence.
+    """
+    ends = time.monotonic() + spec["timeout_s"] if spec["timeout_s"] else float("inf")
+    while True:
+        told = signal.sigtimedwait(_SIGNALS, max(0.0, min(_INTERVAL_S, ends - time.monotonic())))
+        while True:
+            number, status = os.waitpid(-1, os.WNOHANG)
+            if number == launched:
+                return "", status
+            if not number:
+                break
+        # Our own process may be killed: then this one is adopted by another.
+        if (told is not None and told.si_signo == signal.SIGTERM) or os.getppid() != spec["parent"]:
+            return "stopped", None
+        if time.monotonic() >= ends:
+            return "time", None
+        if told is None and (reason := _beyond(tree.of_program(), spec)):
+            return reason, None
+
+
+def _beyond(tree: dict[int, list[bytes]], spec: Spec) -> str:
+    """Which limit is passed, as a sentence; empty: none."""
+    threads = sum(int(fields[17]) for fields in tree.values())
+    if threads > spec["processes"]:
+        return f"it ran {threads} processes and threads at a time (limit: {spec['processes']})"
+    held = sum(int(fields[21]) for fields in tree.values()) * _PAGE
+    if held > spec["memory_mb"] * 2**20:
+        held = sum(_proportional(number, int(fields[21]) * _PAGE) for number, fields in tree.items())
+        if held > spec["memory_mb"] * 2**20:
+            return f"it held {held >> 20} MB of memory in {len(tree)} processes (limit: {spec['memory_mb']})"
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ticks = sum(int(ticks) for fields in tree.values() for ticks in fields[11:15])
+    used = ticks / _TICK + ended.ru_utime + ended.ru_stime
+    if spec["cpu_s"] and used > spec["cpu_s"]:
+        return f"it used {used:.1f} s of processor time (limit: {spec['cpu_s']:g})"
+    written = _without_name(tree) + (0 if spec["level"] == "namespaces" else _size(spec["scratch"]))
+    if written > spec["scratch_mb"] * 2**20:
+        return f"it wrote {written >> 20} MB (limit: {spec['scratch_mb']})"
+    return ""
+
+
+def _kill(number: int) -> None:
+    """`contextlib` would cost the start of every program its import."""
+    try:
+        os.kill(number, signal.SIGKILL)
+    except OSError:
+        return
+
+
+def _stat(number: int) -> list[bytes]:
+    try:
+        file = os.open(f"/proc/{number}/stat", os.O_RDONLY)
+    except OSError:
+        return []
+    try:
+        return os.read(file, 4096).rpartition(b")")[2].split()
+    except OSError:
+        return []
+    finally:
+        os.close(file)
+
+
+def _proportional(number: int, resident: int) -> int:
+    """Bytes of memory of a process; pages that several share are shared out. `resident`: the answer where that cannot be read."""
+    try:
+        with open(f"/proc/{number}/smaps_rollup", "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resident
+
+
+def _without_name(tree: dict[int, list[bytes]]) -> int:
+    """Bytes of files that are open and cannot be found any more: deleted ones, and those that lie in memory only."""
+    found: dict[tuple[int, int], int] = {}
+    for number in tree:
+        try:
+            for name in os.listdir(f"/proc/{number}/fd"):
+                about = os.stat(f"/proc/{number}/fd/{name}")
+                if stat.S_ISREG(about.st_mode) and not about.st_nlink:
+                    found[about.st_dev, about.st_ino] = about.st_blocks * 512
+        except OSError:
+            continue
+    return sum(found.values())
+
+
+def _size(folder: str) -> int:
+    """Bytes of the files below a folder; more than any limit for a folder with too many."""
+    total, number, folders = 0, 0, [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    number += 1
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    if number > _MAX_FILES:
+                        return 2**62
+        except OSError:
+            continue
+    return total
