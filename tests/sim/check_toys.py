@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -151,6 +153,22 @@ class Puck:
         if self.fault == "closes_once" and self.closed:
             raise RuntimeError("already closed")
         self.closed = True
+
+
+class SplitPuck(SplitStep, Puck):
+    """The same puck, stepped and observed apart."""
+
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        self.unread = StepBuffers.allocate(self.spec, self.num_envs).observation
+        Puck.step(self, env_ids, actions, replace(out, observation=self.unread))
+        if self.fault == "rewards_what_is_seen":
+            out.reward[list(env_ids)] += out.observation["state"][list(env_ids), 1]
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        for i in env_ids:
+            if self.fault == "looks_and_moves":
+                self.rng[i].normal()
+            self._observe(i, out)
 
 
 class CapturingEnv(gymnasium.Env):

@@ -20,7 +20,7 @@ from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 from tests.short_run import one_line_error
-from tests.sim.check_toys import CapturingEnv, Puck, vector_cartpole
+from tests.sim.check_toys import CapturingEnv, Puck, SplitPuck, vector_cartpole
 
 NAMES = [name for name, _, _ in CHECKS]
 PUCK = "tests.sim.check_toys:Puck"
@@ -137,6 +137,21 @@ def test_each_fault_is_caught_by_its_check_alone(fault: str, check: str, says: s
     assert report.failed == (check,), report
     assert re.search(says, report[check].detail), report[check].detail
     assert not report.ok
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("", "observed after every 4 steps and at their ends: 3 episodes of 40 steps, bit by bit"),
+        ("looks_and_moves", "observed after every 4 steps alone: environment 0: 'reward' differs first at step 2"),
+        ("rewards_what_is_seen", "observed after every 4 steps alone: environment 0: 'reward' differs first at step 2"),
+    ],
+)
+def test_observations_that_are_left_out_change_nothing(fault: str, says: str) -> None:
+    report = check_sim(partial(SplitPuck, fault=fault), steps=40, new_processes=False)
+    assert report["unread"].outcome == ("fail" if fault else "pass"), report
+    assert re.search(says, report["unread"].detail), report["unread"].detail
+    assert fault or report.ok, report
 
 
 def test_rows_that_are_mixed_up_show_in_reverse_order() -> None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.private_random import PrivateRandom, fingerprint
 from embodied_rl.sim.robots.mujoco_cameras import draw_from, model_cameras
+from embodied_rl.sim.robots.on_demand import ObservesOnDemand, on_demand
 from embodied_rl.sim.robots.physics import Physics, physics_of
 from embodied_rl.sim.robots.saved_state import EnvState
 from embodied_rl.sim.robots.spaces import SUCCESS_KEYS, action_converter, action_spec, control_hz, observation_parts, row_writer
@@ -102,7 +105,7 @@ def _render_modes(entry_point: Any) -> list[str]:
     return getattr(creator, "metadata", {}).get("render_modes", [])
 
 
-class GymnasiumSim:
+class GymnasiumSim(SplitStep):
     """A list of gymnasium environments stepped one after the other in this process.
 
     Box, Discrete (one-hot), MultiBinary and image observations become named parts: a vector is "state", an image [H, W, 3] uint8
@@ -110,6 +113,8 @@ class GymnasiumSim:
 
     An episode depends on its seed alone: process-wide generators (`numpy.random`, `random`) are seeded around every reset, and
     where a task also draws from them while stepping, each environment has a copy of its own.
+
+    Environments that have the hook of `ObservesOnDemand` are not observed where nothing reads it; others are at every step.
 
     Args:
         envs: independent environments of the same task.
@@ -146,6 +151,8 @@ class GymnasiumSim:
         self._plain_state = len(parts) == 1 and parts[0].is_plain_vector
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
         self._to_action = action_converter(first.action_space)
+        found = [on_demand(env) for env in self.envs]
+        self._on_demand: list[ObservesOnDemand] = [hook for hook in found if hook is not None] if None not in found else []
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         # "reconfigure" asks for what every reset of gymnasium promises already, and tasks may reject options they do not know.
@@ -157,7 +164,33 @@ class GymnasiumSim:
                 observation, _ = env.reset(seed=seed, options=passed)
             self._write(out.observation, i, observation)
 
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        if not self._on_demand:
+            return self.step(env_ids, actions, out)
+        key = self._success_key
+        for i, action in zip(env_ids, self._to_action(actions), strict=True):
+            self._on_demand[i].set_observing(False)
+            try:
+                with self._random[i].active() if self._draws_while_stepping else nullcontext():
+                    _, out.reward[i], out.terminated[i], out.truncated[i], info = self._steps[i](action)
+            finally:
+                self._on_demand[i].set_observing(True)
+            out.info[i], out.success[i] = info, key is not None and bool(info.get(key, False))
+        return None
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        if self._on_demand:
+            for i in env_ids:
+                observation = self._on_demand[i].observe()
+                try:
+                    self._write(out.observation, i, observation)
+                except ValueError as error:
+                    raise self._wrong_shape(error) from error
+
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SimEnv`."""
         if self._draws_while_stepping:
             for row, i in enumerate(env_ids):
                 with self._random[i].active():
@@ -171,8 +204,11 @@ class GymnasiumSim:
         except ValueError as error:
             if not _is_ours(error):
                 raise
-            shapes = {key: part.shape for key, part in self.spec.tensors.items()}
-            raise WrongShapeError(f"A step of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.") from error
+            raise self._wrong_shape(error) from error
+
+    def _wrong_shape(self, error: ValueError) -> WrongShapeError:
+        shapes = {key: part.shape for key, part in self.spec.tensors.items()}
+        return WrongShapeError(f"A step of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.")
 
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         # Plain tasks take about 20 µs a step, so this loop has no call and no look-up that it does not need.

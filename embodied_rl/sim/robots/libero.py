@@ -142,8 +142,9 @@ class LiberoSim(RobosuiteSim):
         """The task of an episode and the number of its initial state."""
         return episode_of(self.tasks, self._which, int(seed))
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        super().step(env_ids, actions, out)
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        super().advance(env_ids, actions, out)
         out.terminated[list(env_ids)] = False  # LIBERO's "done" is success: reported, and no end by itself
         for i in env_ids:
             out.info[i] = {**(out.info[i] or {}), "task": self._present[i]}
@@ -181,8 +182,8 @@ class LiberoSim(RobosuiteSim):
         angle = axis_angle(observation["robot0_eef_quat"])
         return np.concatenate([observation["robot0_eef_pos"], angle, observation["robot0_gripper_qpos"]])
 
-    def _write(self, i: int, observation: Mapping[str, np.ndarray], out: StepBuffers) -> None:
-        super()._write(i, observation, out)
+    def _write(self, i: int, out: StepBuffers) -> None:
+        super()._write(i, out)
         for key in self._cameras:
             frame = out.observation[key][i]
             frame[:] = frame[:: self._flip[0], :: self._flip[1]].copy()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from embodied_rl.errors import UserError, did_you_mean
@@ -57,6 +59,44 @@ def named_parts(observation: Any) -> dict[str, Any]:
     for key, points in observation.get("pointcloud", {}).items():
         parts["pointcloud" if key == "xyzw" else f"pointcloud.{key}"] = points
     return parts
+
+
+@contextmanager
+def observing(env: Any, observed: bool) -> Iterator[None]:
+    """Around ``env.step``: unless `observed`, no observation is made, but for one that the task's reward reads; the step then returns None.
+
+    `env` is ManiSkill's own (`BaseEnv`), of one scene or of many.
+    """
+    if observed:
+        yield
+        return
+    make = env.get_obs
+    env.get_obs = lambda info=None, unflattened=False: _WhenRead(lambda: make(info, unflattened))
+    env._flatten_raw_obs = lambda observation: None
+    try:
+        yield
+    finally:
+        del env.get_obs, env._flatten_raw_obs
+
+
+class _WhenRead(Mapping[str, Any]):
+    """An observation that is made when a part of it is asked for."""
+
+    def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> Mapping[str, Any]:
+        return self._make()
+
+    def __getitem__(self, key: str) -> Any:
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def dtype_name(tensor: Any) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, registered_tasks
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_cameras import film_cameras, film_from
-from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
+from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects, observing
 from embodied_rl.sim.robots.maniskill_patches import (
     contacts_of_their_own,
     fast_tensors,
@@ -43,7 +44,7 @@ INSTRUCTIONS = {
 }
 
 
-class ManiSkillSim:
+class ManiSkillSim(SplitStep):
     """See `maniskill.make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
 
     Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
@@ -93,6 +94,7 @@ class ManiSkillSim:
         """Names of the cameras of an image mode; the parts of the first one carry no name: "rgb", "rgb.<second camera>"."""
         self._robots = action_splits(first.single_action_space)
         self._elapsed = [0] * num_envs
+        self._infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
         self._limit: int | None = registered.max_episode_steps
         self.spec = SimSpec(
             task=task,
@@ -121,6 +123,20 @@ class ManiSkillSim:
                 self._write(out, i, observation)
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SimEnv`."""
+        self._step(env_ids, actions, out, observed=True)
+
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        self._step(env_ids, actions, out, observed=False)
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        with self._torch.inference_mode():
+            for i in env_ids:
+                self._write(out, i, self.envs[i].get_obs(self._infos[i]))
+
+    def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers, observed: bool) -> None:
         limit = self._limit
         with self._torch.inference_mode():
             rows = self._torch.tensor(actions)  # a copy: the rows may lie in shared memory, and controllers keep their last action
@@ -128,9 +144,13 @@ class ManiSkillSim:
                 action: Any = rows[row : row + 1]
                 if self._robots:
                     action = {robot: action[:, columns] for robot, columns in self._robots.items()}
-                observation, reward, _, _, info = self.envs[i].step(action)
+                with observing(self.envs[i], observed):
+                    observation, reward, _, _, info = self.envs[i].step(action)
                 self._elapsed[i] += 1
-                self._write(out, i, observation)
+                if observed:
+                    self._write(out, i, observation)
+                else:
+                    self._infos[i] = info
                 out.reward[i] = reward.item()
                 out.terminated[i] = "fail" in info and bool(info["fail"])
                 out.truncated[i] = limit is not None and self._elapsed[i] >= limit

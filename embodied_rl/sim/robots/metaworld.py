@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.mujoco_cameras import camera_in_use
@@ -95,7 +96,7 @@ def instruction(task: str) -> str:
     return task.rsplit("-v", 1)[0].replace("-", " ")
 
 
-class MultiTaskSim:
+class MultiTaskSim(SplitStep):
     """Environments whose episodes are of several tasks: the seed chooses, ``tasks[seed % len(tasks)]``, and places goal and object.
 
     Every episode has the part ``instruction``, the task in words. An environment of a task is built when it is first needed, goes back
@@ -146,13 +147,20 @@ class MultiTaskSim:
             self._take(i, task).reset([0], [int(seed)], self._rows[i], options)
             self._observe(i, task, out)
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
         for row, i in enumerate(env_ids):
             task, sim = self._current(i)
             own = self._rows[i]
-            sim.step([0], actions[row : row + 1], own)
+            sim.advance([0], actions[row : row + 1], own)
             out.reward[i], out.terminated[i], out.truncated[i] = own.reward[0], own.terminated[0], own.truncated[0]
             out.success[i], out.info[i] = own.success[0], {**(own.info[0] or {}), "task": task}
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        for i in env_ids:
+            task, sim = self._current(i)
+            sim.observe([0], self._rows[i])
             self._observe(i, task, out)
 
     def snapshot(self, env_id: int) -> bytes:

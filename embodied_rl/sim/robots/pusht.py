@@ -59,8 +59,22 @@ class SuccessGoesOn(gymnasium.Wrapper):
     """gym-pusht terminates at success, which makes the value of a solved state 0 under a reward that is largest there.
 
     As in the other simulators, success is reported and ends nothing by itself; ``sim.success_ends_episode`` decides.
+    Observes on demand (`ObservesOnDemand`): gym-pusht draws pixels in every step.
     """
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, _, truncated, info = self.env.step(action)
         return observation, reward, False, truncated, info
+
+    def set_observing(self, observing: bool) -> None:
+        """See `ObservesOnDemand`."""
+        task: Any = self.unwrapped
+        if observing:
+            vars(task).pop("get_obs", None)
+        else:
+            task.get_obs = lambda: None
+
+    def observe(self) -> Any:
+        """See `ObservesOnDemand`."""
+        task: Any = self.unwrapped
+        return task.get_obs()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
@@ -148,7 +149,7 @@ FIXED_ARGUMENTS: dict[str, Any] = {
 """What the adapter relies on. A hard reset builds the model anew: some tasks draw the sizes of their objects there."""
 
 
-class RobosuiteSim:
+class RobosuiteSim(SplitStep):
     """Environments of robosuite's interface (robosuite's own tasks, LIBERO's) as a SimEnv.
 
     robosuite has no way to save what its controllers and sensors hold, and its state set into another environment drifts
@@ -187,6 +188,8 @@ class RobosuiteSim:
             with random.active(0):  # building draws from the process-wide generators
                 self.envs.append(function())
         self._elapsed = [0] * len(self.envs)
+        self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
+        """What robosuite's sensors told last; pictures are drawn apart, when they are observed."""
         self._drawings: list[Drawing | None] = [None] * len(self.envs)
         self._multisampling, self._render_size = multisampling, render_size
         self._objects, self._limit = observe_objects, int(max_episode_steps)
@@ -214,21 +217,26 @@ class RobosuiteSim:
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         for i, seed in zip(env_ids, seeds, strict=True):
             with self._random[i].active(int(seed)):
-                observation = self._begin(i, int(seed))
+                self._sensed[i] = self._begin(i, int(seed))
             self._elapsed[i] = 0
-            self._write(i, observation, out)
+            self._write(i, out)
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        """See `SplitStep`."""
         for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):  # a copy: controllers keep their goal
             env = self.envs[i]
             with self._random[i].active():
-                observation, out.reward[i], done, info = env.step(action)
+                self._sensed[i], out.reward[i], done, info = env.step(action)
             self._elapsed[i] += 1
             out.terminated[i] = bool(done)
             out.truncated[i] = self._elapsed[i] >= self._limit
             out.success[i] = bool(env._check_success())
             out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
-            self._write(i, observation, out)
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        for i in env_ids:
+            self._write(i, out)
 
     def render(self, env_id: int) -> np.ndarray:
         return self._picture(env_id, self._render_camera, self._render_size, self._render_size)
@@ -258,8 +266,8 @@ class RobosuiteSim:
         robots = [observation[f"robot{k}_proprio-state"] for k in range(len(self.envs[0].robots))]
         return np.concatenate([*robots, observation["object-state"]] if self._objects else robots)
 
-    def _write(self, i: int, observation: Mapping[str, np.ndarray], out: StepBuffers) -> None:
-        out.observation["state"][i] = self._state(observation)
+    def _write(self, i: int, out: StepBuffers) -> None:
+        out.observation["state"][i] = self._state(self._sensed[i])
         for key, camera in self._cameras.items():
             frame = out.observation[key][i]
             self._picture(i, camera, frame.shape[0], frame.shape[1], out=frame)

@@ -90,6 +90,11 @@ class BatchedTask(BaseEnv):
             self.scene.px.flush()
         return observation, reward, info
 
+    def look(self, rows: Sequence[int], info: dict[str, Any]) -> Any:
+        """The observation of all environments; `info` of the step that brought `rows` where they are."""
+        with kept_rows(self, rows), self.scene.only(tuple(rows)):
+            return self.get_obs(info)
+
 
 def make_batched(registered: Any, num_envs: int, made: Mapping[str, Any]) -> Any:
     """`num_envs` environments of a registered task, in one object.

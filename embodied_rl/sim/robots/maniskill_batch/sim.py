@@ -11,7 +11,7 @@ import torch
 from embodied_rl.sim.robots.maniskill_batch.env import make_batched
 from embodied_rl.sim.robots.maniskill_batch.graft import GraftedState, Grafts
 from embodied_rl.sim.robots.maniskill_batch.views import EnvView
-from embodied_rl.sim.robots.maniskill_observation import named_parts
+from embodied_rl.sim.robots.maniskill_observation import named_parts, observing
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 from embodied_rl.types import StepBuffers
@@ -31,6 +31,8 @@ class ManiSkillBatchSim(ManiSkillSim):
         self._views = [EnvView(self._batch, i) for i in range(num_envs)]
         self.envs = list(self._views)
         self._states = [GraftedState(self._grafts, i) for i in range(num_envs)]
+        self._info: dict[str, Any] = {}
+        """Of all environments, from the step that was not observed."""
         if not self._grafts.frequency:
             self._batch.begin((0,), (0,), {})  # as its first environment would be asked for its spec
 
@@ -53,7 +55,13 @@ class ManiSkillBatchSim(ManiSkillSim):
         for i in env_ids:
             self._elapsed[i] = 0
 
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SplitStep`."""
+        rows = list(env_ids)
+        with torch.inference_mode():
+            self._write_rows(out, rows, self._batch.look(rows, self._info), rows)
+
+    def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers, observed: bool) -> None:
         """One control step of these environments; the others' simulations do not move. Raises ValueError for NaN in an action."""
         rows = list(env_ids)
         given = np.asarray(actions, np.float32)
@@ -66,8 +74,12 @@ class ManiSkillBatchSim(ManiSkillSim):
             batch: Any = torch.from_numpy(full)
             if self._robots:
                 batch = {robot: batch[:, columns] for robot, columns in self._robots.items()}
-            observation, reward, info = self._batch.advance(rows, batch)
-            self._write_rows(out, rows, observation, rows)
+            with observing(self._batch, observed):
+                observation, reward, info = self._batch.advance(rows, batch)
+            if observed:
+                self._write_rows(out, rows, observation, rows)
+            else:
+                self._info = info
             out.reward[rows] = reward.reshape(-1).numpy()[rows]
             columns = _columns(info, len(self.envs))
         for flag, key in ((out.terminated, "fail"), (out.success, "success")):
