@@ -19,10 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import group_names
 from embodied_rl.errors import UserError
+from embodied_rl.sim.check import check_sim
+from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.types import StepBuffers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -290,6 +293,42 @@ def test_both_documented_forms_are_the_same_simulator(written: Path) -> None:
         successes += info["success"]
     assert 0 < successes < 60
     np.testing.assert_array_equal(out.observation["state"][0], untouched)
+
+
+def test_documented_simulators_leave_observations_out(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are checked whole, with chunks of four among the properties, and draw what is read and no more."""
+    monkeypatch.syspath_prepend(str(written))
+    for name in ("my_sim", "my_batch_sim"):  # imported by the others, and by no other test
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    seen, pixels = load(written / "my_camera_sim.py").DockingSeen, load(written / "my_pixels.py").Pixels
+    docking = load(written / "my_sim.py")
+    drawn = 0
+
+    class Counted(docking.Docking):
+        def render(self) -> np.ndarray:
+            nonlocal drawn
+            drawn += 1
+            return super().render()
+
+    for factory in (seen, lambda: pixels(TimeLimit(Counted(), 30))):
+        report = check_sim(factory, steps=40, new_processes=False)
+        assert report["unread"].outcome == "pass", report
+        assert report.ok, report
+    sim = GymnasiumSim([TimeLimit(pixels(Counted()), 30)])
+    out, drawn = StepBuffers.allocate(sim.spec, 1), 0
+    sim.reset([0], [5], out)
+    for _ in range(8):
+        sim.advance([0], np.full((1, 1), 0.5, np.float32), out)
+    assert drawn == 1, "the reset's"
+    sim.observe([0], out)
+    assert drawn == 2
+    np.testing.assert_array_equal(out.observation["rgb"][0], sim.render(0))
+    stacked = GymnasiumSim([FrameStackObservation(pixels(Counted()), 2)])
+    drawn, rows = 0, StepBuffers.allocate(stacked.spec, 1)
+    stacked.reset([0], [5], rows)
+    stacked.advance([0], np.full((1, 1), 0.5, np.float32), rows)
+    stacked.advance([0], np.full((1, 1), 0.5, np.float32), rows)
+    assert drawn == 3, "a stack of frames reads all of them"
 
 
 def test_the_documented_check(written: Path) -> None:

@@ -16,7 +16,7 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.players import ExpertPlayer, Player
 from embodied_rl.rollout.recording import Recorder, RecordingResult
 from embodied_rl.rollout.seed_queue import RecordingPlan
-from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.env import SimEnv, SplitStep
 from embodied_rl.sim.instrumented import instrumented, plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -118,6 +118,32 @@ class PaintingSim(SavedCountingSim):
     def _observe(self, env_id: int, out: StepBuffers) -> None:
         super()._observe(env_id, out)
         out.observation["rgb"][env_id] = painted(*self.state[env_id, :2].astype(int).tolist())
+
+
+class SplitPaintingSim(SplitStep, PaintingSim):
+    """The same, stepped and painted apart."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
+        self._unread = StepBuffers.allocate(self.spec, num_envs).observation
+
+    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        PaintingSim.step(self, env_ids, actions, dataclasses.replace(out, observation=self._unread))
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        for env_id in env_ids:
+            self._observe(env_id, out)
+
+
+class Remembering:
+    """Answers the number of times that it was asked in its episode."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
+        self._asked += 1
+        return np.array([self._asked + observation["state"][1] / 100], np.float32)
 
 
 def painted(seed: int, step: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from embodied_rl.config import SimConfig
 from embodied_rl.episodes.films import films_folder, keep_films
+from embodied_rl.episodes.pictures import VideoReader
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.recording import RecordingError
@@ -24,6 +26,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.record import Showing, record
 from embodied_rl.rollout.filmed import FilmedSim, filmed, filmed_columns, films_of
 from embodied_rl.rollout.seed_queue import RecordingPlan
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import StepBuffers
 from tests.rollout.recording_toys import painted
 
@@ -71,6 +75,29 @@ def test_unsuccessful_episodes_leave_no_film(tmp_path: Path) -> None:
     played = record_painting(tmp_path / "r", RecordingPlan(3, only_success=True), painting(), expert=BY_SEED)
     check(tmp_path / "r", [1, 3, 5])
     assert played >= 6
+
+
+def test_pictures_in_the_middle_of_a_chunk_are_filmed(tmp_path: Path) -> None:
+    """The simulator draws what is read; a film reads everything."""
+    folder, length = films_folder(tmp_path), 6
+    config = dataclasses.replace(painting(length=length), target=f"{TOYS}:SplitPaintingSim", num_workers=1)
+    with keep_films(folder), EnvManager.from_config(filmed(config, folder), EpisodeSeeds.training(7), chunk_size=4) as manager:
+        films = films_of(manager.spec, folder)
+        assert films is not None
+        manager.reset()
+        ended = [one for _ in range(2) for one in manager.step(np.ones((4, 4, 1))).episodes]
+        assert [one.length for one in ended] == [length] * 4
+        for one in ended:
+            shown = np.stack([painted(one.seed, step) for step in range(length + 1)])
+            with contextlib.closing(
+                VideoReader(films.path("observation.rgb", one.seed, length + 1), shown.shape[1:], length + 1)
+            ) as reader:
+                np.testing.assert_array_equal([reader.read(step) for step in range(length + 1)], shown)
+
+
+def test_a_recording_of_a_simulator_that_draws_what_is_read_has_every_picture(tmp_path: Path) -> None:
+    record_painting(tmp_path / "r", RecordingPlan(5), dataclasses.replace(painting(), target=f"{TOYS}:SplitPaintingSim"))
+    check(tmp_path / "r", list(range(5)))
 
 
 @pytest.mark.parametrize("kind", ["raise", "exit", "hang"])

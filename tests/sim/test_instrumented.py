@@ -11,6 +11,8 @@ from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import PhysicsEnv, SimFactory, SnapshotEnv
 from embodied_rl.sim.instrumented import EXPERT, encode_physics, expert_maker, instrumented, needs_simulator, plain_spec, split
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import StepBuffers, TensorSpec
 
@@ -159,3 +161,17 @@ def test_each_camera_has_a_picture_of_its_own() -> None:
     assert images["render"].std() > 10
     with pytest.raises(UserError, match="Task 'KeyDoor' has no camera 'top': it is drawn in one way"):
         make(KEY_DOOR, image_size=30, cameras=("top",))
+
+
+def test_an_expert_is_asked_at_every_step_of_a_chunk() -> None:
+    """As in DAgger: experts may remember, and see what their simulator would otherwise leave out."""
+    toys = "tests.rollout.recording_toys"
+    config = SimConfig(name="painting", target=f"{toys}:SplitPaintingSim", kwargs={"length": 9}, num_slots=2, num_workers=1)
+    shown = instrumented(config, expert=f"{toys}:Remembering", image_size=16)
+    with EnvManager.from_config(shown, EpisodeSeeds.training(0), chunk_size=4) as manager:
+        manager.reset()
+        batches = [manager.step(np.ones((2, 4, 1))) for _ in range(2)]
+        np.testing.assert_allclose(batches[-1].observation[EXPERT], [[9.08]] * 2, rtol=1e-6, err_msg="the reset, and eight steps")
+        np.testing.assert_array_equal(batches[-1].observation["image/render"][:, 0, 0, 0], [80, 80])
+        last = manager.step(np.ones((2, 4, 1)))
+        np.testing.assert_allclose(last.final_observation[EXPERT], [[10.09]] * 2, rtol=1e-6)

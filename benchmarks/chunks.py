@@ -1,0 +1,153 @@
+"""Rollouts of a policy that acts in chunks, with observations drawn at every step and where they are read: `tiny_vla` on `pixel_tasks`.
+
+``python benchmarks/chunks.py``: simulator, policy, workers and collector are those of ``experiment=tiny_vla``; the policy is untrained.
+The sides take turns, rollout by rollout, and play the same episodes: their rollouts are compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tables import provenance, text_table
+
+from embodied_rl.compose import load_train_config
+from embodied_rl.config import SimConfig, TrainConfig
+from embodied_rl.rollout.collector import Rollout, RolloutCollector
+from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.types import StepBuffers
+
+EVERY_STEP, WHERE_READ = "drawn at every step", "drawn where it is read"
+
+
+class Observing:
+    """Passes everything on to a simulator, and has it observe whenever it steps; implements `SimEnv`."""
+
+    def __init__(self, num_envs: int, inner: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None) -> None:
+        self._sim: SimEnv = SimFactory(inner, inner_task, inner_kwargs, extra).make(num_envs)
+        self.spec = self._sim.spec
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        self._sim.reset(env_ids, seeds, out, options)
+
+    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        self._sim.step(env_ids, actions, out)
+
+    def render(self, env_id: int) -> np.ndarray:
+        return self._sim.render(env_id)
+
+    def close(self) -> None:
+        self._sim.close()
+
+
+def observing(config: SimConfig) -> SimConfig:
+    """The same simulator, observed at every step."""
+    kwargs = {"inner": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs, "extra": config.extra}
+    return dataclasses.replace(config, target="chunks:Observing", task=None, kwargs=kwargs)
+
+
+class Side:
+    """A collector with simulators and a policy of its own."""
+
+    def __init__(self, name: str, config: TrainConfig, sim: SimConfig, rollout_steps: int) -> None:
+        import torch
+
+        from embodied_rl.generation.torch_backend import TorchGenerator
+        from embodied_rl.policies.base import layout_of
+        from embodied_rl.policies.build import build_policy
+
+        self.name = name
+        self.manager = EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), chunk_size=config.policy.chunk_size)
+        torch.manual_seed(config.seed)
+        policy = build_policy(config.policy, self.manager.spec)
+        generator = TorchGenerator(policy)
+        generator.publish(0)
+        self.collector = RolloutCollector(
+            self.manager,
+            generator,
+            rollout_steps=rollout_steps,
+            num_groups=sim.pipeline_groups,
+            seed=config.seed,
+            layout=layout_of(policy),
+        )
+        self.collector.restart(0, reconfigure=False)
+        self.seconds: list[float] = []
+        self.num_steps: list[int] = []
+
+    def rollout(self, number: int) -> Rollout:
+        """The next one, timed."""
+        started = time.perf_counter()
+        rollout = self.collector.next_rollout(number)
+        self.seconds.append(time.perf_counter() - started)
+        self.num_steps.append(int(np.sum(rollout.executed)))
+        return rollout
+
+
+def require_equal(first: Rollout, second: Rollout) -> None:
+    """Raises AssertionError where two rollouts differ in a bit."""
+    for name, part in first.observation.items():
+        np.testing.assert_array_equal(part, second.observation[name], err_msg=name)
+    for name in ("action", "log_prob", "reward", "terminated", "truncated", "chunk_reward", "executed"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name), err_msg=name)
+
+
+def measure(config: TrainConfig, rollout_steps: int, rounds: int) -> list[Side]:
+    """The two sides after `rounds` timed rollouts each, and one before them that warms up."""
+    import torch
+
+    if config.hybrid.num_threads is not None:
+        torch.set_num_threads(config.hybrid.num_threads)
+    sides = [
+        Side(EVERY_STEP, config, observing(config.sim), rollout_steps),
+        Side(WHERE_READ, config, config.sim, rollout_steps),
+    ]
+    try:
+        for number in range(rounds + 1):
+            turns = sides if number % 2 else sides[::-1]
+            rollouts = {side.name: side.rollout(number) for side in turns}
+            require_equal(rollouts[EVERY_STEP], rollouts[WHERE_READ])
+    finally:
+        for side in sides:
+            side.manager.close()
+    for side in sides:
+        del side.seconds[0], side.num_steps[0]
+    return sides
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12, help="timed rollouts of each side")
+    parser.add_argument("--rollout-steps", type=int, help="decisions of each slot in a rollout; by default the experiment's")
+    parser.add_argument("overrides", nargs="*", help="of experiment=tiny_vla, such as sim.num_workers=1 or policy.chunk=8")
+    options = parser.parse_intermixed_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # the workers import `Observing` from here
+    config = load_train_config(["experiment=tiny_vla", *options.overrides])
+    rollout_steps = options.rollout_steps or config.algorithm.rollout_steps
+    every, read = measure(config, rollout_steps, options.rounds)
+    print(provenance("mujoco"))
+    print(
+        f"{config.sim.num_slots} slots, {every.manager.num_workers} workers, {config.policy.chunk_size} steps a chunk; "
+        f"{options.rounds} rounds of {rollout_steps} chunks a slot, in turn; equal bit by bit"
+    )
+    rows = [
+        [side.name, *(f"{1e3 * value:.0f}" for value in (statistics.median(side.seconds), min(side.seconds), max(side.seconds)))]
+        for side in (every, read)
+    ]
+    for row, side in zip(rows, (every, read), strict=True):
+        row.append(f"{sum(side.num_steps) / sum(side.seconds):.0f}")
+    print(text_table(["observation", "rollout ms", "min", "max", "steps/s"], rows))
+    ratio = statistics.median(one / other for one, other in zip(every.seconds, read.seconds, strict=True))
+    print(f"\nfigure: rollouts where observations are drawn as they are read: {ratio:.2f}x (chunks of {config.policy.chunk_size})")
+
+
+if __name__ == "__main__":
+    main()
