@@ -63,7 +63,8 @@ def named_parts(observation: Any) -> dict[str, Any]:
 
 @contextmanager
 def observing(env: Any, observed: bool) -> Iterator[None]:
-    """Around ``env.step``: unless `observed`, no observation is made, but for one that the task's reward reads; the step then returns None.
+    """Around ``env.step`` or ``env.reset``: unless `observed`, no observation is made, but for one that the task's reward reads. What is
+    returned in its place is not to be used.
 
     `env` is ManiSkill's own (`BaseEnv`), of one scene or of many.
     """

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.sim.robots.maniskill_observation import observing
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.saved_state import Packer, Unpacker, Unsavable
 from embodied_rl.sim.snapshots import SnapshotError
@@ -64,9 +65,10 @@ class EpisodeState:
         import torch
 
         with torch.inference_mode(), no_render_materials(active=not self._renders):
-            self._env.reset(seed=state["scene_seed"], options={"reconfigure": True})
-            if self._env.reconfiguration_freq == 0 and state["episode_seed"] != state["scene_seed"]:
-                self._env.reset(seed=state["episode_seed"])  # what the episode drew beside what is saved
+            with observing(self._env, False):  # the worker has the observation
+                self._env.reset(seed=state["scene_seed"], options={"reconfigure": True})
+                if self._env.reconfiguration_freq == 0 and state["episode_seed"] != state["scene_seed"]:
+                    self._env.reset(seed=state["episode_seed"])  # what the episode drew beside what is saved
             owners = dict(owners_of(self._env))
             if owners.keys() != state["attributes"].keys():
                 raise SnapshotError(

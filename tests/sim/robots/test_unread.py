@@ -44,6 +44,7 @@ SIMULATORS = {
     ),
     "pusht": pytest.param(factory("pusht:make", "PushT-v0", observation="pixels_agent_pos", **SMALL), 21),
     "maniskill": pytest.param(factory("maniskill:make", "PickCube-v1"), 14),
+    "maniskill_batch": pytest.param(factory("maniskill:make", "PushCube-v1", batched=True), 14),
     "maniskill_rgb": pytest.param(
         factory("maniskill:make", "PushCube-v1", obs_mode="rgb+segmentation+state", camera_size=24), 14, marks=[VULKAN, pytest.mark.slow]
     ),
