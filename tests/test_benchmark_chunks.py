@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from embodied_rl.config import load_sim_config
-from embodied_rl.sim.env import SimFactory, SplitStep, split_step
+from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
+from embodied_rl.sim.split_step import SplitStep, split_step
 from embodied_rl.types import StepBuffers
 from tests.test_benchmark_runs import run_script
 from tests.test_benchmarks import agree, columns, over, printed, scripts_can_be_imported  # noqa: F401  (a fixture)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -26,7 +25,7 @@ class SimEnv(Protocol):
 
     Row ``i`` of `StepBuffers` belongs to environment ``i``. A simulator fills the rows of the environments it was asked
     about and touches no other; it never resets by itself (the worker does, and keeps the final observation). One that can leave
-    observations out inherits `SplitStep`.
+    observations out inherits `embodied_rl.sim.split_step.SplitStep`.
     """
 
     spec: SimSpec
@@ -48,50 +47,6 @@ class SimEnv(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class SplitStep(ABC):
-    """Base class of simulators whose control step has two parts, so that an observation that is not read is not made.
-
-    A simulator writes `advance` and `observe`, and `step` follows from them. The worker plays the inner steps of an action chunk with
-    `advance`, and asks `observe` for those environments whose chunk or episode is over there. A wrapper that needs every observation
-    (a recording, a film, an expert) calls `step`.
-    """
-
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv.step`."""
-        self.advance(env_ids, actions, out)
-        self.observe(env_ids, out)
-
-    @abstractmethod
-    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """As `SimEnv.step`, reward, flags and info included, but the rows of ``out.observation`` may be left as they are."""
-
-    @abstractmethod
-    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """Write the observations of the present states, after `advance` and before the next `reset`.
-
-        It changes nothing that the episode depends on, random generators included: the same episode follows whether it is called after
-        a step or not. The names may be some of those that were advanced last, also where all environments step together.
-        """
-
-
-class _WholeStep(SplitStep):
-    """A simulator that observes whenever it steps."""
-
-    def __init__(self, sim: SimEnv) -> None:
-        self._sim = sim
-
-    def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        self._sim.step(env_ids, actions, out)
-
-    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """The step has written them."""
-
-
-def split_step(sim: SimEnv) -> SplitStep:
-    """The two parts of a simulator's step; of one that is not a `SplitStep`, the whole step and nothing."""
-    return sim if isinstance(sim, SplitStep) else _WholeStep(sim)
 
 
 @runtime_checkable

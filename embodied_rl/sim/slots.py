@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.env import EndingEnv, SimEnv, SnapshotEnv, split_step
+from embodied_rl.sim.env import EndingEnv, SimEnv, SnapshotEnv
 from embodied_rl.sim.rooms import INFO_ROOM, Rooms, plain_info
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
+from embodied_rl.sim.split_step import split_step
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
 from embodied_rl.types import StepBuffers, VariableSpec
 

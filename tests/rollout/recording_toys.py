@@ -16,10 +16,11 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.players import ExpertPlayer, Player
 from embodied_rl.rollout.recording import Recorder, RecordingResult
 from embodied_rl.rollout.seed_queue import RecordingPlan
-from embodied_rl.sim.env import SimEnv, SplitStep
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.instrumented import instrumented, plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import StepBuffers, TensorSpec
 from tests.sim.toy import CountingSim, SavedCountingSim
 

@@ -11,8 +11,8 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.snapshots import decode_state, encode_state
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from embodied_rl.sim.checks.episodes import Player, Trajectory
 from embodied_rl.sim.checks.session import Session, same
-from embodied_rl.sim.env import SimEnv, split_step
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.split_step import split_step
 from embodied_rl.types import StepBuffers
 
 EVERY = 4

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
-from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 TASKS = {

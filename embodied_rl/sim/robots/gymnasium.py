@@ -14,7 +14,6 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
-from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.private_random import PrivateRandom, fingerprint
 from embodied_rl.sim.robots.mujoco_cameras import draw_from, model_cameras
@@ -24,6 +23,7 @@ from embodied_rl.sim.robots.saved_state import EnvState
 from embodied_rl.sim.robots.spaces import SUCCESS_KEYS, action_converter, action_spec, control_hz, observation_parts, row_writer
 from embodied_rl.sim.robots.vector import VectorEnvSim
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import SimSpec, StepBuffers
 
 __all__ = ["GymnasiumSim", "VectorEnvSim", "make", "make_one", "newest", "tasks"]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError
-from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, registered_tasks
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_cameras import film_cameras, film_from
@@ -25,6 +24,7 @@ from embodied_rl.sim.robots.maniskill_state import EpisodeState
 from embodied_rl.sim.robots.mujoco_cameras import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")

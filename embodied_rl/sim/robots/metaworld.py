@@ -14,11 +14,11 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
-from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.mujoco_cameras import camera_in_use
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 SETS = ("MT10", "MT25", "MT50")

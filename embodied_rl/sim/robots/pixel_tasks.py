@@ -13,11 +13,12 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
-from embodied_rl.sim.env import SimEnv, SplitStep
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.robots.mujoco_state import DataState
 from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 MAX_EPISODE_STEPS = 60

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
-from embodied_rl.sim.env import SplitStep
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 OBSERVATIONS = ("state", "rgb", "rgb+state")

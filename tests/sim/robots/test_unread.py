@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
-from embodied_rl.sim.env import PhysicsEnv, SimEnv, SimFactory, SnapshotEnv, SplitStep
+from embodied_rl.sim.env import PhysicsEnv, SimEnv, SimFactory, SnapshotEnv
 from embodied_rl.sim.rendering import mujoco_backend, vulkan_available
+from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import StepBuffers
 from tests.sim.robots.trajectories import actions_for
 
