@@ -6,6 +6,7 @@ the numbers, 130 Ctrl-C.
 
 from __future__ import annotations
 
+import errno
 import shlex
 import signal
 import sys
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.bounds import bounds_of
-from embodied_rl.errors import NonFiniteError, UserError, did_you_mean, shown
+from embodied_rl.errors import NonFiniteError, UserError, brief, did_you_mean, shown
+
+_USERS_FILES = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP}
+"""What is wrong with a file or folder that the user named, where nothing closer to it has said so."""
 
 
 def run_command(body: Callable[[], object]) -> None:
@@ -37,6 +41,10 @@ def run_command(body: Callable[[], object]) -> None:
     except BrokenPipeError:
         # `… | head`: whoever read us has seen enough. Python would complain again when it flushes stdout at exit.
         sys.stdout = None
+    except OSError as error:
+        if error.errno not in _USERS_FILES or error.filename is None:
+            raise
+        fail(f"{brief(error.filename)}: {error.strerror}.", 2)
     except Exception as error:
         # A fault of a simulator carries the worker's own traceback; ours would only hide it. Looked up, not imported:
         # whoever has raised it has loaded the module.
@@ -215,5 +223,5 @@ def _yaml_value(key: str, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{key} has a value that cannot be read as YAML: '{text}' ({' '.join(str(error).split())}).") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: dates that there are not, numbers of 5,000 digits
+        raise UserError(f"{key} has a value that cannot be read as YAML: {shown(text)} ({brief(error)}).") from error

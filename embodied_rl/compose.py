@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.config import TrainConfig, config_file, group_names
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, shown
 from embodied_rl.paths import configs_dir
 from embodied_rl.registry import installed_config_folders, installed_targets
 
@@ -52,15 +52,28 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     add_installed_configs()
+    _check_choices(overrides)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(configs_dir()), version_base="1.3"):
             composed = compose(name, overrides=open_kwargs(overrides))
         plain = OmegaConf.to_container(composed, resolve=True)
+    except RecursionError:
+        raise UserError(f"{shown(max(overrides, key=len))} is nested too deeply to be read.") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises ValueError for a group set to null
         raise UserError(_explain(error, name, overrides)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _check_choices(overrides: Sequence[str]) -> None:
+    """Raises UserError where a group of files is given anything but one name: Hydra would take a list for several files on top of one
+    another, and a mapping for a value of its own."""
+    for override in overrides:
+        group, equals, value = override.partition("=")
+        names = group_names(group) if re.fullmatch(r"\w+", group) else []
+        if equals and names and not re.fullmatch(r"[\w.-]+", value):
+            raise UserError(f"{group} must be the name of one file of configs/{group}, got {shown(value)}.{did_you_mean(value, names)}")
 
 
 def add_installed_configs() -> None:
@@ -121,12 +134,15 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
     key = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
     if key:
         return _unknown_key(key.group(1), name, overrides)
+    if "integer string conversion" in text:
+        return f"{shown(max(overrides, key=len))} has too many digits to be read."
     return f"The configuration cannot be composed: {' '.join(text.split())}"
 
 
 def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     """Which part of a dotted key exists, and what lies there, by the files that the overrides choose."""
-    chosen = [word for word in overrides if "." not in word.partition("=")[0] and group_names(word.partition("=")[0])]
+    # Names alone: what is wrong about the others would be told in place of the key.
+    chosen = [word for word in overrides if word.partition("=")[2] in group_names(word.partition("=")[0])]
     here: Any = compose_config(name, chosen)
     walked: list[str] = []
     for part in key.split("."):

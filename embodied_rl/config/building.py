@@ -107,6 +107,9 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     require(isinstance(value, kind) and not (kind is int and isinstance(value, bool)), where, _KINDS.get(kind, kind.__name__), value)
+    # What a terminal sent that is not UTF-8 stands in surrogates, which no file of ours can hold.
+    is_text = not isinstance(value, str) or ("\0" not in value and not any("\ud800" <= sign <= "\udfff" for sign in value))
+    require(is_text, where, "text that is UTF-8 and holds no NUL", value)
     return value
 
 

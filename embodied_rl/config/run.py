@@ -150,6 +150,9 @@ class TrainConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(bool(self.run_dir.strip()), "run_dir", "a folder", self.run_dir)
+        longest = max(self.run_dir.split("/"), key=len)
+        require(len(longest.encode()) <= 255, "run_dir", "a folder whose names have at most 255 bytes each", longest)
         require(
             self.sim.target != "???",  # how YAML files for OmegaConf mark a value that the user must give
             "sim.target",

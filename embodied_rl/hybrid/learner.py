@@ -12,7 +12,7 @@ from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.losses import explained_variance
 from embodied_rl.algorithms.ppo import RolloutValues
 from embodied_rl.config import AlgorithmConfig
-from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.errors import IncompatibleCheckpointError, UserError, shown
 from embodied_rl.hybrid.policy_updater import ROWS, PolicyUpdater, Precision, chosen_rows, is_needed
 from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.hybrid.updater import METRICS, AutogradUpdater, Minibatches, NonFiniteLossError, Updater
@@ -167,10 +167,17 @@ class Learner:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """``auto`` is the first GPU where there is one, else the CPU."""
+    """``auto`` is the first GPU where there is one, else the CPU. Raises UserError for a device that is not here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device={shown(device)} is not a device: write cpu, cuda or cuda:1.") from error
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise UserError(f"device={device}: torch finds {count} GPUs here (python -m embodied_rl.doctor says why). Use device=cpu or auto.")
+    return found
 
 
 def _num_cores() -> int:
