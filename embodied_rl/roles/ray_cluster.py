@@ -143,9 +143,9 @@ class RayCluster:
         self._group: Any = None
         self._watch: ClusterWatch | None = None
         self._owned = not self.ray.is_initialized()
-        if self._owned:
-            self._connect()
         try:
+            if self._owned:
+                self._connect()
             self._needs = needs_of(config)
             self._nodes = self._chosen_nodes()
             self.check()
@@ -213,8 +213,11 @@ class RayCluster:
         }
         address = self.config.ray.address
         if address is None:
+            # Nothing of it is to be left, however this process ends.
+            self._watch = ClusterWatch() if sys.platform == "linux" else None
             self.ray.init(address="local", include_dashboard=False, **common)
-            self._watch_over()
+            if self._watch is not None:
+                self._watch.note()
             return
         try:
             _knock(address)
@@ -225,12 +228,6 @@ class RayCluster:
                 f"hybrid.ray.address={address}: no Ray cluster could be reached there ({line}). Start one with `ray start --head`, or "
                 "leave the address out: one is started on this machine."
             ) from error
-
-    def _watch_over(self) -> None:
-        """Of a cluster that was started here, nothing is to be left however this process ends."""
-        if sys.platform == "linux":
-            socket_path = Path(self.ray.nodes()[0]["ObjectStoreSocketName"])  # …/session_…/sockets/plasma_store
-            self._watch = ClusterWatch(str(socket_path.parents[1]))
 
     def _alive(self) -> list[dict[str, Any]]:
         """Nodes, the head first: 0, 1, … of hybrid.placement."""

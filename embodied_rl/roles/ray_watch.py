@@ -1,4 +1,4 @@
-"""Ends what a run's own Ray cluster leaves behind: ``python -m embodied_rl.roles.ray_watch DRIVER SESSION``, started with the cluster.
+"""Ends what a run's own Ray cluster leaves behind: ``python -m embodied_rl.roles.ray_watch DRIVER``, started before the cluster.
 
 Ray's servers die with the process that started them. The agents of a node do not: they try for a minute to tell a server that is gone why
 they end. This process notes what runs below the cluster's servers, and ends what is still there some seconds after its driver.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import embodied_rl
 from embodied_rl.sim.keeper import parents
 
-_LOOK_S = 1.0
+_LOOK_S = 0.5
+_SESSION = re.compile(rb"ray/session_\d")
 _ALONE_S = 3.0
 """For processes to end by themselves."""
 _END_S = 3.0
@@ -25,38 +29,56 @@ _END_S = 3.0
 class ClusterWatch:
     """The watching process, as the driver sees it."""
 
-    def __init__(self, session: str) -> None:
-        """`session`: the folder of the cluster's session, which all its servers name in their command lines."""
-        # A session of its own: Ctrl-C is the driver's alone.
-        command = [sys.executable, "-m", "embodied_rl.roles.ray_watch", str(os.getpid()), session]
+    def __init__(self) -> None:
+        """Start it; it watches the servers that this process starts from now on."""
+        path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, "-m", "embodied_rl.roles.ray_watch", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+            start_new_session=True,  # Ctrl-C is the driver's alone
         )
+        self.note()
+
+    def note(self) -> None:
+        """Wait until it has taken in what runs now."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()
 
     def close(self) -> None:
         """After the cluster was shut down: wait until it is gone, and end what is not. May be called twice."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
         self._process.wait()
 
 
 class _Watcher:
     """What the watching process knows."""
 
-    def __init__(self, driver: int, session: str) -> None:
-        self._driver, self._session = driver, os.fsencode(session)
+    def __init__(self, driver: int) -> None:
+        self._driver = driver
         self._handles: dict[int, int] = {}
         """{process of the cluster: a descriptor that stands for it, whichever process gets its number later}."""
 
     def watch(self) -> None:
         """Until the driver ends, or closes our standard input."""
         poll = select.poll()
-        poll.register(os.pidfd_open(self._driver), select.POLLIN)
-        poll.register(sys.stdin.fileno(), select.POLLIN)
-        while True:
-            self.note()
-            if poll.poll(_LOOK_S * 1000):
-                return
+        with contextlib.suppress(ProcessLookupError):
+            poll.register(driver := os.pidfd_open(self._driver), select.POLLIN)
+            poll.register(0, select.POLLIN)
+            while True:
+                ready = [descriptor for descriptor, _ in poll.poll(_LOOK_S * 1000)]
+                self.note()
+                if driver in ready or (ready and not os.read(0, 1)):
+                    return
+                if ready:
+                    os.write(1, b"\n")
 
     def note(self) -> None:
         """Take in what has begun since."""
@@ -93,11 +115,11 @@ class _Watcher:
         return [handle for handle in self._handles.values() if not _has_ended(handle)]
 
     def _is_server(self, pid: int, above: dict[int, int]) -> bool:
-        """Whether it is one of those that the driver started for this cluster."""
+        """Whether it is one of those that the driver started for its cluster: they name the folder of its session."""
         if above[pid] != self._driver:
             return False
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-            return self._session in file.read()
+            return _SESSION.search(file.read()) is not None
         return False
 
 
@@ -108,7 +130,7 @@ def _has_ended(handle: int) -> bool:
 def main() -> None:
     """Watch, and end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    watcher = _Watcher(int(sys.argv[1]), sys.argv[2])
+    watcher = _Watcher(int(sys.argv[1]))
     watcher.watch()
     watcher.end()
 

@@ -139,3 +139,63 @@ def test_a_driver_that_dies_leaves_nobody_behind_and_its_run_goes_on(tmp_path: P
     assert "Resuming" in done.stderr
     assert steps_then < curve(run_dir)[-1]["step"]
     assert_same_run(whole, run_dir)
+
+
+DRIVER = """
+import sys, time
+from embodied_rl.compose import load_train_config
+from embodied_rl.roles.ray_cluster import RayCluster
+
+connected = RayCluster(load_train_config(["sim=cartpole", *sys.argv[1:]]).hybrid)
+print("connected", flush=True)
+if sys.stdin.readline():
+    connected.close()
+    print("closed", flush=True)
+time.sleep(600)
+"""
+
+
+def driver(*overrides: str) -> subprocess.Popen[str]:
+    """A process that is connected to a cluster; a line on its standard input makes it let go of it."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    command = [sys.executable, "-c", DRIVER, *overrides]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while (line := process.stdout.readline()) != "connected\n":
+        assert line, "it ended"
+    return process
+
+
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_a_cluster_that_was_started_here_ends_with_its_driver(how: str) -> None:
+    pytest.importorskip("ray")
+    process = driver("hybrid=ray")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert {"gcs_server", "raylet"} <= {part.name() for part in below}
+    assert sum("Agent" in " ".join(part.cmdline()) for part in below) == 2, "what outlives its raylet by a minute: the test means something"
+    if how == "killed":
+        process.kill()
+        process.wait()
+    else:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+    _, left = psutil.wait_procs(below, timeout=10)
+    process.kill()
+    process.communicate()
+    assert [" ".join(part.cmdline()) for part in left] == []
+
+
+def test_a_cluster_of_others_outlives_a_driver_that_is_killed(cluster: Any) -> None:
+    servers = [part for part in psutil.Process().children(recursive=True) if part.name() in ("raylet", "gcs_server")]
+    assert len(servers) == 2
+    agents = [part for part in psutil.Process().children(recursive=True) if "Agent" in " ".join(part.cmdline())]
+    process = driver(*on(cluster))
+    process.kill()
+    process.communicate()
+    time.sleep(8.0)  # longer than a cluster of ours would have lived
+    assert agents
+    assert all(part.is_running() and part.status() != psutil.STATUS_ZOMBIE for part in [*servers, *agents])
