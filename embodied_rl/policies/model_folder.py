@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.reading import parse_json, read_regular
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"'{folder}' holds no config.json, so it is not a Hugging Face model folder.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise UserError(f"Cannot read '{path}': {error}.") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -55,7 +55,7 @@ def check_safetensors(folder: Path, prefix: str) -> None:
     index = folder / _INDEX
     if prefix == "model" and index.is_file():
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(parse_json(read_regular(index))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise UserError(f"'{index}' is damaged: {type(error).__name__}: {error}.") from error
         missing = sorted(shard for shard in shards if not (folder / shard).is_file())

@@ -14,6 +14,7 @@ import numpy as np
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.loggers.jsonl import METRICS_FILE, read_metrics
 from embodied_rl.loggers.plot import CURVES_FILE
+from embodied_rl.reading import parse_json, parse_yaml, read_regular
 
 RESULTS_FILE, FAULTS_FILE = "results.json", "faults.jsonl"
 _NOT_MATHEMATICS = ("run_dir", "resume", "logger", "video")
@@ -132,7 +133,7 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path))
         if isinstance(content, dict):
             return content
         problems.append(f"{path.name} does not hold an object")
@@ -142,13 +143,11 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
-    import yaml
-
     if not path.is_file():
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = parse_yaml(read_regular(path))
+    except (OSError, ValueError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     return content if isinstance(content, dict) else {}
@@ -159,7 +158,7 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     if path.is_file():
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 problems.append(f"{path.name}, line {number} is not JSON")
                 continue

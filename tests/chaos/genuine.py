@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import numpy as np
 import torch
 
 from embodied_rl.checkpoint import load_checkpoint, save_checkpoint
+from embodied_rl.checkpoint.checksums import sum_of_document, sums_of
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.hybrid.sharded_checkpoint import read_whole, save_sharded
+from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from embodied_rl.video import mp4_as_gif, write_mp4
 from tests.episodes.episode_toys import info_of, make_episode, moving_square
@@ -43,8 +47,8 @@ class Kind:
     """Writes into a folder that is not there yet."""
     read: Callable[[Path], Content]
     """Through the public door. Raises UserError."""
-    sealed: tuple[str, ...] = ()
-    """Of the content, what checksums protect: names begin so."""
+    forged: Callable[[Path], Content] | None = None
+    """The same after the checksums were made to fit, as a forger would; None: the kind has none, and anything may be read."""
 
 
 def _episode(spec: SimSpec, seed: int, num_steps: int) -> RecordedEpisode:
@@ -68,10 +72,10 @@ def _convert(name: str, **options: Any) -> Callable[[Path], object]:
     return make
 
 
-def read_recording(folder: Path) -> Content:
+def read_recording(folder: Path, verify: bool = True) -> Content:
     """Every episode, pictures decoded, one step, and columns as training reads them."""
     content: Content = {}
-    with open_recording(folder) as recording:
+    with open_recording(folder, verify=verify) as recording:
         for number in range(len(recording)):
             recording.step(number, 0)
             episode = recording.episode(number)
@@ -80,6 +84,10 @@ def read_recording(folder: Path) -> Content:
             content |= {f"{number}.snapshot.{step}": data for step, data in episode.snapshots.items()}
             content[f"{number}.block"] = recording.read_many([number], ("action", "reward")).columns["action"].copy()
     return content
+
+
+def _read_trusted(folder: Path) -> Content:
+    return read_recording(folder, verify=False)
 
 
 def _save(folder: Path) -> None:
@@ -99,6 +107,29 @@ def read_checkpoint(folder: Path) -> Content:
     content: Content = {f"policy.{name}": tensor.numpy() for name, tensor in found.policy.items()}
     content |= {f"learner.{name}": tensor.numpy() for name, tensor in found.learner.items()}
     return content | {"state": found.state, "config": found.config, "spec": found.spec, "step": found.step, "metrics": found.metrics}
+
+
+def _read_forged_checkpoint(folder: Path) -> Content:
+    for state in folder.glob("checkpoints/step_*/state.json"):
+        with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+            document = json.loads(read_regular(state))
+            written = [path for path in state.parent.rglob("*") if path.is_file() and path.name not in ("state.json", "MODEL_CARD.md")]
+            if isinstance(document.get("files"), dict):
+                document["files"] |= sums_of(state.parent, written)
+            document["sha256"] = sum_of_document(document, "sha256")
+            state.write_text(json.dumps(document))
+    return read_checkpoint(folder)
+
+
+def _read_forged_parts(folder: Path) -> Content:
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        index = json.loads(read_regular(folder / "index.json"))
+        for name in index["files"]:
+            if (folder / name).is_file():
+                index["files"][name] = sums_of(folder, [folder / name])[name]
+        index["sha256"] = sum_of_document(index, "sha256")
+        (folder / "index.json").write_text(json.dumps(index))
+    return read_parts(folder)
 
 
 def _save_parts(folder: Path) -> None:
@@ -122,14 +153,14 @@ def read_film(folder: Path) -> Content:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("native", lambda folder: _record(folder, _MIXED, "png"), read_recording, ("",)),
-        Kind("filmed", lambda folder: _record(folder, _SEEN, "mp4"), read_recording, ("",)),
+        Kind("native", lambda folder: _record(folder, _MIXED, "png"), read_recording, _read_trusted),
+        Kind("filmed", lambda folder: _record(folder, _SEEN, "mp4"), read_recording, _read_trusted),
         Kind("maniskill", _convert("maniskill"), read_recording),
         Kind("robomimic", _convert("robomimic"), read_recording),
         Kind("minari", _convert("minari"), read_recording),
         Kind("lerobot", _convert("lerobot", video="mp4"), read_recording),
-        Kind("checkpoint", _save, read_checkpoint, ("",)),
-        Kind("sharded", _save_parts, read_parts, ("",)),
+        Kind("checkpoint", _save, read_checkpoint, _read_forged_checkpoint),
+        Kind("sharded", _save_parts, read_parts, _read_forged_parts),
         Kind("video", _film, read_film),
     )
 }

@@ -31,6 +31,7 @@ from embodied_rl.policies.model_folder import check_model_folder, check_tokenize
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.images import check_images
 from embodied_rl.policies.openvla.projector import ValueHead
+from embodied_rl.reading import parse_json, read_regular
 from embodied_rl.types import SimSpec
 
 VALUE_HEAD, NOISE_NET, STATISTICS = "value_head.safetensors", "noise_net.safetensors", "flow_statistics.json"
@@ -298,7 +299,7 @@ def _read_statistics(folder: Path) -> dict[str, Moments]:
     if not path.is_file():
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_regular(path))
         return {name: Moments(tuple(map(float, part["mean"])), tuple(map(float, part["std"]))) for name, part in data.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{path}' is damaged: {type(error).__name__}: {error}.") from error

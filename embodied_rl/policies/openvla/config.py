@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -168,7 +168,7 @@ class OpenVLAConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError when the file is missing or holds something else."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_regular(path))
     except OSError as error:
         raise UserError(f"Cannot read '{path}': {error.strerror or error}. A checkpoint folder needs it.") from error
     except ValueError as error:
