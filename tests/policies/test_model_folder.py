@@ -41,6 +41,9 @@ def test_damaged_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="Cannot read"):
         load_model(folder)
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(UserError, match="nested too deeply"):
+        load_model(folder)
     (folder / "config.json").write_text("{}")
     with pytest.raises(UserError, match="names no model_type"):
         load_model(folder)

@@ -158,9 +158,11 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "evaluation.json").write_text("{")
     (run / "comparison.json").write_text("[1]")
+    (run / "evaluation_deep.json").write_text("[" * 100_000)
     _, parsed = page(write_report([run]))
     assert "evaluation.json cannot be read" in parsed.text
     assert "comparison.json does not hold an object" in parsed.text
+    assert "evaluation_deep.json cannot be read: it is nested too deeply" in parsed.text
     assert "75.0%" in parsed.text
 
 
