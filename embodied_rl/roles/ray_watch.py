@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import embodied_rl
+from embodied_rl.sim.channel import can_be_read
 from embodied_rl.sim.keeper import parents
 
 _LOOK_S = 0.5
@@ -124,7 +125,7 @@ class _Watcher:
 
 
 def _has_ended(handle: int) -> bool:
-    return bool(select.select([handle], [], [], 0)[0])
+    return can_be_read(handle, 0.0)
 
 
 def main() -> None:

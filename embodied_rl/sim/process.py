@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import thread_variables
-from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
+from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled, can_be_read
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
 from embodied_rl.stopping import waiting
 
@@ -80,8 +79,8 @@ class WorkerProcess:
     def pid(self) -> int:
         """Of the process that runs the simulator; its keeper's where that ended, or stands still, before it began."""
         if self._pid is None:
-            there = select.select([self._ready], [], [], _READY_S)[0]
-            self._pid = int((os.read(self._ready, 32) if there else b"") or self._process.pid)
+            told = os.read(self._ready, 32) if can_be_read(self._ready, _READY_S) else b""
+            self._pid = int(told or self._process.pid)
         return self._pid
 
     def alive(self) -> bool:
