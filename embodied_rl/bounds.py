@@ -38,7 +38,7 @@ def bounds_of(kind: Any) -> tuple[Any, Bounds | None]:
     if typing.get_origin(kind) is not Annotated:
         return kind, None
     plain, *notes = typing.get_args(kind)
-    return plain, next(note for note in notes if isinstance(note, Bounds))
+    return plain, next((note for note in notes if isinstance(note, Bounds)), None)
 
 
 def _digits(number: float) -> str:

@@ -11,11 +11,12 @@ import shlex
 import signal
 import sys
 import threading
+import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from embodied_rl.bounds import bounds_of
 from embodied_rl.errors import NonFiniteError, UserError, brief, did_you_mean, shown
@@ -89,6 +90,25 @@ def command_line(name: str, arguments: Sequence[str] | None = None) -> str:
     return shlex.join(["python", "-m", f"embodied_rl.{name}", *(sys.argv[1:] if arguments is None else arguments)])
 
 
+@dataclass(frozen=True)
+class Written:
+    """In the type of an argument: what is written there, so that a mistake is told before the work and not after it."""
+
+    kind: Literal["file", "folder"]
+
+    def check(self, name: str, text: str) -> None:
+        """Raises UserError where the other kind is there already."""
+        path = Path(text)
+        if self.kind == "file" and path.is_dir():
+            raise UserError(f"{name} must be a file, but {brief(text)} is a folder. Name a file in it: {name}={brief(path / 'NAME')}")
+        if self.kind == "folder" and path.exists() and not path.is_dir():
+            raise UserError(f"{name} must be a folder, but {brief(text)} is a file. Name another place.")
+
+
+WrittenFile = Annotated[str, Written("file")]
+WrittenFolder = Annotated[str, Written("folder")]
+
+
 class _Required:
     def __repr__(self) -> str:
         return "required"
@@ -103,7 +123,7 @@ class Argument:
 
     name: str
     kind: Any
-    """str, bool, or a number with its bounds (`embodied_rl.bounds`)."""
+    """str, bool, a file or folder to write (`WrittenFile`), or a number with its bounds (`embodied_rl.bounds`)."""
     help: str
     default: Any = REQUIRED
     choices: tuple[str, ...] = ()
@@ -213,6 +233,9 @@ def _convert(argument: Argument, text: str) -> Any:
         raise UserError(f"{argument.name} must be {'an integer' if plain is int else 'a number'}, got {shown(text)}.") from None
     if bounds is not None and not bounds.hold(value):
         raise UserError(f"{argument.name} must be {bounds}, got {shown(value)}.")
+    for note in typing.get_args(argument.kind):
+        if isinstance(note, Written):
+            note.check(argument.name, text)
     if argument.choices and value not in argument.choices:
         raise UserError(f"{argument.name}={text} is not a choice.{did_you_mean(text, argument.choices)}")
     return value

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed
-from embodied_rl.cli import Argument, Command, fail, run_command
+from embodied_rl.cli import Argument, Command, WrittenFolder, fail, run_command
 from embodied_rl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ CONVERT = Command(
     name="episodes convert",
     summary="Write a recording in another format, and say of every field what became of it.",
     arguments=(
-        Argument("output", str, "a new folder"),
+        Argument("output", WrittenFolder, "a new folder"),
         Argument("format", str, "of the output", choices=FORMAT_NAMES),
         _VIDEO,
         Argument("json", bool, "print the fields' fates as JSON", False),
@@ -60,7 +60,7 @@ MERGE = Command(
     name="episodes merge",
     summary="Put the episodes of several recordings into one; an episode of the same seed, policy and task counts once.",
     arguments=(
-        Argument("output", str, "a new folder, in our own format"),
+        Argument("output", WrittenFolder, "a new folder, in our own format"),
         Argument("ignore_sim", bool, "merge recordings of differently configured simulators too; the result cannot be replayed", False),
         _VIDEO,
     ),
@@ -72,7 +72,7 @@ SPLIT = Command(
     name="episodes split",
     summary="Divide a recording into several, each a folder below output; episodes of the same seed and task stay together.",
     arguments=(
-        Argument("output", str, "a new folder"),
+        Argument("output", WrittenFolder, "a new folder"),
         Argument("fractions", str, "shares such as 0.9,0.1 or 0.8,0.1,0.1, drawn at random", None),
         Argument("names", str, "of the folders; default: train,test or train,val,test", None),
         Argument("by", str, "divide by success (at any step) or by task instead", None, choices=("success", "task")),

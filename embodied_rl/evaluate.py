@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
-from embodied_rl.cli import Argument, Command, command_line, run_command
+from embodied_rl.cli import Argument, Command, WrittenFile, command_line, run_command
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ COMMAND = Command(
         Argument("generation", str, "without a checkpoint: where a language model samples, tokens_torch or vllm", None),
         Argument(
             "output",
-            str,
+            WrittenFile,
             "where to write JSON, with a CSV of all episodes of the same name beside it; default: evaluation.json in the run's folder, "
             "or the next free comparison.json where several are played",
             None,

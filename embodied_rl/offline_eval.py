@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
-from embodied_rl.cli import Argument, Command, command_line, run_command
+from embodied_rl.cli import Argument, Command, WrittenFolder, command_line, run_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +46,7 @@ COMMAND = Command(
         ),
         Argument("num_bins", Annotated[int, Bounds(2, 65_536)], "bins of an action dimension that count as tokens", 256),
         Argument("seed", Seed, "of resampling, draws and regression", 0),
-        Argument("output", str, "folder to write to; default: the next free offline_eval in the first checkpoint's run", None),
+        Argument("output", WrittenFolder, "folder to write to; default: the next free offline_eval in the first checkpoint's run", None),
         Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
     ),
     prefixes={"fqe.": "a setting of the regression: num_steps, num_members, hidden_sizes, batch_size, learning_rate, …"},

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed, Size
-from embodied_rl.cli import Argument, Command, command_line, run_command
+from embodied_rl.cli import Argument, Command, WrittenFile, command_line, run_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,8 +38,8 @@ COMMAND = Command(
         ),
         Argument("rows", Size, "placements that the table shows", 8),
         Argument("seed", Seed, "of the random durations", 0),
-        Argument("save", str, "with measure=true: write the workload into this YAML file", None),
-        Argument("output", str, "write everything into this JSON file", None),
+        Argument("save", WrittenFile, "with measure=true: write the workload into this YAML file", None),
+        Argument("output", WrittenFile, "write everything into this JSON file", None),
         Argument("json", bool, "print JSON in place of tables", False),
     ),
     prefixes={

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Seed
-from embodied_rl.cli import Argument, Command, command_line, fail, run_command
+from embodied_rl.cli import Argument, Command, WrittenFolder, command_line, fail, run_command
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ COMMAND = Command(
         Argument("video", str, "how pictures are stored; mp4 keeps those that a policy saw exactly", "mp4", VIDEO_FORMATS),
         Argument("noise_seed", Seed, "of random and sampled actions", 0),
         Argument("resume", bool, "go on with what is in output: seeds that are there are not played again", False),
-        Argument("output", str, "the recording's folder; default: the next free recordings/SIM-POLICY", None),
+        Argument("output", WrittenFolder, "the recording's folder; default: the next free recordings/SIM-POLICY", None),
         Argument("trust", str, "code that the checkpoint may name beside what is registered: package.module:Attribute, or a list", None),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.kwargs.control_mode=pd_ee_delta_pos"},

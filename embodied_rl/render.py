@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
-from embodied_rl.cli import Argument, Command, run_command
+from embodied_rl.cli import Argument, Command, WrittenFolder, run_command
 from embodied_rl.filming.settings import FORMATS, Film, file_name, write_videos
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ COMMAND = Command(
             "what is drawn into the pictures: task, instruction, step, reward, value, actions, answer, success; default, all or none",
             "default",
         ),
-        Argument("output", str, "folder to write to; default: videos in the run's folder, or beside the recording", None),
+        Argument("output", WrittenFolder, "folder to write to; default: videos in the run's folder, or beside the recording", None),
         Argument("size", PictureSize, "pixels a side of each picture", 256),
         Argument("fps", FilmRate, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
         Argument("format", str, "mp4, gif or both, separated by a comma", "mp4,gif"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from embodied_rl.bounds import Coefficient, Episodes, PictureSize
-from embodied_rl.cli import Argument, Command, command_line, fail, run_command
+from embodied_rl.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, fail, run_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,8 +45,8 @@ COMMAND = Command(
         Argument("video", str, "how pictures are stored", "mp4", ("mp4", "png", "raw")),
         Argument("sim", str, "the simulator; default: the recording's own", None),
         Argument("trust", str, "code that the recording may name beside what is registered: package.module:Attribute, or a list", None),
-        Argument("report", str, "where to write the report as JSON; default: replay-BY.json in the recording's folder", None),
-        Argument("output", str, "with render: folder of the new recording; default: the recording's name with -rendered", None),
+        Argument("report", WrittenFile, "where to write the report as JSON; default: replay-BY.json in the recording's folder", None),
+        Argument("output", WrittenFolder, "with render: folder of the new recording; default: the recording's name with -rendered", None),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4"},
     examples=(

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from embodied_rl.cli import Argument, Command, run_command
+from embodied_rl.cli import Argument, Command, WrittenFile, run_command
 
 COMMAND = Command(
     name="report",
@@ -14,7 +14,10 @@ COMMAND = Command(
     arguments=(
         Argument("run", str, "a run's folder; several: separated by commas, or a pattern; also without 'run='"),
         Argument(
-            "output", str, "the page; default: report.html in the run's folder, or of several in the folder that holds them all", None
+            "output",
+            WrittenFile,
+            "the page; default: report.html in the run's folder, or of several in the folder that holds them",
+            None,
         ),
     ),
     examples=(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Port, Seconds, Seed, Slots, Tokens
-from embodied_rl.cli import Argument, Command, run_command, serve_until_stopped
+from embodied_rl.cli import Argument, Command, WrittenFolder, run_command, serve_until_stopped
 
 if TYPE_CHECKING:
     from embodied_rl.proxy.app import AgentProxy
@@ -26,7 +26,7 @@ COMMAND = Command(
         Argument(
             "token", str, "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed", None, ("none",)
         ),
-        Argument("output", str, "folder for ended sessions, one JSON file each", "captured"),
+        Argument("output", WrittenFolder, "folder for ended sessions, one JSON file each", "captured"),
         Argument("max_new_tokens", Tokens, "of one answer, whatever a client asks for", 1024),
         Argument("max_batch", Slots, "answers that are sampled side by side", 64),
         Argument("stop", str, "tokens that end an answer, beside the end of a sequence, separated by commas", None),

@@ -13,7 +13,7 @@ import pytest
 
 import embodied_rl
 from embodied_rl.bounds import Bounds
-from embodied_rl.cli import Argument, Command, command_line, run_command
+from embodied_rl.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, run_command
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, did_you_mean
 from embodied_rl.sim.faults import FaultKind, SimFault
 
@@ -63,6 +63,19 @@ def test_mistakes_are_one_line(words: list[str], message: str) -> None:
         COMMAND.parse(words)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) <= 400
+
+
+def test_a_folder_where_a_file_is_written_is_told_before_the_work(tmp_path: Path) -> None:
+    command = Command(
+        "paint", "Paint.", (Argument("output", WrittenFile, "the picture", None), Argument("into", WrittenFolder, "pictures", None))
+    )
+    (tmp_path / "there").write_text("")
+    assert command.parse([f"output={tmp_path}/new", f"into={tmp_path}"])[0]["into"] == str(tmp_path)
+    assert command.parse([f"output={tmp_path}/there", f"into={tmp_path}/new"])[0]["output"] == f"{tmp_path}/there"
+    with pytest.raises(UserError, match=f"^output must be a file, but {tmp_path} is a folder. Name a file in it: output={tmp_path}/NAME$"):
+        command.parse([f"output={tmp_path}"])
+    with pytest.raises(UserError, match=f"^into must be a folder, but {tmp_path}/there is a file"):
+        command.parse([f"into={tmp_path}/there"])
 
 
 def test_help_names_every_argument_default_and_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,6 +180,17 @@ class TrainConfig(Config):
             self.algorithm.minibatch_size,
         )
 
+        # What a domain has of its own is checked now too, not when its method is built.
+        for name in self.domains:
+            self._own_parts(name)
+
+    def _own_parts(self, name: str) -> tuple[AgentConfig, AlgorithmConfig]:
+        """The run's agent and algorithm with what the domain has in their place."""
+        domain = self.domains[name]
+        agent = build(AgentConfig, merged(dataclasses.asdict(self.agent), domain.agent), f"domains.{name}.agent")
+        algorithm = build(AlgorithmConfig, merged(dataclasses.asdict(self.algorithm), domain.algorithm), f"domains.{name}.algorithm")
+        return agent, algorithm
+
     def for_domain(self, name: str) -> TrainConfig:
         """The configuration of a run of one of the domains alone, with what is different there.
 
@@ -187,8 +198,7 @@ class TrainConfig(Config):
             UserError: a value of the domain makes no sense in its place.
         """
         domain = self.domains[name]
-        agent = build(AgentConfig, merged(dataclasses.asdict(self.agent), domain.agent), f"domains.{name}.agent")
-        algorithm = build(AlgorithmConfig, merged(dataclasses.asdict(self.algorithm), domain.algorithm), f"domains.{name}.algorithm")
+        agent, algorithm = self._own_parts(name)
         policy = self.policy if domain.policy is None else domain.policy
         backend = self.generation.backend if domain.backend is None else domain.backend
         if domain.policy is not None and policy.name != "language":

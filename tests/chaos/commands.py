@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from embodied_rl.bounds import bounds_of
-from embodied_rl.cli import Argument, Command
+from embodied_rl.cli import Argument, Command, Written
 from embodied_rl.compose import compose_config
 from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import LONGEST_MESSAGE, UserError
@@ -32,6 +33,8 @@ LIMIT_S = 30
 PROCESS_LIMIT_S = 120
 EVERY = 50
 """One attempt of so many is a process of its own."""
+TAKEN = "taken"
+"""A file that is there, where a command is to write a folder."""
 GROUPS = ("experiment", "sim", "algorithm", "policy", "hybrid", "generation", "logger")
 WORDS = {
     "evaluate": ("evaluate", "COMMAND"),
@@ -76,6 +79,7 @@ class Commands(Attack):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        (folder / TAKEN).touch()
         self.counts = {"in a process of their own": 0, "of train": 0}
 
     def attempt(self, number: int, chance: random.Random) -> str | None:
@@ -91,7 +95,8 @@ class Commands(Attack):
         return None if found is None else f"{wrong}: {found}"
 
     def _process(self, wrong: Wrong) -> tuple[int | str, str]:
-        command = [sys.executable, "-m", f"embodied_rl.{wrong.module}", *wrong.words]
+        module = wrong.module.replace("episode_tools", "episodes")
+        command = [sys.executable, "-m", f"embodied_rl.{module}", *wrong.words]
         try:
             done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
@@ -229,6 +234,9 @@ def wrong_texts(argument: Argument) -> list[str]:
         beyond = [str(int(bounds.most) + 1), str(int(bounds.least) - 1), *([f"{bounds.least}"] if bounds.above else [])]
         return ["", "word", "[1]", "{a:1}", UNICODE, "nan", "inf", "-inf", "1e400", LONG, "true", "null", DEEP, *beyond,
                 *(["1.5", "1e3", str(10**20)] if kind is int else ["1e30"])]  # fmt: skip
+    there = [{"file": ".", "folder": TAKEN}[note.kind] for note in typing.get_args(argument.kind) if isinstance(note, Written)]
+    if there:
+        return ["", *there]
     if kind is bool:
         return ["", "2", "word", "1.5", "[true]", "nan", LONG]
     return ["", *([argument.choices[0] + "x", "[" + argument.choices[0] + "]", LONG] if argument.choices else [])]

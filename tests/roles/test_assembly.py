@@ -116,7 +116,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch, co
 def test_the_keys_are_checked() -> None:
     with pytest.raises(UserError, match=r"hybrid.placement.kind='colocated' is not a choice.*collocated"):
         configured("hybrid.placement=colocated")
-    with pytest.raises(UserError, match=r"hybrid.ray.cpus.train must be >= 0, got -1.0"):
+    with pytest.raises(UserError, match=r"hybrid.ray.cpus.train must be between 0 and 65,536, got -1"):
         configured("hybrid.ray.cpus.train=-1")
     with pytest.raises(UserError, match=r"hybrid.reward_worker.target must be of the form"):
         configured("algorithm=grpo", "hybrid.reward_worker={target: nothing}")
