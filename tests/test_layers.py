@@ -67,7 +67,7 @@ FLOORS: dict[str, set[str]] = {
     "generation": GROUND | {"config", "policies"},
     "proxy": GROUND | {"config", "generation", "http_server", "policies"},
     "agents": GROUND | {"config", "generation", "sandbox", "text_search"},
-    "rollout": GROUND | {"agents", "config", "episodes", "generation", "proxy", "sim"},
+    "rollout": GROUND | {"agents", "config", "episodes", "generation", "proxy", "sandbox", "sim"},
     "hybrid": GROUND | {"config", "episodes", "generation", "policies", "algorithms"},
     "report_page": GROUND | {"config", "loggers"},
     "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},

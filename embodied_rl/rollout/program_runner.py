@@ -20,6 +20,7 @@ from typing import Any
 from embodied_rl.proxy.app import AgentProxy
 from embodied_rl.proxy.captured import CapturedSession
 from embodied_rl.proxy.sessions import SessionSampling
+from embodied_rl.sandbox.launch import NOT_STARTED
 from embodied_rl.sim.text.program import (
     FAILURE_STATUS,
     ProgramOptions,
@@ -29,6 +30,7 @@ from embodied_rl.sim.text.program import (
     lasting_environment,
     program_environment,
 )
+from embodied_rl.sim.text.program_box import program_box
 from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
 from embodied_rl.stopping import waiting
 
@@ -109,13 +111,17 @@ class ProgramRunner:
         """
         Args:
             model: its name at the proxy.
+
+        Raises:
+            UserError: this machine's sandbox is weaker than the options ask for, or a task file cannot be read.
         """
         self.options, self.proxy, self.model = options, proxy, model
         self.tasks = TaskBook(options)
+        self._box = program_box(options, proxy.base_url)
         self._pool: ProgramPool | None = None
         if options.stays:
             words = options.words({}, 0, model)
-            self._pool = ProgramPool(words, lasting_environment(options, proxy.base_url, model), options.serve_limits)
+            self._pool = ProgramPool(words, lasting_environment(options, proxy.base_url, model), options.serve_limits, self._box)
         self._running: dict[Hashable, _Running] = {}
         self._failed_to_start: list[Played] = []
         self._put_aside: dict[str, CapturedSession] = {}  # sessions that their programs ended themselves
@@ -193,7 +199,7 @@ class ProgramRunner:
         if self._pool is not None:
             return self._pool.begin(line)
         words = self.options.words(line["task"], line["seed"], self.model)
-        return RunningProgram(words, program_environment(self.options, line), self.options.timeout_s)
+        return RunningProgram(words, program_environment(self.options, line), self.options.timeout_s, self._box)
 
     def _finish(self, one: _Running, *, late: bool) -> Played:
         del self._running[one.tag]
@@ -215,6 +221,8 @@ class ProgramRunner:
 
     def _fault_kind(self, captured: CapturedSession | None, ending: ProgramEnding, late: bool) -> ProgramFaultKind | None:
         by_exit = self.options.reward == "exit"
+        if ending.status == NOT_STARTED and "sandbox: " in ending.output:
+            return ProgramFaultKind.NOT_STARTED
         if late:
             return ProgramFaultKind.TIMED_OUT
         lost = self._pool is not None and ending.status is not None  # one that stays has no reason to end, whatever its status

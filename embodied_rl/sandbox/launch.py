@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 NOT_STARTED = 97
 """Exit status where the kernel refuses what the sandbox is made of."""
 
+_MORE_PROCESSES = 8
+
 
 def main(spec: Spec) -> str:
     """Run the program. Returns in the program's process alone, the source of the Python program that is to be run there."""
@@ -52,6 +54,7 @@ def main(spec: Spec) -> str:
     os.close(go)
     quiet = os.open(os.devnull, os.O_RDWR)
     os.dup2(quiet, 0)
+    os.dup2(quiet, 1)
     if inside and os.read(told, 1):
         os.write(let_go, b"n" if namespaces.map_users(launched) else b"u")
     tree = supervisor.Tree(launched, hulls=2 if inside else 0)
@@ -137,7 +140,8 @@ def _confine(spec: Spec, *, nobody: bool) -> None:
     if spec["cpu_s"]:
         limits.append((resource.RLIMIT_CPU, int(spec["cpu_s"]) + 1))
     if level == "namespaces" and kernel.counts_processes_by_namespace():
-        limits.append((resource.RLIMIT_NPROC, spec["processes"] + 2))
+        # A little above, so that the supervisor sees the limit passed and ends the program.
+        limits.append((resource.RLIMIT_NPROC, spec["processes"] + _MORE_PROCESSES))
     for name, limit in limits:
         most = resource.getrlimit(name)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)

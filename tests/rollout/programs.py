@@ -64,7 +64,8 @@ def lasting(folder: Path, body: str) -> Path:
 
 
 def options(path: Path, **more: Any) -> ProgramOptions:
-    return ProgramOptions(**{"command": (sys.executable, str(path)), **more})
+    """May write where it stands, as tests look there; on any machine."""
+    return ProgramOptions(**{"command": (sys.executable, str(path)), "sandbox": "prlimit", "writable": (str(path.parent),), **more})
 
 
 def tokenizer() -> ChatTokenizer:
@@ -92,3 +93,15 @@ def running(backend: TokenBackend, words: ChatTokenizer, wanted: ProgramOptions)
     finally:
         runner.close()
         proxy.close()
+
+
+def running_with(mark: str) -> list[str]:
+    """Processes with `mark` among the words of their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -27,10 +29,12 @@ from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
 from embodied_rl.rollout.program_collector import ProgramCollector, episode_of_session
 from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramFaultKind, ProgramRunner
 from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.sandbox import landlock
+from embodied_rl.sandbox.levels import strongest
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.program import TARGET, ProgramOptions, TaskBook
-from tests.rollout.programs import options, program, running, says, tokenizer
+from tests.rollout.programs import options, program, running, running_with, says, tokenizer
 
 
 def play(runner: ProgramRunner, *seeds: int, hangs: Path | None = None) -> list[Played]:
@@ -127,25 +131,46 @@ def test_a_program_that_cannot_be_started(tmp_path: Path) -> None:
 
 
 def test_children_end_with_their_program(tmp_path: Path) -> None:
-    words = tokenizer()
-    body = (
-        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\nask('say'); reward(1.0)\n"
-    )
+    words, mark = tokenizer(), f"{os.getpid()}.5"
+    body = f"import subprocess\nchild = subprocess.Popen(['sleep', {mark!r}], start_new_session=True)\nask('say'); reward(1.0)\n"
     with running(says(words, "red"), words, options(program(tmp_path, body))) as runner:
         (played,) = play(runner, 1)
     assert played.reward == 1.0
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
-    while _lives(pid):
+    deadline = time.monotonic() + 60
+    while running_with(mark):
         assert time.monotonic() < deadline, "the child outlived its program"
         time.sleep(0.05)
 
 
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def test_a_program_sees_its_own_files_and_the_proxy_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if strongest() == "prlimit":
+        pytest.skip("this machine has limits only")
+    words = tokenizer()
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_text(name)
+    monkeypatch.setenv("OPENAI_ORGANISATION_KEY", "secret")
+    monkeypatch.setenv("WANTED", "yes")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        body = (
+            "import socket\n"
+            "def can(what):\n    try: what()\n    except OSError: return False\n    return True\n"
+            f"seen = [can(lambda: open({str(tmp_path / 'other' / 'data')!r})), 'OPENAI_ORGANISATION_KEY' in os.environ,\n"
+            f"    can(lambda: socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)),\n"
+            f"    can(lambda: open('/proc/{os.getpid()}/environ').read()), can(lambda: open({str(tmp_path / 'own' / 'new')!r}, 'w'))]\n"
+            "ask('say')\n"
+            f"own = open({str(tmp_path / 'own' / 'data')!r}).read() == 'own' and os.environ['WANTED'] == 'yes'\n"
+            "open(os.environ['HOME'] + '/note', 'w').write('x')\n"
+            "reward(1.0 if own and not any(seen) else -1.0); print(seen)\n"
+        )
+        script = program(tmp_path / "own", body)
+        with running(says(words, "red"), words, options(script, writable=(), pass_env=("WANTED",), sandbox="landlock")) as runner:
+            (played,) = play(runner, 1)
+        assert played.reward == 1.0 + (landlock.version() < 4) * -2.0, played
+        opened = options(script, writable=(), readable=(str(tmp_path),), network="open", pass_env=("WANTED",))
+        with running(says(words, "red"), words, opened) as runner:
+            (played,) = play(runner, 1)
+        assert played.reward == -1.0, "what was opened is open"
 
 
 def test_a_key_opens_its_own_session_alone(tmp_path: Path) -> None:

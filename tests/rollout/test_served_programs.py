@@ -18,9 +18,10 @@ from embodied_rl.errors import UserError
 from embodied_rl.proxy.captured import CapturedSession
 from embodied_rl.proxy.sessions import SessionSampling
 from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramFaultKind, ProgramRunner
+from embodied_rl.sandbox.box import Box
 from embodied_rl.sim.text.program import TARGET, ProgramOptions
 from embodied_rl.sim.text.served_program import ProgramPool, ServeLimits
-from tests.rollout.programs import lasting, options, running, says, tokenizer
+from tests.rollout.programs import lasting, options, running, running_with, says, tokenizer
 
 
 def play(runner: ProgramRunner, *seeds: int, at_a_time: int = 1, hangs: Path | None = None) -> list[Played]:
@@ -51,14 +52,17 @@ def test_one_process_plays_many_tasks(tmp_path: Path) -> None:
     """Each with a session of its own; what it prints is no reply, and neither is a reply to an earlier episode."""
     words = tokenizer()
     (tmp_path / "tasks.jsonl").write_text('{"colour": "red"}\n{"colour": "blue"}\n')
+    mark = f"{os.getpid()}.75"  # numbers of processes are those of a namespace: a child's command line is found from outside
     body = (
+        "import secrets, subprocess\nME = secrets.token_hex(8)\nsubprocess.Popen(['sleep', 'MARK'])\n"
         "def play(episode):\n"
         "    print('thinking'); print('{\"n\": 1}'); print('{\"done\": true, \"episode\": -1}')\n"
         "    said = ask('say ' + episode['task']['colour'])\n"
-        "    with open('PIDS', 'a') as file: print(os.getpid(), file=file)\n"
+        "    with open('PIDS', 'a') as file: print(ME, file=file)\n"
         "    return {'done': True, 'reward': 1.0 if episode['task']['colour'] in said else 0.25}\n"
         "serve(play)\n"
     ).replace("PIDS", str(tmp_path / "pids"))
+    body = body.replace("MARK", mark)
     with running(says(words, "red"), words, served(lasting(tmp_path, body), tasks=str(tmp_path / "tasks.jsonl"))) as runner:
         found = play(runner, *range(8), at_a_time=2)
         assert runner.proxy._book.sessions == {}
@@ -68,13 +72,14 @@ def test_one_process_plays_many_tasks(tmp_path: Path) -> None:
     assert len(sessions) == 8
     pids = (tmp_path / "pids").read_text().split()
     assert (len(pids), len(set(pids)) <= 2) == (8, True)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "they end with their runner"
+    assert not running_with(mark), "they end with their runner"
 
 
 def test_a_crash_costs_its_episode_alone(tmp_path: Path) -> None:
     """By a signal, by an end in good order, by an exception that is replied, by time; others go on, in the same process where one lives."""
     words = tokenizer()
     body = (
+        "ME = 2.0 + time.monotonic_ns()\n"
         "def play(episode):\n"
         "    seed = episode['seed']\n"
         "    said = ask('say')\n"
@@ -85,7 +90,7 @@ def test_a_crash_costs_its_episode_alone(tmp_path: Path) -> None:
         "    if seed == 6: return {'done': True}\n"
         "    if seed == 8: import subprocess; subprocess.Popen(['sleep', '600']); os._exit(4)  # a child holds the output open\n"
         "    if seed == 7: return {'done': True, 'reward': 'much'}\n"
-        "    return {'done': True, 'reward': float(os.getpid())}\n"
+        "    return {'done': True, 'reward': ME}\n"
         "serve(play)\n"
     )
     hangs = tmp_path / "hangs"
@@ -125,7 +130,9 @@ def test_rewards_that_are_posted(tmp_path: Path) -> None:
 
 
 def test_starts_that_fail_wait_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = ProgramPool([sys.executable, "-c", "raise SystemError('no')"], os.environ, ServeLimits(60.0, backoff_s=0.2, max_backoff_s=1.0))
+    pool = ProgramPool(
+        [sys.executable, "-c", "raise SystemError('no')"], os.environ, ServeLimits(60.0, backoff_s=0.2, max_backoff_s=1.0), Box("prlimit")
+    )
     episode = pool.begin({})
     while not episode.is_over():
         time.sleep(0.002)
@@ -175,6 +182,8 @@ def test_stopping_ends_the_process_of_the_episode(tmp_path: Path) -> None:
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 FUNCTION = """
+import time
+ME = int(1000 * time.monotonic())
 import os
 import helper
 
@@ -185,7 +194,7 @@ def play(client, task):
         raise KeyError("oops")
     if task.get("exit"):
         os._exit(7)
-    return helper.judge(said.choices[0].message.content) + os.getpid()
+    return helper.judge(said.choices[0].message.content) + ME
 
 async def waits(client, task): ...
 def alone(task): ...
@@ -204,7 +213,6 @@ def test_a_function_stays_in_a_process_of_its_own(tmp_path: Path) -> None:
         found = play(runner, *range(held_out, held_out + 5))
     assert [played.reward % 1 for played in found] == [0.5, 0, 0.5, 0, 0.5]
     assert found[0].reward == found[2].reward != found[4].reward  # an exception is the episode's, an end the process's
-    assert int(found[0].reward) != os.getpid()
     assert (fault(found[1]).kind, fault(found[1]).exit_status) == (ProgramFaultKind.CRASHED, None)
     assert "KeyError: 'oops'" in fault(found[1]).detail
     assert "in play" in fault(found[1]).detail
@@ -247,7 +255,8 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         ({"command": ["{python}"], "mode": "serve", "reward": "exit"}, "needs a program that ends with its episode"),
         ({"command": ["{python}"], "reward": "return"}, "take http or exit"),
         ({"command": ["{python}", "{task}"], "mode": "serve"}, "reads its tasks from its input"),
-        ({"command": ["{python}"], "memory_mb": 5}, "is for programs that stay"),
+        ({"command": ["{python}"], "memory_mb": 0}, "must be >= 1"),
+        ({"command": ["{python}"], "network": "none"}, "Known: open, proxy"),
         ({"command": ["{python}"], "function": "a:b"}, "set sim.kwargs.command=null"),
         ({"command": None, "function": "a.b"}, "must be 'module:function'"),
         ({"command": None, "function": "no.such.module:play"}, "module 'no.such.module' cannot be found"),

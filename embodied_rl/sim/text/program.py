@@ -8,13 +8,11 @@ in the environment variables that the ``openai`` package reads; it knows nothing
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +26,9 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sandbox.box import Box, Sandboxed
 from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.program_box import inherited_variables, with_absolute_files
 from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
@@ -76,7 +76,17 @@ class ProgramOptions:
     function: str | None = None
     """Instead of a command: ``module:function`` or ``file.py:function``, called with a client and a task in processes that stay."""
     memory_mb: int | None = None
-    """Address space (2**20 bytes) of each process that stays; null: no limit."""
+    """Memory (2**20 bytes) of all its processes together, and address space of each; null: 8192, and no limit on the address space."""
+    sandbox: str = "landlock"
+    """The weakest protection that will do: namespaces, landlock or prlimit (docs/sandbox.md)."""
+    network: Literal["proxy", "open"] = "proxy"
+    """proxy: TCP connections to the proxy's port only. open: any."""
+    readable: tuple[str, ...] = ()
+    """Files and folders that it may read beside those that its command names."""
+    writable: tuple[str, ...] = ()
+    """Those that it may change beside its scratch folder."""
+    pass_env: tuple[str, ...] = ()
+    """Names of environment variables of ours that it gets beside PATH, LANG and their like."""
 
     def __post_init__(self) -> None:
         self._check_mode()
@@ -84,6 +94,8 @@ class ProgramOptions:
             raise UserError(f"sim.kwargs.command must be a list of words such as ['{{python}}', 'agent.py'], got {list(self.command)}.")
         if self.reward not in get_args(RewardSource):
             raise UserError(f"sim.kwargs.reward='{self.reward}' is not a choice.{did_you_mean(str(self.reward), get_args(RewardSource))}")
+        if self.network not in ("proxy", "open"):
+            raise UserError(f"sim.kwargs.network='{self.network}' is not a choice.{did_you_mean(str(self.network), ('proxy', 'open'))}")
         if not self.timeout_s > 0:
             raise UserError(f"sim.kwargs.timeout_s must be > 0, got {self.timeout_s}.")
         self.words({}, 0, "model")
@@ -110,8 +122,8 @@ class ProgramOptions:
                 "sim.kwargs.reward=return is for a function, or a program with sim.kwargs.mode=serve: a program that ends has "
                 "no reply; take http or exit."
             )
-        if self.memory_mb is not None and (not self.stays or self.memory_mb < 1):
-            raise UserError(f"sim.kwargs.memory_mb must be >= 1 and is for programs that stay, got {self.memory_mb}.")
+        if self.memory_mb is not None and self.memory_mb < 1:
+            raise UserError(f"sim.kwargs.memory_mb must be >= 1, got {self.memory_mb}.")
 
     @property
     def stays(self) -> bool:
@@ -121,7 +133,7 @@ class ProgramOptions:
     @property
     def serve_limits(self) -> ServeLimits:
         """Of a program that stays."""
-        return ServeLimits(self.timeout_s, self.memory_mb)
+        return ServeLimits(self.timeout_s)
 
     @staticmethod
     def of(config: SimConfig) -> ProgramOptions:
@@ -131,7 +143,7 @@ class ProgramOptions:
             if name not in known:
                 raise UserError(f"sim.kwargs.{name} is not known for an agent program.{did_you_mean(name, known)}")
         given = dict(config.kwargs)
-        for name in ("command", "texts"):
+        for name in ("command", "texts", "readable", "writable", "pass_env"):
             value = given.get(name) or ()
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise UserError(f"sim.kwargs.{name} must be a list of texts, got {value!r}.")
@@ -262,25 +274,26 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
 
 
 class RunningProgram:
-    """One started program and all that it starts, in a process group of their own."""
+    """One started program and all that it starts, in a sandbox."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box) -> None:
         """Start it; what it prints is kept for error messages. Raises OSError where it cannot be started."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (`end` closes it)
         try:
-            self._process = subprocess.Popen(
-                list(words),
-                env=dict(env),
+            self._started = Sandboxed(
+                box,
+                words=with_absolute_files(words),
+                env=env,
+                cwd=os.getcwd(),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
         except BaseException:
             self._output.close()
             raise
         self.deadline = time.monotonic() + timeout_s
-        self._descriptor = os.pidfd_open(self._process.pid)
+        self._descriptor = os.pidfd_open(self._started.process.pid)
 
     @property
     def wake_s(self) -> float:
@@ -298,11 +311,8 @@ class RunningProgram:
         return bool(poll.poll(0))
 
     def end(self) -> ProgramEnding:
-        """Kill what still runs of the group and wait."""
-        # Before the process is reaped its number cannot belong to another one.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        status = self._process.wait()
+        """End what still runs of it and wait."""
+        status = self._started.end()
         os.close(self._descriptor)
         size = self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, size - _TAIL_BYTES))
@@ -324,7 +334,7 @@ def episode_line(*, base_url: str, key: str, session: str, model: str, task: Map
 
 
 def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> dict[str, str]:
-    """The variables that a program that stays is started with: this process's own, the options', and where the model is."""
+    """The variables that a program that stays is started with: a few of this process's, the options', and where the model is."""
     own = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_MODEL": model,
@@ -332,7 +342,7 @@ def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> d
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
-    return {**os.environ, **options.env, **own}
+    return {**inherited_variables(options.pass_env), **options.env, **own}
 
 
 def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dict[str, str]:

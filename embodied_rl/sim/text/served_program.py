@@ -16,7 +16,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -25,6 +24,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from embodied_rl.sandbox.box import Box, Sandboxed
+from embodied_rl.sim.text.program_box import with_absolute_files
 
 _TAIL_BYTES = 4096
 _MAX_LINE_BYTES = 2**20
@@ -55,8 +57,6 @@ class ServeLimits:
 
     timeout_s: float
     """Of an episode; one that takes longer is ended with its process."""
-    memory_mb: int | None = None
-    """Address space (2**20 bytes) of each process; None: no limit."""
     backoff_s: float = 0.1
     """Pause before the second start after failures in a row; doubles with each further one."""
     max_backoff_s: float = 30.0
@@ -65,20 +65,24 @@ class ServeLimits:
 class _Process:
     """A started program; for one episode at a time."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], memory_mb: int | None) -> None:
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], box: Box) -> None:
         self._printed = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (`kill` closes it; appending, so that it can be emptied)
         try:
-            self._process = subprocess.Popen(
-                list(words), env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, start_new_session=True
+            self._started = Sandboxed(
+                box,
+                words=with_absolute_files(words),
+                env=env,
+                cwd=os.getcwd(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._printed,
             )
         except BaseException:
             self._printed.close()
             raise
+        self._process = self._started.process
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
-        if memory_mb is not None:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(self._process.pid, resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
@@ -138,11 +142,7 @@ class _Process:
 
     def kill(self) -> tuple[int, str]:
         """End it and all that it started: (exit status, the end of what it printed)."""
-        # Before the process is reaped its number cannot belong to another one.
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        status, tail = self._process.wait(), self.tail()
+        status, tail = self._started.end(), self.tail()
         for file in (self._process.stdin, self._process.stdout, self._printed):
             file.close()  # type: ignore[union-attr]
         os.close(self.ended)
@@ -152,8 +152,8 @@ class _Process:
 class ProgramPool:
     """Processes of one program: as many as there are episodes at a time. For one thread."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], limits: ServeLimits) -> None:
-        self._words, self._env, self.limits = words, env, limits
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], limits: ServeLimits, box: Box) -> None:
+        self._words, self._env, self.limits, self._box = words, env, limits, box
         self._idle: list[_Process] = []
         self._failures = 0
         self._not_before_s = 0.0
@@ -174,7 +174,7 @@ class ProgramPool:
                 return process
             process.kill()
         self.num_started += 1
-        return _Process(self._words, self._env, self.limits.memory_mb)
+        return _Process(self._words, self._env, self._box)
 
     def has_idle(self) -> bool:
         """Whether an episode need not wait for a start."""
