@@ -170,8 +170,13 @@ class Command:
         places = list(self.paths)
         for word in argv:
             key, equals, text = word.partition("=")
+            if word.startswith("--"):
+                name = key.lstrip("-").replace("-", "_")
+                typed = " Type: " + shlex.quote(f"{name}={text or 'VALUE'}") if name in known else did_you_mean(name, known)
+                raise UserError(f"Argument {shown(key)} is not of the form key=value, without dashes.{typed}")
             # Folders of runs have names like lr=3e-4: what is there is a path, unless it begins as a key does.
             if places and (not equals or (key not in known and Path(word).exists())):
+                word = at_home(word)
                 if self.many_paths and len(places) == 1:
                     taken = values[places[0].name]
                     values[places[0].name] = [word] if taken is REQUIRED else [*taken, word]
@@ -225,6 +230,7 @@ def _convert(argument: Argument, text: str) -> Any:
     if text == "":
         raise UserError(f"{argument.name} must have a value, got nothing after '='.")
     plain, bounds = bounds_of(argument.kind)
+    text = at_home(text)
     try:
         value = plain(text.replace("_", "") if plain is int else text)
         if bounds is not None and not text.isascii():
@@ -239,6 +245,11 @@ def _convert(argument: Argument, text: str) -> Any:
     if argument.choices and value not in argument.choices:
         raise UserError(f"{argument.name}={text} is not a choice.{did_you_mean(text, argument.choices)}")
     return value
+
+
+def at_home(text: str) -> str:
+    """``~/…`` as a path: shells leave it as it is behind a ``=``."""
+    return str(Path(text).expanduser()) if text == "~" or text.startswith("~/") else text
 
 
 def _yaml_value(key: str, text: str) -> Any:

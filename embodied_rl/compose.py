@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.config import TrainConfig, config_file, group_names
 from embodied_rl.errors import UserError, did_you_mean, shown
+from embodied_rl.overrides import check_form, hydra_words, of_each_value, quoted_value, split_flags
 from embodied_rl.paths import configs_dir
 from embodied_rl.registry import installed_config_folders, installed_targets
 
@@ -21,22 +26,8 @@ _OPEN = (
     *("domains.", "domains=", "generation.mix.", "generation.mix="),
 )
 
-_PASSED_TO_HYDRA = (
-    "--help",
-    "-h",
-    "--hydra-help",
-    "--version",
-    "--cfg",
-    "-c",
-    "--info",
-    "-i",
-    "--multirun",
-    "-m",
-    "--shell-completion",
-    "-sc",
-    "--config-dir",
-    "-cd",
-)
+_MOST_COMPOSED = 16
+"""Runs of a sweep that are looked at before the first begins."""
 
 
 def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -45,17 +36,15 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         UserError: naming the key or choice that is not known, and the nearest one.
     """
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
+    from hydra import compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    add_installed_configs()
     _check_choices(overrides)
-    GlobalHydra.instance().clear()
+    overrides = hydra_words(overrides)
     try:
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+        with _hydra():
             composed = compose(name, overrides=open_kwargs(overrides))
         plain = OmegaConf.to_container(composed, resolve=True)
     except RecursionError:
@@ -76,6 +65,17 @@ def _check_choices(overrides: Sequence[str]) -> None:
         names = group_names(group) if re.fullmatch(r"\w+", group) else []
         if equals and names and not (re.fullmatch(r"[\w.-]+", value) and isinstance(yaml.safe_load(value), str)):
             raise UserError(f"{group} must be the name of one file of configs/{group}, got {shown(value)}.{did_you_mean(value, names)}")
+
+
+def _hydra() -> AbstractContextManager[None]:
+    """Inside it, Hydra composes our files and those of installed packages."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    add_installed_configs()
+    GlobalHydra.instance().clear()
+    context: AbstractContextManager[None] = initialize_config_dir(str(configs_dir()), version_base="1.3")
+    return context
 
 
 def add_installed_configs() -> None:
@@ -114,16 +114,39 @@ def load_train_config(overrides: Sequence[str]) -> TrainConfig:
     return TrainConfig.from_dict(compose_config("train", overrides))
 
 
-def check_overrides(name: str, arguments: Sequence[str]) -> None:
-    """Compose once before Hydra does, so that mistakes are told in our words. Raises UserError.
+def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
+    """Compose once before Hydra does, so that mistakes are told in our words. Returns the arguments as Hydra is given them.
 
-    Left to Hydra: its own flags, and sweeps, whose overrides are not single values.
+    Of a sweep, each value is composed once. A folder of the user's own (``--config-dir``) is searched like ours.
+
+    Raises:
+        UserError: a flag or a word that is none, a key or a choice that is not known, a value that does not fit.
     """
-    if any(argument.split("=", 1)[0] in _PASSED_TO_HYDRA for argument in arguments):
-        return
-    plain = compose_config(name, [argument for argument in arguments if not argument.startswith("--")])
-    if name == "train":
-        TrainConfig.from_dict(plain)
+    flags, words = split_flags(arguments)
+    sweep = "-m" in flags or "--multirun" in flags
+    if not sweep:
+        _check_choices(words)
+    settings = hydra_words(words, sweep)
+    for word in settings:
+        check_form(word, _top_keys(), sweep=sweep)
+    for flag in ("--config-dir", "-cd"):
+        if flag in flags and not Path(flags[flag]).is_dir():
+            raise UserError(f"{flag} {shown(flags[flag])} is no folder.")
+    own = [
+        f"hydra.searchpath=[{quoted_value('file://' + str(Path(flags[flag]).absolute()))}]"
+        for flag in ("--config-dir", "-cd")
+        if flag in flags
+    ]
+    for run in of_each_value(settings)[:_MOST_COMPOSED]:
+        plain = compose_config(name, [*run, *own])
+        if name == "train":
+            TrainConfig.from_dict(plain)
+    given = [word for word in arguments if word not in words]
+    return [*given, *open_kwargs(settings)]
+
+
+def _top_keys() -> list[str]:
+    return [found.name for found in fields(TrainConfig)]
 
 
 def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
@@ -132,13 +155,37 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
     if choice:
         group, value = choice.groups()
         kind = {"sim": "Simulator"}.get(group, group.capitalize())
-        return f"{kind} '{value}' is not known.{did_you_mean(value, group_names(group))}"
+        return f"{kind} {shown(value)} is not known.{did_you_mean(value, group_names(group))}"
     key = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
     if key:
         return _unknown_key(key.group(1), name, overrides)
     if "integer string conversion" in text:
         return f"{shown(max(overrides, key=len))} has too many digits to be read."
-    return f"The configuration cannot be composed: {' '.join(text.split())}"
+    if twice := re.search(r"Multiple values for ([\w./-]+)", text):
+        return f"'{twice[1]}' is chosen twice. Give it one value."
+    if there := re.search(r"An item is already at '([^']+)'", text):
+        return f"'{there[1]}' is part of the configuration already: leave out the '+' before it."
+    culprit = next((word for word in overrides if not _composes(name, word)), None)
+    if culprit is None:
+        return f"These settings do not go together: {' '.join(map(shlex.quote, overrides))}. See python -m embodied_rl.train --cfg job."
+    if culprit.startswith("~"):
+        return f"{shown(culprit)} takes away what a run needs, or what is not there. Leave it out, or set another value: {culprit[1:]}=…"
+    if "${" in culprit:
+        return f"{shown(culprit)} refers to a value that is not there. See all with: python -m embodied_rl.train --cfg job"
+    hint = "python -m embodied_rl.train --cfg job shows all keys with their values"
+    return f"{shown(culprit)} does not fit the configuration: it needs an existing key and a value of its kind; {hint}."
+
+
+def _composes(name: str, word: str) -> bool:
+    from hydra import compose
+    from omegaconf import OmegaConf
+
+    try:
+        with _hydra():
+            OmegaConf.to_container(compose(name, overrides=open_kwargs([word])), resolve=True)
+    except Exception:  # whatever it is: compose_config tells it
+        return False
+    return True
 
 
 def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ Exit status 0 when training can run here, 1 when it cannot.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
+from embodied_rl.cli import Argument, Command, run_command
 from embodied_rl.probes.base import Check, NotHere, Probe, Status, installed_version
 from embodied_rl.probes.drawing import DRAWING
 from embodied_rl.probes.machine import package_checks, placement_checks, system_checks
@@ -25,6 +25,13 @@ from embodied_rl.probes.training import TRAINING
 
 PROBE_TIMEOUT_S = 120.0
 """Generous: first imports on a cold disk are slow. The probes run side by side, and all take about 10 s on two cores."""
+
+COMMAND = Command(
+    name="doctor",
+    summary="Say what this machine can run, what is missing, and the command that brings it.",
+    arguments=(Argument("json", bool, "print the report as JSON (--json does too)", False),),
+    examples=("", "json=true"),
+)
 
 _NOT_HERE = 3  # exit status of a probe that raised NotHere
 _FIX = "what brings it: "
@@ -139,14 +146,12 @@ def print_report(checks: Sequence[Check]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m embodied_rl.doctor", description=__doc__.split("\n\n")[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--probe", metavar="NAME", choices=[probe.name for probe in PROBES], help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.probe is not None:
-        return _probe_here(arguments.probe)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["--probe"]:  # ourselves, in a process for one probe
+        return _probe_here(words[1])
+    values, _ = COMMAND.parse(["json=true" if word == "--json" else word for word in words])
     checks = examine()
-    if arguments.json:
+    if values["json"]:
         print(json.dumps({"can_train": can_train(checks), "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         print_report(checks)
@@ -154,4 +159,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(lambda: sys.exit(main()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -238,13 +239,14 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
     # Where filming was tried, its outcome tells; where it was not, what the simulator says of itself.
     filmable = bool(videos) or (not no_video_reason and _can_be_filmed(summary))
     domain = f" domain={next(iter(summary.config.domains))}" if summary.config.domains else ""
+    given = shlex.quote(f"checkpoint={run_dir}")
     commands = [
-        ("more held-out episodes", f"python -m embodied_rl.evaluate checkpoint={run_dir}{domain} num_episodes=500"),
-        *([("more videos", f"python -m embodied_rl.render checkpoint={run_dir}{domain} num_episodes=4")] if filmable else []),
+        ("more held-out episodes", f"python -m embodied_rl.evaluate {given}{domain} num_episodes=500"),
+        *([("more videos", f"python -m embodied_rl.render {given}{domain} num_episodes=4")] if filmable else []),
         ("train on", resume_command(summary.command, run_dir, **changes)),
     ]
     if (run_dir / "tensorboard").is_dir():
-        commands.append(("look at the curves", f"tensorboard --logdir {run_dir}"))
+        commands.append(("look at the curves", f"tensorboard --logdir {shlex.quote(str(run_dir))}"))
     next_steps = [f"  {name:<24} {command}" for name, command in commands]
     took = f"{summary.steps:,} steps, {clock_text(summary.wall_clock_s)} of wall-clock"
     return "\n".join(["", f"{result_text(results)} ({took}).", "", *lines, "", "Next:", *next_steps])

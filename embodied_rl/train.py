@@ -28,12 +28,12 @@ def main() -> None:
 def _hydra_main() -> None:
     import hydra
 
-    from embodied_rl.compose import add_installed_configs, check_overrides, open_kwargs
+    from embodied_rl.compose import add_installed_configs, check_overrides
     from embodied_rl.paths import configs_dir
 
-    check_overrides("train", sys.argv[1:])
+    arguments = check_overrides("train", sys.argv[1:])
     add_installed_configs()
-    sys.argv[1:] = open_kwargs(sys.argv[1:])
+    sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
 
 

@@ -41,6 +41,7 @@ def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, sp
     metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
     installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
     action = show_action(spec)
+    given = shlex.quote(f"checkpoint={final}")
     observation = ", ".join(f"{key} {show(part)}" for key, part in spec.observation.items())
     return f"""# {spec.task}: {config.policy.name} trained with {config.algorithm.name}
 
@@ -60,8 +61,8 @@ A policy of embodied_rl after {document["step"]:,} environment steps, saved {doc
 
 ## Use
 ```
-python -m embodied_rl.evaluate checkpoint={final} num_episodes=100
-python -m embodied_rl.render checkpoint={final} num_episodes=4
+python -m embodied_rl.evaluate {given} num_episodes=100
+python -m embodied_rl.render {given} num_episodes=4
 {resume_command(document["command"], final)}
 ```
 

@@ -1,0 +1,121 @@
+"""What is typed behind ``python -m embodied_rl.train``: paths as they are, and mistakes in our own words with what to type instead."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embodied_rl.cli import Argument, Command
+from embodied_rl.compose import check_overrides, compose_config
+from embodied_rl.errors import UserError
+from embodied_rl.overrides import hydra_words, parsed
+
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = [
+    "runs/ä é 日",
+    "a b",
+    "(1)",
+    "lr=3e-4",
+    "a&b",
+    "#1",
+    "a,b",
+    "1e5",
+    "true",
+    "a~b",
+    'say "so"',
+    "it's",
+    "end\\",
+    'x\\"',
+    "[x]x",
+    "a:b",
+]
+PATHS += ["$x", "-x", "x" * 250]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_reaches_the_run_as_it_was_typed(path: str) -> None:
+    for key in ("run_dir", "resume", "hydra.run.dir", "policy.path"):
+        (word,) = hydra_words([f"{key}=./{path}"])
+        found = parsed(word)
+        assert found is not None
+        assert (found.is_sweep_override(), found.value()) == (False, f"./{path}")
+        assert parsed(hydra_words([word])[0]).value() == f"./{path}", "quoting what is quoted changes nothing"  # type: ignore[union-attr]
+
+
+def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/jörg")
+    assert hydra_words(["run_dir=~/x"]) == ['run_dir="/home/jörg/x"']
+    assert hydra_words(["policy.hidden_sizes=[1,2]", "seed=1,2", "resume=null", "resume=auto"]) == [
+        *("policy.hidden_sizes=[1,2]", "seed=1,2", "resume=null", "resume=auto")
+    ]
+    assert hydra_words(["run_dir=a,b"], sweep=True) == ["run_dir=a,b"]
+    command = Command("x", "", (Argument("output", str, ""),))
+    assert command.parse(["output=~/ä"])[0] == {"output": "/home/jörg/ä"}
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--seed=5"], "type: seed=5"),
+        (["--config-name=nope"], "Choose its parts"),
+        (["--cfg", "nope"], "Known: all, hydra, job"),
+        (["--cfg"], "--cfg job"),
+        (["--config-dir=/nowhere", "seed=1"], "no folder"),
+        (["a=[1"], "Type: 'a=\"[1\"'"),
+        (["sim==x"], "sim must be the name of one file of configs/sim, got '=x'"),
+        (["sim={a:1}"], "sim must be the name of one file"),
+        (["sim=[cartpole]"], "sim must be the name of one file"),
+        (["+x"], "not of the form key=value"),
+        (["sim"], "Type: sim=VALUE"),
+        (["@"], "not of the form key=value"),
+        (["=5"], "no key of a configuration"),
+        (["seed=1,2"], "-m seed=1,2"),
+        (["-m", "sim=cartpole,nope"], "Simulator 'nope' is not known"),
+        (["~sim"], "takes away what a run needs"),
+        (["seed=${nothing}"], "refers to a value that is not there"),
+        (["+seed=5"], "leave out the '+'"),
+    ],
+)
+def test_mistakes_are_told_in_our_words(words: list[str], part: str) -> None:
+    with pytest.raises(UserError) as found:
+        check_overrides("train", words)
+    assert part in str(found.value)
+    assert len(str(found.value)) <= 400
+    assert "\n" not in str(found.value)
+
+
+def test_composing_in_python_takes_the_same_paths() -> None:
+    assert compose_config("train", ["run_dir=/tmp/ä (1), 日"])["run_dir"] == "/tmp/ä (1), 日"
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_everything_lies_below_a_home_with_letters_beyond_ascii(tmp_path: Path) -> None:
+    home = tmp_path / "jörg (日 é) #1 & co"
+    for name in ("embodied_rl", "configs"):
+        shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(home)}
+
+    def run(words: list[str]) -> str:
+        done = subprocess.run([sys.executable, *words], cwd=home, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    small = ["sim=cartpole", "total_steps=256", "sim.num_slots=4", "sim.num_workers=1", "algorithm.rollout_steps=64"]
+    small += ["algorithm.minibatch_size=64", "evaluation.num_episodes=2", "video.enabled=no", "stop_at_success=null"]
+    told = run(["-m", "embodied_rl.train", *small, "run_dir=~/lr=3e-4, a~b"])
+    run_dir = home / "lr=3e-4, a~b"
+    assert (run_dir / "results.json").is_file()
+    hints = [line for line in told.splitlines() if "python -m embodied_rl." in line]
+    pasted = {words[2]: words[1:] for line in hints for words in [shlex.split(line[line.index("python") :])]}
+    assert f"checkpoint={run_dir}" in pasted["embodied_rl.evaluate"]
+    run([*pasted["embodied_rl.evaluate"][:-1], "num_episodes=2", "output=~/ergebnis ä.json"])
+    assert (home / "ergebnis ä.json").is_file()
+    run(pasted["embodied_rl.train"])
+    assert '"step": 512' in (run_dir / "checkpoints/last/state.json").read_text(encoding="utf-8")
