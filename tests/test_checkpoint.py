@@ -20,6 +20,7 @@ import torch
 from embodied_rl.checkpoint import (
     CheckpointWriter,
     add_result_to_card,
+    adopt_checkpoint,
     base_of,
     check_compatible,
     check_tensors,
@@ -30,6 +31,7 @@ from embodied_rl.checkpoint import (
     save_checkpoint,
 )
 from embodied_rl.checkpoint import folder as module
+from embodied_rl.checkpoint.checksums import sum_of_document
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.sample_run import SPEC, make_config
@@ -331,6 +333,68 @@ def test_a_flipped_bit_is_refused_with_the_way_out(tmp_path: Path, name: str) ->
     assert load_checkpoint(before).step == 1000
     if name == "learner.safetensors":
         assert load_checkpoint(folder, with_learner=False).step == 2000, "evaluation does not read it"
+
+
+def _forge(folder: Path, **changes: Any) -> None:
+    """Change entries of state.json, with a digest that fits."""
+    document = json.loads((folder / "state.json").read_text()) | changes
+    document["sha256"] = sum_of_document(document, "sha256")
+    (folder / "state.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("state.json", "[" * 100_000, "nested too deeply"),
+        (
+            "config.yaml",
+            "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)),
+            "a million values",
+        ),
+        ("config.yaml", "[" * 5000, "nested too deeply"),
+        ("config.yaml", "seed: " + "9" * 10_000, "4300 digits"),
+    ],
+)
+def test_text_that_blows_up_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    folder = save(tmp_path)
+    (folder / name).write_text(text)
+    if name != "state.json":
+        _forge(folder, files={})
+    with pytest.raises(IncompatibleCheckpointError, match=message) as caught:
+        load_checkpoint(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("files", [[], {"config.yaml": None}, {"config.yaml": {"bytes": "many", "sha256": ""}}, {"config.yaml": {}}])
+def test_sums_that_are_none_are_damage(tmp_path: Path, files: Any) -> None:
+    folder = save(tmp_path)
+    _forge(folder, files=files)
+    with pytest.raises(IncompatibleCheckpointError, match="holds no sums of files"):
+        load_checkpoint(folder)
+
+
+def test_a_pipe_in_a_checkpoint_holds_nobody_up(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    (folder / "config.yaml").unlink()
+    os.mkfifo(folder / "config.yaml")
+    with pytest.raises(IncompatibleCheckpointError, match=r"config\.yaml"):
+        load_checkpoint(folder)
+
+
+def test_an_adopted_checkpoint_brings_its_base_and_never_leaves_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/config.json").write_text("{}")
+    folder = save(tmp_path / "run", base=note_base(tmp_path / "run/model", tmp_path / "run"))
+    before = load_checkpoint(folder)
+    adopted = adopt_checkpoint(before, tmp_path / "other")
+    assert adopted.path == tmp_path / "other/checkpoints" / folder.name
+    assert find_last(tmp_path / "other") == adopted.path
+    assert base_of(load_checkpoint(adopted.path)) == (tmp_path / "other/model").resolve()
+    assert torch.equal(load_checkpoint(adopted.path).policy["actor.weight"], before.policy["actor.weight"])
+    _forge(folder, base={"path": "../elsewhere", "within_run": True, "files": {}})
+    with pytest.raises(IncompatibleCheckpointError, match="outside of its run"):
+        adopt_checkpoint(load_checkpoint(folder), tmp_path / "third/run")
+    assert not (tmp_path / "third/elsewhere").exists()
 
 
 def test_a_checkpoint_without_sums_is_read(tmp_path: Path) -> None:

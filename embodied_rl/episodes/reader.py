@@ -476,7 +476,11 @@ def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo)
     """Raise RecordingError where the columns are not those of the recording's simulator."""
     path = folder / LAYOUT_FILE
     found = {column.name: column for column in columns}
-    for column in layout_for(info.spec, "raw", {}):
+    try:
+        wanted = layout_for(info.spec, "raw", {})
+    except (TypeError, ValueError) as error:
+        raise RecordingError(f"'{folder.parent / RECORDING_FILE}' describes no simulator: {brief(error)}.") from error
+    for column in wanted:
         other = found.pop(column.name, None)
         if other is None:
             raise RecordingError(f"'{path}': the column '{brief(column.name, 60)}' is missing.")

@@ -177,6 +177,10 @@ OPENING = {
     "info garbage": (lambda r, p: (r / "recording.json").write_text("{"), r"recording.json' does not describe a recording"),
     "info version": (lambda r, p: edit_json(r / "recording.json", lambda d: d.update(format_version=9)), r"version 9; this is .* 1"),
     "info list": (lambda r, p: (r / "recording.json").write_text("[]"), r"recording.json' does not describe a recording"),
+    "info dtype": (
+        lambda r, p: edit_json(r / "recording.json", lambda d: d["spec"]["observation"]["state"].update(dtype="os:system")),
+        r"recording.json' describes no simulator: data type 'os:system' not understood",
+    ),
     "layout missing": (lambda r, p: (p / "part.json").unlink(), r"part.json' cannot be read: No such file"),
     "layout garbage": (lambda r, p: (p / "part.json").write_bytes(b"\xff\x00"), r"part.json' does not describe columns"),
     "layout dtype": (

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from embodied_rl.config import ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.hybrid import fsdp
-from embodied_rl.hybrid.sharded_checkpoint import load_sharded, prepare_optimizer, read_index, save_sharded, training_tensors
+from embodied_rl.hybrid.sharded_checkpoint import load_sharded, prepare_optimizer, read_index, read_whole, save_sharded, training_tensors
 from embodied_rl.hybrid.tensor_parallel import parallelize
 from tests.hybrid.fsdp_rank import CASES, MAX_NORM, MICRO_BATCHES, SENT, losses, make, make_folder, train
 from tests.hybrid.samples import make_policy
@@ -169,6 +170,35 @@ def test_damaged_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
         load_sharded(path, target)
     with pytest.raises(IncompatibleCheckpointError, match=r"index\.json is missing"):
         load_sharded(tmp_path / "nowhere", target)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("tensors", "a", "shape"), [2**40, 3], "claims more than its files hold"),
+        (("tensors", "a", "shape"), [2, -3], "has no shape, type and parts"),
+        (("tensors", "a", "dtype"), "os:system", "has no shape, type and parts"),
+        (("tensors", "a", "parts", 0, "file"), "../elsewhere", "a file that is not listed"),
+        (("tensors", "a", "parts", 0, "size"), [2], "has no shape, type and parts"),
+        (("tensors", "a", "parts"), None, "lacks or misspells a part"),
+        (("files", "rank_00000.safetensors"), {}, "lacks or misspells a part"),
+    ],
+)
+def test_an_index_that_cannot_be_is_one_line_before_memory_is_taken(tmp_path: Path, place: Any, value: Any, message: str) -> None:
+    path = save_sharded(tmp_path / "saved", {"a": torch.arange(6.0).reshape(2, 3)}).wait()
+    index = json.loads((path / "index.json").read_text())
+    inner = index
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(IncompatibleCheckpointError, match="SHA-256 differs"):
+        read_whole(path)
+    del index["sha256"]  # as a forger would, or an older version
+    (path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(IncompatibleCheckpointError, match=message) as caught:
+        read_whole(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_save_replaces_and_one_that_fails_leaves_the_old(tmp_path: Path) -> None:
