@@ -458,7 +458,7 @@ def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str
 
     if name is None and not overrides:
         return None
-    return override_sim(load_sim_config(name) if name is not None else sim_of(recording, trust), overrides)
+    return override_sim(load_sim_config(name) if name is not None else sim_of(recording, trust, list(overrides)), overrides)
 
 
 def _words(text: str) -> tuple[str, ...]:

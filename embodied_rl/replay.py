@@ -134,12 +134,13 @@ def replay(
     return ReplayReport(recording.path, recording.spec.task, by, played, rendered, time.perf_counter() - started)
 
 
-def sim_of(recording: Recording, trust: Sequence[str] = ()) -> SimConfig:
+def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[str] = ()) -> SimConfig:
     """The simulator that a recording is of.
 
     Args:
         recording: opened.
-        trust: code that it may name beside what is registered here, see `embodied_rl.checkpoint.load_checkpoint`.
+        trust, replaced: code that it may name beside what is registered here, and keys that the caller replaces; see
+            `embodied_rl.checkpoint.load_checkpoint`.
 
     Raises:
         UserError: it does not say.
@@ -154,7 +155,8 @@ def sim_of(recording: Recording, trust: Sequence[str] = ()) -> SimConfig:
             "Name it: sim=maniskill_pushcube, say."
         )
     info = recording.info
-    require_trusted({"sim": info.sim}, file=recording.path, what=RECORDING, content=info.sim_bytes, signature=info.signature, trust=trust)
+    named, signature = {"sim": info.sim}, info.signature
+    require_trusted(named, file=recording.path, what=RECORDING, content=info.sim_bytes, signature=signature, trust=trust, replaced=replaced)
     return SimConfig.from_dict(info.sim)
 
 
@@ -330,7 +332,9 @@ def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str
     from embodied_rl.trust import trusted_names
 
     name = values["sim"]
-    return override_sim(sim_of(recording, trusted_names(values["trust"])) if name is None else load_sim_config(name), overrides)
+    return override_sim(
+        sim_of(recording, trusted_names(values["trust"]), list(overrides)) if name is None else load_sim_config(name), overrides
+    )
 
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:

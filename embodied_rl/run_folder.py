@@ -52,7 +52,7 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
 
     Args:
         config: its `run_dir` and `resume`.
-        overrides: of the command line, which say whether the user named `run_dir`.
+        overrides: of the command line, which say whether the user named `run_dir`, and what replaces the checkpoint's own values.
 
     Raises:
         UserError: the folder holds another run, another process writes there, or it cannot be written.
@@ -60,7 +60,7 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
     """
     run_dir = Path(config.run_dir)
     named = not _DEFAULT_NAME.fullmatch(run_dir.name) or any(word.startswith("run_dir=") for word in overrides)
-    checkpoint = _checkpoint_of(config, run_dir, named)
+    checkpoint = _checkpoint_of(config, run_dir, named, overrides)
     source = None
     if checkpoint is not None:
         if _same(run_dir, checkpoint.run_dir) or (not named and belongs(checkpoint)):
@@ -83,6 +83,12 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
         copy_history(source, run_dir)
         checkpoint = _copied(source, run_dir)
     return RunFolder(run_dir, checkpoint, claim)
+
+
+def replaced_keys(overrides: Sequence[str]) -> list[list[str]]:
+    """The keys, part by part, whose values the command line puts in place of a checkpoint's."""
+    paths = [override.split("=", 1)[0].lstrip("+~").split(".") for override in overrides]
+    return [path for path in paths if path[0] not in ("experiment", "protocol", "resume", "run_dir", "trust", "hydra")]
 
 
 def run_id(run_dir: Path) -> str:
@@ -144,15 +150,16 @@ def announce(text: str) -> None:
 # ---- inside ---------------------------------------------------------------------------------------------------------
 
 
-def _checkpoint_of(config: TrainConfig, run_dir: Path, named: bool) -> Checkpoint | None:
+def _checkpoint_of(config: TrainConfig, run_dir: Path, named: bool, overrides: Sequence[str]) -> Checkpoint | None:
     from embodied_rl.checkpoint import find_last, load_checkpoint
 
+    replaced = [".".join(path) for path in replaced_keys(overrides)]
     if config.resume != "auto":
-        return None if config.resume is None else load_checkpoint(config.resume, trust=config.trust)
+        return None if config.resume is None else load_checkpoint(config.resume, trust=config.trust, replaced=replaced)
     found = find_last(run_dir)
     if found is None and not named:
         found = _newest_unfinished(run_dir.parent, config.seed)
-    return None if found is None else load_checkpoint(found, trust=config.trust)
+    return None if found is None else load_checkpoint(found, trust=config.trust, replaced=replaced)
 
 
 def _unused(run_dir: Path, named: bool) -> Path:

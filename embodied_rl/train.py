@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied_rl.cli import command_line, run_command
-from embodied_rl.run_folder import announce, find_run_folder
+from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -140,10 +140,7 @@ def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[
     from embodied_rl.config import TrainConfig
 
     merged, given = checkpoint.config.to_dict(), config.to_dict()
-    for override in overrides:
-        path = override.split("=", 1)[0].lstrip("+~").split(".")
-        if path[0] in ("experiment", "protocol", "resume", "run_dir", "trust", "hydra"):
-            continue
+    for path in replaced_keys(overrides):
         target, source = merged, given
         for part in path[:-1]:
             target, source = target[part], source[part]

@@ -208,7 +208,7 @@ def find_last(run_dir: Path | str) -> Path | None:
     return folders[-1].resolve() if folders else None
 
 
-def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Sequence[str] = ()) -> Checkpoint:
+def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Sequence[str] = (), replaced: Sequence[str] = ()) -> Checkpoint:
     """Read a checkpoint folder, a run's folder (its `last`), or a link such as ``…/checkpoints/best``.
 
     Args:
@@ -216,6 +216,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
         with_learner: also read what only resuming needs.
         trust: code that its configuration may name beside what is registered here, ``package.module:Attribute``. A checkpoint that this
             user wrote on this machine may name anything.
+        replaced: keys in whose place the caller puts values of its own before anything is made of the configuration.
 
     Raises:
         IncompatibleCheckpointError: it is missing, incomplete, damaged or of another format version; one line says which.
@@ -240,7 +241,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
         raise IncompatibleCheckpointError(
             f"Checkpoint '{folder}': {STATE_FILE} lacks or misspells a part ({brief(repr(error))}). Use another checkpoint."
         ) from error
-    config = _read_config(folder / CONFIG_FILE, document.get(_SIGNATURE), trust)
+    config = _read_config(folder / CONFIG_FILE, document.get(_SIGNATURE), trust, replaced)
     return Checkpoint(path=folder, policy=policy, learner=learner, config=config, **told)
 
 
@@ -394,10 +395,11 @@ def _are_sums(found: Any) -> bool:
     return all(isinstance(told, dict) and type(told.get("bytes")) is int and isinstance(told.get("sha256"), str) for told in entries)
 
 
-def _read_config(path: Path, signature: str | None, trust: Sequence[str]) -> TrainConfig:
+def _read_config(path: Path, signature: str | None, trust: Sequence[str], replaced: Sequence[str]) -> TrainConfig:
     content = _read_file(path)
     # The same bytes are signed, looked through, and used.
-    require_trusted(_parsed(path, content), file=path, what=CHECKPOINT, content=content, signature=signature, trust=trust)
+    plain = _parsed(path, content)
+    require_trusted(plain, file=path, what=CHECKPOINT, content=content, signature=signature, trust=trust, replaced=replaced)
     return _built(path, content)
 
 

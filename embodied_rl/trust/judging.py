@@ -57,7 +57,16 @@ def allowed() -> tuple[str, ...]:
     return tuple(names)
 
 
-def require_trusted(plain: Any, *, file: Path, what: str, content: bytes, signature: str | None, trust: Sequence[str] = ()) -> None:
+def require_trusted(
+    plain: Any,
+    *,
+    file: Path,
+    what: str,
+    content: bytes,
+    signature: str | None,
+    trust: Sequence[str] = (),
+    replaced: Sequence[str] = (),
+) -> None:
     """Raise UntrustedCode where a configuration from a file names code that may not run.
 
     Args:
@@ -67,12 +76,13 @@ def require_trusted(plain: Any, *, file: Path, what: str, content: bytes, signat
         content: that was signed.
         signature: what the file says it was signed with; None: nothing.
         trust: what the user says this file may name.
+        replaced: keys (``sim``, ``sim.kwargs.environment``) in whose place the caller puts the user's own values.
 
     Raises:
         UntrustedCode: naming the code, the file, and the command to type.
         UserError: the allow-list cannot be read.
     """
-    found = named_code(plain)
+    found = [code for code in named_code(plain) if not any(code.key == key or code.key.startswith(f"{key}.") for key in replaced)]
     if not found or is_signed(what, content, signature):
         return
     given = (trust,) if isinstance(trust, str) else tuple(trust)

@@ -110,6 +110,27 @@ def test_resuming_a_strangers_run_runs_nothing(resume: str, checkpoint: Path, ma
     assert not mark.exists()
 
 
+def test_what_the_user_puts_in_its_place_is_not_asked_about(
+    checkpoint: Path, recording: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = strangers(checkpoint, tmp_path / "theirs", {"sim.target": EVIL, "algorithm.warm_start.player": "os:system"})
+    given = [f"resume={path}", "sim=frozenlake"]
+    with pytest.raises(UntrustedCode) as refused:  # the player is still theirs
+        train(load_train_config(given), overrides=given)
+    assert refused.value.targets == ("os:system",)
+    given += ["algorithm.warm_start=null", "algorithm.minibatch_size=32"]
+    with pytest.raises(UserError, match=r"another simulator|FrozenLake"):  # begun, with the user's own simulator
+        train(load_train_config(given), overrides=given)
+    given = [f"resume={path}", "sim.name=cartpole", "experiment=cartpole"]
+    with pytest.raises(UntrustedCode) as refused:  # experiments replace nothing of a checkpoint
+        train(load_train_config([f"resume={path}", "experiment=cartpole"]), overrides=given)
+    assert set(refused.value.targets) == {EVIL, "os:system"}
+    theirs = strange_recording(recording, tmp_path / "recorded", target="embodied_rl.sim.text.tasks:make", kwargs={"environment": EVIL})
+    typed = ["sim.kwargs.environment=no_such_package.module:Mine"]
+    assert "no_such_package" in error_of(capsys, lambda: replay.main([f"recording={theirs}", *typed]))
+    assert not mark.exists()
+
+
 def test_with_trust_it_runs(checkpoint: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = strangers(checkpoint, tmp_path / "theirs", {"sim.target": EVIL, "sim.num_slots": 1, "sim.pipeline_groups": 1})
     with pytest.raises(SystemExit):
@@ -260,7 +281,7 @@ def test_an_imported_file_is_no_way_around(mark: Path) -> None:
 
 def test_the_message_holds_the_very_command(checkpoint: Path, mark: Path, tmp_path: Path) -> None:
     path = strangers(checkpoint, tmp_path / "theirs", {"sim.target": EVIL})
-    for command in (["evaluate", f"checkpoint={path}", "num_episodes=1"], ["train", f"resume={path}", "sim=cartpole"]):
+    for command in (["evaluate", f"checkpoint={path}", "num_episodes=1"], ["train", f"resume={path}", "seed=1"]):
         done = subprocess.run(
             [sys.executable, "-m", f"embodied_rl.{command[0]}", *command[1:]], capture_output=True, text=True, check=False, timeout=120
         )
