@@ -326,6 +326,10 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
 
     report = check_sim(SimFactory(config.target, config.task, config.kwargs, config.extra), **numbers)
     print(json.dumps(report.to_dict(), indent=1) if as_json else report, flush=True)
+    if config.target == "embodied_rl.sim.robots.maniskill:make" and config.task is not None:
+        from embodied_rl.sim.robots.maniskill import batch_verdict
+
+        print(f"As a batch: {batch_verdict(config.task, config.kwargs)}", file=sys.stderr if as_json else sys.stdout)
     if not report.ok:
         fail(f"'{config.name}' does not hold: {', '.join(report.failed)}.", 1)
 

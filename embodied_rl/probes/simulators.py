@@ -12,6 +12,18 @@ def _import_simulator(module: str, extra: str) -> str:
     return _configurations(extra)
 
 
+def _import_maniskill() -> str:
+    """With what is remembered of tasks that were to be stepped as a batch."""
+    words = _import_simulator("mani_skill.envs", "maniskill")
+    from embodied_rl.sim.robots.maniskill_batch.verdicts import remembered
+
+    found = remembered()
+    equal = sorted({one.task for one in found if one.equal})
+    apart = sorted({one.task for one in found if not one.equal})
+    told = [f"equal as a batch: {', '.join(equal)}"] * bool(equal) + [f"one by one: {', '.join(apart)}"] * bool(apart)
+    return "; ".join([words, *told])
+
+
 def _import_gem() -> str:
     from embodied_rl.sim.text.gem_tasks import tasks
 
@@ -70,7 +82,7 @@ def _words(name: str, sim: str, extra: str | None = None) -> Probe:
 
 
 SIMULATORS = (
-    _simulator("ManiSkill", "mani_skill.envs", "mani-skill", "maniskill"),
+    Probe("simulators", "ManiSkill", _import_maniskill, extra_fix("maniskill"), package="mani-skill"),
     _simulator("Meta-World", "metaworld", "metaworld", "metaworld"),
     _simulator("gymnasium-robotics", "gymnasium_robotics", "gymnasium-robotics", "robotics"),
     _simulator("gym-pusht", "gym_pusht", "gym-pusht", "pusht"),

@@ -6,10 +6,12 @@ machine without any Vulkan; pictures need a Vulkan device and ``render: true``, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, missing_assets, registered_tasks
+from embodied_rl.sim.robots.maniskill_batch.verdicts import Verdict, batches, verdict
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 
 __all__ = ["ManiSkillSim", "make", "tasks"]
@@ -27,7 +29,7 @@ def make(
     render: bool = False,
     render_size: int = 256,
     camera_size: int | None = None,
-    batched: bool = False,
+    batched: bool | None = None,
     **kwargs: Any,
 ) -> ManiSkillSim:
     """`num_envs` environments of one ManiSkill task in this process.
@@ -39,6 +41,9 @@ def make(
         render_size: pixels a side of `render`'s picture.
         camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says. ``sensor_configs`` of one
             camera, by its name, goes before it.
+        batched: step all environments through ManiSkill's batched code (`maniskill_batch`), with equal numbers in a quarter of the
+            time; None: where there are 16 or more. A task that does not come out equal in a check, made once and remembered, is
+            stepped one environment at a time, and a line says so.
         **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+segmentation+state", …; see `maniskill_observation`),
             ``control_mode``, ``reward_mode``, ``robot_uids``, ``sensor_configs``, …
 
@@ -53,8 +58,16 @@ def make(
     missing = missing_assets(task)
     if missing:
         raise MissingAssetsError(assets_message(task, missing))
-    if batched:
+    made: dict[str, Any] = {"render": render, "render_size": render_size, "camera_size": camera_size, "kwargs": kwargs}
+    if batches(task, num_envs, batched, {"camera_size": camera_size, "kwargs": kwargs}):
         from embodied_rl.sim.robots.maniskill_batch.sim import ManiSkillBatchSim
 
-        return ManiSkillBatchSim(task, num_envs, render=render, render_size=render_size, camera_size=camera_size, kwargs=kwargs)
-    return ManiSkillSim(task, num_envs, render=render, render_size=render_size, camera_size=camera_size, kwargs=kwargs)
+        return ManiSkillBatchSim(task, num_envs, **made)
+    return ManiSkillSim(task, num_envs, **made)
+
+
+def batch_verdict(task: str, kwargs: Mapping[str, Any]) -> Verdict:
+    """Whether a task can be stepped as a batch, with these arguments of `make`; found out now where it is not remembered."""
+    registered_tasks()
+    ours = ("render", "render_size", "camera_size", "batched")
+    return verdict(task, {"camera_size": kwargs.get("camera_size"), "kwargs": {k: v for k, v in kwargs.items() if k not in ours}})
