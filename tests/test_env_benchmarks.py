@@ -240,6 +240,55 @@ def test_throughput_share_is_of_the_plain_loop_times_cores_in_the_same_round() -
     assert rows[env_throughput.PLAIN] == ["25,000", "0.50", "0.50", "0.50", "80.0", "5.0x"]
 
 
+# ---- maniskill ------------------------------------------------------------------------------------------------------
+
+
+def test_maniskill_multiple_is_of_the_plain_loop_times_cores_in_the_same_round() -> None:
+    import maniskill
+
+    measured = measured_of(
+        **{
+            maniskill.PLAIN: [1800.0, 900.0, 1800.0],
+            maniskill.SINGLES: [900.0, 450.0, 900.0],  # 1800/2/900: 1.0 each
+            maniskill.BATCH: [300.0, 180.0, 360.0],  # 3.0, 2.5, 2.5
+            maniskill.ASYNC: [1800.0, 900.0, 1800.0],  # 0.5 each
+        }
+    )
+    assert maniskill.multiples(measured, cores=2)[maniskill.BATCH] == pytest.approx([3.0, 2.5, 2.5])
+    assert maniskill.figure("PushCube-v1", measured, 2) == (
+        "figure: PushCube-v1, multiple of ManiSkill's plain loop x 2 cores: ours, batch, lockstep 2.50; 5.0x AsyncVectorEnv "
+        "(reach: 2.5, kept)"
+    )
+    assert maniskill.figure("PickCube-v1", measured, 2).endswith("(reach: 3.5, missed)")
+
+
+@pytest.mark.slow
+def test_maniskill_sides_see_the_same_episode() -> None:
+    """Environment 0 of the plain loop begins with seed 0; ours is put there too."""
+    pytest.importorskip("mani_skill")
+    import maniskill
+    from steppers import PlainStepper, Side
+
+    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.types import StepBuffers
+
+    env = maniskill.task_env("PushCube-v1", batched=True)
+    plain = PlainStepper(Side("plain", env, 2))
+    by_hand = PlainStepper(Side("plain", env, 2))
+    sim = SimFactory(**env.ours).make(2)
+    out = StepBuffers.allocate(sim.spec, 2)
+    sim.reset([0, 1], [0, 1], out)
+    for _ in range(20):
+        sim.step([0, 1], next(by_hand._actions), out)
+    plain.run(20)
+    np.testing.assert_array_equal(plain.observations(), out.observation["state"])
+    us, share = maniskill.physics_share("PushCube-v1", 2, 5, batched=True)
+    assert us > 0
+    assert 0 < share < 1
+    for one in (plain, by_hand, sim):
+        one.close()
+
+
 # ---- env_memory, env_offload ----------------------------------------------------------------------------------------
 
 

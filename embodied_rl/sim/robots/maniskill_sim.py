@@ -19,6 +19,7 @@ from embodied_rl.sim.robots.maniskill_patches import (
     no_asset_prompt,
     no_render_materials,
     quick_rebuild,
+    quick_torch,
 )
 from embodied_rl.sim.robots.maniskill_state import EpisodeState
 from embodied_rl.sim.robots.mujoco_cameras import require_camera
@@ -76,6 +77,7 @@ class ManiSkillSim(SplitStep):
         self._torch = torch
         contacts_of_their_own()
         fast_tensors()
+        quick_torch()
         quick_rebuild()
         # Inference mode from the first tensor on: nothing here is ever differentiated, and each small operation gets cheaper.
         with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():

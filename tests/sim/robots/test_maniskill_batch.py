@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from embodied_rl.errors import MissingExtraError
+from embodied_rl.registry import load_target
+from embodied_rl.sim.rendering import vulkan_available
 from embodied_rl.sim.robots import maniskill
+from embodied_rl.sim.robots.experts import EXPERTS
+from embodied_rl.sim.robots.maniskill_batch import verdicts
+from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 from embodied_rl.types import StepBuffers
-from tests.sim.robots.batch_equality import Pair, play
+from tests.sim.robots.batch_equality import Pair, batch_of, play
 
 CONTROL_MODES = ("pd_joint_delta_pos", "pd_ee_delta_pose", "pd_ee_target_delta_pos")
+TASKS = [
+    *("Empty-v1", "FMBAssembly1Easy-v1", "LiftPegUpright-v1", "PegInsertionSide-v1", "PickCube-v1", "PickCubeSO100-v1", "PlaceSphere-v1"),
+    *("PlugCharger-v1", "PokeCube-v1", "PullCube-v1", "PullCubeTool-v1", "PushCube-v1", "RollBall-v1", "StackCube-v1", "StackPyramid-v1"),
+    *("MS-AntRun-v1", "MS-AntWalk-v1", "MS-CartpoleBalance-v1", "MS-CartpoleSwingUp-v1"),
+    *("MS-HumanoidRun-v1", "MS-HumanoidStand-v1", "MS-HumanoidWalk-v1"),
+    *(f"TriFingerRotateCubeLevel{level}-v1" for level in range(5)),
+    *("TwoRobotPickCube-v1", "TwoRobotStackCube-v1"),
+    *("UnitreeG1PlaceAppleInBowl-v1", "UnitreeG1Stand-v1", "UnitreeG1TransportBox-v1"),
+]
+"""All that run offline but those whose own code takes no part of a batch (valves, hoppers, drawing) or draws unseeded numbers."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +57,7 @@ def test_equal_to_environments_by_themselves(task: str) -> None:
 
 def test_things_fall_in_every_scene_and_come_to_rest_on_its_ground() -> None:
     """ManiSkill's builders give a ground plane to the first scene of a GPU's only."""
-    sim: Any = maniskill.make("MS-HumanoidStand-v1", 4, batched=True)
+    sim = batch_of("MS-HumanoidStand-v1", 4)
     out = StepBuffers.allocate(sim.spec, 4)
     sim.reset(range(4), range(4), out)
     for _ in range(60):
@@ -52,7 +68,7 @@ def test_things_fall_in_every_scene_and_come_to_rest_on_its_ground() -> None:
 
 
 def test_nan_actions_are_refused_before_anything_moves() -> None:
-    sim: Any = maniskill.make("PushCube-v1", 3, batched=True)
+    sim = batch_of("PushCube-v1", 3)
     out = StepBuffers.allocate(sim.spec, 3)
     sim.reset(range(3), range(3), out)
     before = [sim.physics(i) for i in range(3)]
@@ -67,7 +83,7 @@ def test_nan_actions_are_refused_before_anything_moves() -> None:
 
 
 def test_only_what_was_asked_for_moves() -> None:
-    sim: Any = maniskill.make("PickCube-v1", 3, batched=True)
+    sim = batch_of("PickCube-v1", 3)
     out = StepBuffers.allocate(sim.spec, 3)
     sim.reset(range(3), range(3), out)
     sim.step(range(3), np.full((3, sim.spec.action.dim), 0.5, np.float32), out)
@@ -90,3 +106,113 @@ def test_physics_can_be_set_in_one_environment() -> None:
     pair.compare_physics(1)
     pair.step([0, 1], np.zeros((2, pair.spec.action.dim), np.float32))
     pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_is_equal_for_100_steps(task: str) -> None:
+    pair = pair_of(task, 5)
+    play(pair, 100)
+    for env_id in range(5):
+        pair.compare_physics(env_id)
+    pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", CONTROL_MODES)
+@pytest.mark.parametrize("task", ["PushCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"])
+def test_every_control_mode_is_equal_for_100_steps(task: str, mode: str) -> None:
+    pair = pair_of(task, 8, control_mode=mode)
+    play(pair, 100)
+    pair.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pd_joint_delta_pos", "pd_ee_delta_pos"])
+@pytest.mark.parametrize("task", ["PushCube", "PickCube", "StackCube"])
+def test_experts_see_and_do_the_same(task: str, mode: str) -> None:
+    """With noise on half of the environments, a snapshot on the way, and until cubes are grasped and stacked."""
+    pair = pair_of(f"{task}-v1", 4, control_mode=mode)
+    expert = load_target(EXPERTS["embodied_rl.sim.robots.maniskill:make"][task])
+    experts = [[expert(sim, i) for i in range(4)] for sim in (pair.alone, pair.batch)]
+    pair.reset(range(4), [1000, 1001, 1002, 1003])
+    rng, succeeded = np.random.default_rng(0), set()
+    for step in range(50):
+        alone, batch = (np.stack([act({}) for act in side]) for side in experts)
+        np.testing.assert_array_equal(alone, batch, err_msg=f"step {step}")
+        noise = rng.normal(0, 0.3, alone.shape).astype(np.float32)
+        noise[::2] = 0
+        pair.step(range(4), np.clip(alone + noise, -1, 1))
+        succeeded |= set(np.flatnonzero(pair.outs[1].success).tolist())
+        if step == 20:
+            pair.restore_from("batch", 1, 1)
+    pair.close()
+    assert succeeded >= {0, 2}
+
+
+@pytest.mark.slow
+def test_pictures_are_equal_to_the_pixel() -> None:
+    if not vulkan_available():
+        pytest.skip("no Vulkan device")
+    pair = pair_of("PickCube-v1", 2, obs_mode="rgb+segmentation+state", camera_size=32, render=True, render_size=48)
+    pair.reset([0, 1], [3, 4])
+    for t in range(4):
+        rows = [1] if t == 2 else [0, 1]
+        pair.step(rows, np.full((len(rows), pair.spec.action.dim), 0.3 * t, np.float32))
+    pair.reset([0], [8])
+    pair.reset([1], [9], {"reconfigure": True})
+    for env_id in range(2):
+        np.testing.assert_array_equal(pair.alone.render(env_id), pair.batch.render(env_id))
+        assert pair.alone.film_cameras(env_id) == pair.batch.film_cameras(env_id)
+        for camera in pair.alone.film_cameras(env_id):
+            np.testing.assert_array_equal(pair.alone.film_from(env_id, camera), pair.batch.film_from(env_id, camera))
+    assert pair.alone.objects() == pair.batch.objects()
+    pair.step([0, 1], np.zeros((2, pair.spec.action.dim), np.float32))
+    pair.close()
+
+
+def test_a_task_that_takes_no_part_of_a_batch_is_stepped_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"'MS-HopperHop-v1' is stepped one environment at a time: its code takes no part of a batch"):
+        sim = maniskill.make("MS-HopperHop-v1", 16)
+    assert type(sim) is ManiSkillSim
+    sim.close()
+    (verdict,) = verdicts.remembered()
+    assert (verdict.task, verdict.equal) == ("MS-HopperHop-v1", False)
+    monkeypatch.setattr("embodied_rl.sim.robots.maniskill_batch.check.difference", None)  # not asked again
+    assert not maniskill.batch_verdict("MS-HopperHop-v1", {}).equal
+
+
+def test_a_difference_is_found_and_a_damaged_memory_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodied_rl.sim.robots.maniskill_batch.physics import BatchSystem
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flush = BatchSystem.flush
+
+    def lose_a_step(self: Any) -> None:
+        self._pending = max(0, self._pending - 1)
+        flush(self)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(BatchSystem, "flush", lose_a_step)
+        verdict = maniskill.batch_verdict("PushCube-v1", {})
+    assert not verdict.equal
+    assert "'state' differs by" in verdict.reason
+    (path,) = (tmp_path / "embodied_rl" / "maniskill_batch").glob("*.json")
+    path.write_text("{")
+    assert maniskill.batch_verdict("PushCube-v1", {}).equal
+
+
+def test_when_environments_are_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    equal = verdicts.Verdict("PushCube-v1", True, "", {})
+    monkeypatch.setattr(verdicts, "verdict", lambda task, arguments, num_envs: equal)
+    assert [verdicts.batches("PushCube-v1", num, None, {}) for num in (1, 15, 16, 64)] == [False, False, True, True]
+    assert not verdicts.batches("PushCube-v1", 64, False, {})
+    assert verdicts.batches("PushCube-v1", 2, True, {})
+    with pytest.warns(UserWarning, match="a batch of one is no batch"):
+        assert not verdicts.batches("PushCube-v1", 1, True, {})
+    monkeypatch.undo()
+    monkeypatch.setattr(verdicts, "version", lambda name: "4.0.0")
+    with pytest.warns(UserWarning, match=r"batches are written for mani-skill 3\.0\.x, and this is 4\.0\.0"):
+        assert not verdicts.batches("PushCube-v1", 16, None, {})

@@ -1,8 +1,8 @@
-"""The self-check: two environments in a batch against two by themselves, with all that a worker does to them."""
+"""The self-check: two environments of a batch against two by themselves, with all that a worker does to them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from embodied_rl.types import StepBuffers
 _STEPS = 24
 
 
-def difference(task: str, arguments: Mapping[str, Any]) -> str | None:
-    """What a batch does otherwise than environments by themselves; None: nothing, bit for bit.
+def difference(task: str, arguments: Mapping[str, Any], num_envs: int) -> str | None:
+    """What a batch of `num_envs` does otherwise than environments by themselves; None: nothing, bit for bit.
+
+    The first and the last of the batch are compared. Its size matters: for some shapes torch sums in another order than for one row.
 
     Raises:
         UserError: the task cannot be made with these arguments, batch or not.
@@ -24,12 +26,12 @@ def difference(task: str, arguments: Mapping[str, Any]) -> str | None:
     asked = {"render": False, "render_size": 64, "camera_size": None, **arguments}
     alone = ManiSkillSim(task, 2, **asked)
     try:
-        batch = ManiSkillBatchSim(task, 2, **asked)
+        batch = ManiSkillBatchSim(task, num_envs, **asked)
     except UnsupportedTask as error:
         alone.close()
         return " ".join(str(error).split())[:200]
     try:
-        return _play([alone, batch])
+        return _play(alone, batch, num_envs)
     except Exception as error:
         return f"{type(error).__name__} in a batch: {' '.join(str(error).split())[:150]}"
     finally:
@@ -37,48 +39,57 @@ def difference(task: str, arguments: Mapping[str, Any]) -> str | None:
         batch.close()
 
 
-def _play(sims: Sequence[ManiSkillSim]) -> str | None:
-    """Steps of both and of one, a reset of one, a snapshot, a new scene. The first difference in words."""
-    outs = [StepBuffers.allocate(sims[0].spec, 2) for _ in sims]
-    action, rng = sims[0].spec.action, np.random.default_rng(0)
+def _play(alone: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | None:
+    """Steps of all and of some, a reset of one, a snapshot, a new scene. The first difference in words."""
+    last = num_envs - 1
+    compared = {0: 0, 1: last}
+    small, large = StepBuffers.allocate(alone.spec, 2), StepBuffers.allocate(alone.spec, num_envs)
+    action, rng = alone.spec.action, np.random.default_rng(0)
 
-    def both(rows: Sequence[int], act: Any) -> str | None:
-        for sim, out in zip(sims, outs, strict=True):
-            act(sim, out)
-        return _first_difference(outs[0], outs[1], rows)
+    def reset(row: int, seed: int, options: dict[str, Any] | None = None) -> str | None:
+        alone.reset([row], [seed], small, options)
+        batch.reset([compared[row]], [seed], large, options)
+        return _first_difference(small, large, {row: compared[row]})
 
-    found = both([0, 1], lambda sim, out: sim.reset([0, 1], [101, 102], out))
+    alone.reset([0, 1], [100, 100 + last], small)
+    batch.reset(range(num_envs), range(100, 100 + num_envs), large)
+    found = _first_difference(small, large, compared)
     for t in range(_STEPS):
-        rows = [1] if t == 5 else [0, 1]
-        actions = rng.uniform(action.low, action.high, (len(rows), action.dim)).astype(np.float32)
-        found = found or both(rows, lambda sim, out, rows=rows, actions=actions: sim.step(rows, actions, out))
+        actions = rng.uniform(action.low, action.high, (num_envs, action.dim)).astype(np.float32)
+        if found is None:
+            rows = {1: last} if t == 5 else compared
+            alone.step(list(rows), actions[list(rows.values())], small)
+            moved = list(rows.values()) if t == 5 else list(range(num_envs))
+            batch.step(moved, actions[moved], large)
+            found = _first_difference(small, large, rows)
         if t == 8:
-            found = found or both([1], lambda sim, out: sim.reset([1], [7], out))
+            found = found or reset(1, 7)
         if t == 12:
-            for sim in sims:
-                sim.snapshot(0)
+            alone.snapshot(0)
+            batch.snapshot(0)
         if t == 16:
-            found = found or both([0], lambda sim, out: sim.reset([0], [9], out, {"reconfigure": True}))
+            found = found or reset(0, 9, {"reconfigure": True})
         if found is not None:
             return f"after {t + 1} steps {found}"
-    for i in range(2):
-        one, other = (sim.physics(i) for sim in sims)
+    for i, k in compared.items():
+        one, other = alone.physics(i), batch.physics(k)
         for name in one:
             if name not in other or not np.array_equal(one[name], other[name]):
                 return f"after {_STEPS} steps the state of '{name}' differs"
     return None
 
 
-def _first_difference(one: StepBuffers, other: StepBuffers, rows: Sequence[int]) -> str | None:
+def _first_difference(one: StepBuffers, other: StepBuffers, rows: Mapping[int, int]) -> str | None:
+    """`rows`: of `one`, and those of `other` that they are compared with."""
     values = [(f"'{key}'", part, other.observation[key]) for key, part in one.observation.items()]
     values += [(name, getattr(one, name), getattr(other, name)) for name in ("reward", "terminated", "truncated", "success")]
     for name, part, there in values:
-        for i in rows:
-            if not np.array_equal(part[i], there[i]):
-                apart = np.abs(np.asarray(part[i], np.float64) - np.asarray(there[i], np.float64)).max()
+        for i, k in rows.items():
+            if not np.array_equal(part[i], there[k]):
+                apart = np.abs(np.asarray(part[i], np.float64) - np.asarray(there[k], np.float64)).max()
                 return f"{name} differs by {apart:.2g}"
-    for i in rows:
-        alone, batched = one.info[i] or {}, other.info[i] or {}
+    for i, k in rows.items():
+        alone, batched = one.info[i] or {}, other.info[k] or {}
         for key in batched:
             if alone.get(key) != batched[key]:
                 return f"info '{key}' differs"

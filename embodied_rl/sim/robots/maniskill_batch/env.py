@@ -86,6 +86,9 @@ class BatchedTask(BaseEnv):
             Observation, reward and info of all environments.
         """
         with kept_rows(self, rows), self.scene.only(tuple(rows)):
+            if len(rows) < self.num_envs:  # ManiSkill counts a step of all: what the task sees of the others is what they are
+                self._elapsed_steps -= 1
+                self._elapsed_steps[list(rows)] += 1
             observation, reward, _, _, info = self.step(action)
             self.scene.px.flush()
         return observation, reward, info

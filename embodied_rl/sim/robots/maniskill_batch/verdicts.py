@@ -1,4 +1,4 @@
-"""Which tasks run as a batch on this machine: asked once for each task, its arguments and the packages' versions, and remembered."""
+"""Which tasks run as a batch on this machine: asked once for a task, its arguments, the batch's size and the packages' versions."""
 
 from __future__ import annotations
 
@@ -56,26 +56,26 @@ def batches(task: str, num_envs: int, asked: bool | None, arguments: Mapping[str
     if num_envs == 1:
         _say(task, "a batch of one is no batch")
         return False
-    found = verdict(task, arguments)
+    found = verdict(task, arguments, num_envs)
     if not found.equal:
         _say(task, found.reason)
     return found.equal
 
 
-def verdict(task: str, arguments: Mapping[str, Any]) -> Verdict:
+def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM) -> Verdict:
     """Remembered, or found out now, which takes a second or two. Raises UserError where the task cannot be made at all."""
     versions = {name: version(name) for name in WRITTEN_FOR}
     for name, known in WRITTEN_FOR.items():
         if not versions[name].startswith(known):
             return Verdict(task, False, f"batches are written for {name} {known}x, and this is {versions[name]}", versions)
-    path = _file(task, arguments, versions)
+    path = _file(task, {**arguments, "num_envs": num_envs}, versions)
     with suppress(OSError, ValueError, TypeError):
         remembered = Verdict(**json.loads(path.read_text(encoding="utf-8")))
         if remembered.task == task and type(remembered.equal) is bool:
             return remembered
     from embodied_rl.sim.robots.maniskill_batch.check import difference
 
-    reason = difference(task, arguments)
+    reason = difference(task, arguments, num_envs)
     found = Verdict(task, reason is None, reason or "", versions)
     with suppress(UserError):  # a folder that cannot be written: it is asked again next time
         write_atomic(path, json.dumps(asdict(found)))
