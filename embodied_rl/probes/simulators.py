@@ -15,7 +15,7 @@ def _import_simulator(module: str, extra: str) -> str:
 def _import_maniskill() -> str:
     """With what is remembered of tasks that were to be stepped as a batch."""
     words = _import_simulator("mani_skill.envs", "maniskill")
-    from embodied_rl.sim.robots.maniskill_batch.verdicts import remembered
+    from embodied_rl.sim.robots.maniskill_verdicts import remembered
 
     found = remembered()
     equal = sorted({one.task for one in found if one.equal})

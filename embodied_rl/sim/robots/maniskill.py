@@ -11,8 +11,8 @@ from typing import Any
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, missing_assets, registered_tasks
-from embodied_rl.sim.robots.maniskill_batch.verdicts import Verdict, batches, verdict
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
+from embodied_rl.sim.robots.maniskill_verdicts import Verdict, batches, verdict
 
 __all__ = ["ManiSkillSim", "make", "tasks"]
 

@@ -12,8 +12,8 @@ from embodied_rl.errors import MissingExtraError
 from embodied_rl.registry import load_target
 from embodied_rl.sim.rendering import vulkan_available
 from embodied_rl.sim.robots import maniskill
+from embodied_rl.sim.robots import maniskill_verdicts as verdicts
 from embodied_rl.sim.robots.experts import EXPERTS
-from embodied_rl.sim.robots.maniskill_batch import verdicts
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 from embodied_rl.types import StepBuffers
 from tests.sim.robots.batch_equality import Pair, batch_of, play

@@ -11,7 +11,7 @@ one row. Here the physics runs scene by scene and the Python once for all. The n
     graft     a scene built anew, and saved episodes, through an environment by itself
     views     one environment of the batch, as experts and films see it
     sim       the SimEnv
-    check     is a task equal here? asked once, remembered
+    check     is a task equal here? asked once, and remembered by `maniskill_verdicts`
 """
 
 
