@@ -23,6 +23,9 @@ from embodied_rl.types import EpisodeSummary
 MODEL_NAME = "policy"
 """What programs call the model."""
 
+_NEVER_S = 1e9
+"""A session ends with its program, however long that thinks."""
+
 
 class ProgramGenerator(AgentGenerator):
     """Serves programs through an agent proxy of its own; its backend is the proxy's until `close`."""
@@ -45,7 +48,7 @@ class ProgramGenerator(AgentGenerator):
         self.tokenizer = tokenizer
         options = ProxyOptions(model=MODEL_NAME, stop_ids=agent.stop_ids, max_new_tokens=agent.config.max_new_tokens)
         # Programs have time limits of their own.
-        self.proxy = AgentProxy(backend, tokenizer, options, token=token, limits=SessionLimits(max_sessions=4096, idle_s=float("inf")))
+        self.proxy = AgentProxy(backend, tokenizer, options, token=token, limits=SessionLimits(max_sessions=4096, idle_s=_NEVER_S))
         super().__init__(agent, self.proxy.shared_backend, weights)
 
     def sampling(self, temperature: float, seed: int = 0) -> SessionSampling:

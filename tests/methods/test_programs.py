@@ -111,6 +111,7 @@ def test_failed_programs_are_written_down(tmp_path: Path) -> None:
         f"runpy.run_path({str(AGENT / 'agent.py')!r}, run_name='__main__')\n"
     )
     more = [f"sim.kwargs.command=['{{python}}','{crashing}','{{task}}']", "total_steps=1", "evaluation.num_episodes=2"]
+    more += [f"sim.kwargs.readable=['{AGENT}']", f"sim.kwargs.writable=['{tmp_path}']"]
     run = train(small(tmp_path / "run", *more))
     results = json.loads((run / "results.json").read_text())
     assert (results["num_episodes"], results["success"], results["return_mean"]) == (2, 0.0, 0.0)

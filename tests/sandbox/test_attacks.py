@@ -170,14 +170,19 @@ def test_nothing_outlives_us(level: Level, tmp_path: Path) -> None:
         f"import os\nif not os.fork(): os.setsid(); os.execvp('sleep', ['sleep', {mark!r}])\nprint('begun', flush=True)\nwhile True: pass"
     )
     ours = f"from embodied_rl.sandbox.python import *\nrun_program({code!r}, PythonLimits(timeout_s=600.0), {level!r})"
-    process = subprocess.Popen([sys.executable, "-c", ours], cwd=Path(__file__).parents[2])
+    process = subprocess.Popen([sys.executable, "-c", ours], cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(tmp_path)})
     until = time.monotonic() + 60
     while not any(mark.encode() in _read(path) for path in _sleepers(process.pid)) and time.monotonic() < until:
         time.sleep(0.02)
     assert time.monotonic() < until, "it ran"
+    assert list(tmp_path.glob("sandbox-*")), "it has a scratch folder"
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert tree_is_gone(mark)
+    until = time.monotonic() + 5.0
+    while list(tmp_path.glob("sandbox-*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("sandbox-*"))
 
 
 def _sleepers(own: int) -> list[Path]:
