@@ -37,6 +37,10 @@ class BatchedTask(BaseEnv):
         )
         self.scene.px.timestep = 1.0 / self._sim_freq
 
+    def _reconfigure(self, options: Any = None) -> None:
+        super()._reconfigure({} if options is None else options)
+        self.scene.px.lay_out()
+
     def reset(self, seed: Any = None, options: Any = None) -> Any:
         """Only for the constructor: everything is built as each environment would be if it were alone."""
         return super().reset(seed=[FIRST_SEED] * self.num_envs, options=options)

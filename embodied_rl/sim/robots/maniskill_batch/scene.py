@@ -60,10 +60,6 @@ class BatchScene(ManiSkillScene):
 
     # ---- simulation -------------------------------------------------------------------------------------------------
 
-    def _setup(self, enable_gpu: bool) -> None:
-        self.px.lay_out()
-        super()._setup(False)
-
     def _gpu_apply_all(self) -> None:
         pass
 

@@ -162,7 +162,8 @@ def _patch_rows() -> None:
     def remembered(self: Any, find: Callable[[], list[int]]) -> torch.Tensor:
         found = self.__dict__.get("_embodied_rl_rows")
         if found is None:
-            assert self.px.ready, "rows are known when everything is built"
+            if not self.px.ready:  # ManiSkill asks for them while cameras are still to be added
+                return torch.empty(0, dtype=torch.int64)
             found = self.__dict__["_embodied_rl_rows"] = torch.tensor(find(), dtype=torch.int64)
         return found
 
