@@ -58,12 +58,10 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
 def _check_choices(overrides: Sequence[str]) -> None:
     """Raises UserError where a group of files is given anything but one name: Hydra would take a list for several files on top of one
     another, and a mapping for a value of its own."""
-    import yaml
-
     for override in overrides:
         group, equals, value = override.partition("=")
         names = group_names(group) if re.fullmatch(r"\w+", group) else []
-        if equals and names and not (re.fullmatch(r"[\w.-]+", value) and isinstance(yaml.safe_load(value), str)):
+        if equals and names and (value in ("null", "true", "false") or not re.fullmatch(r"[A-Za-z_][\w.-]*", value)):
             raise UserError(f"{group} must be the name of one file of configs/{group}, got {shown(value)}.{did_you_mean(value, names)}")
 
 

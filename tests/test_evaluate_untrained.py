@@ -114,7 +114,7 @@ def test_chance_balances_as_long_as_chance_does(tmp_path: Path) -> None:
         (["sim=frozenlake", "policy=openai", "openai.base_url=x", "openai.model=x", "openai.modl=y"], "Did you mean 'model'?"),
         (["sim=cartpole", "policy=language"], "reads and writes text, and task 'CartPole-v1' does not"),
         (["sim=cartpole", "policy=mlp", "temperature=0.5"], "evaluation.temperature must be null for policy.name=actor_critic"),
-        (["sim=cartpole", "policy=mlp", "temperature=-1"], "temperature must be >= 0"),
+        (["sim=cartpole", "policy=mlp", "temperature=-1"], "temperature must be between 0 and 1,000"),
         (["sim=pixel_tasks", "policy=openvla", "policy.path=nowhere"], "policy.path='nowhere' is no folder"),
         (["sim=pixel_tasks", "policy=openvla", "policy.pth=nowhere"], "Did you mean 'path'?"),
         (["sim=cartpole", "policy=random", "against=random"], "against=random goes with checkpoint=…"),

@@ -23,6 +23,8 @@ SPEC = SimSpec("t", {"state": TensorSpec((8,))}, ActionSpec.discrete(3))
     [
         ("sim={a:1}", r"^sim must be the name of one file of configs/sim, got '\{a:1\}'"),
         ("sim=[cartpole]", r"^sim must be the name .* Did you mean 'cartpole'"),
+        ("logger=null", r"^logger must be the name of one file of configs/logger, got 'null'"),
+        ("policy=" + "9" * 5000, r"^policy must be the name of one file of configs/policy, got '999"),
         ("run_dir=", r"^run_dir must be a folder, got ''\."),
         ("run_dir=runs/" + "x" * 300, r"^run_dir must be a folder whose names have at most 255 bytes each"),
         ("policy.name=[mlp]", r"^policy\.name=\['mlp'\] is not a choice\."),

@@ -134,7 +134,7 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
         ([*GROUPS, "hybrid=multiplexed", "hybrid.players=2"], "processes of hybrid=disaggregated"),
         ([*GROUPS, "hybrid=disaggregated", "hybrid.players=3"], "groups_per_step=2 groups and .* possible: hybrid.players=2"),
         (["experiment=multi_domain", "hybrid=disaggregated", "hybrid.players=2"], "several domains"),
-        ([*GROUPS, "hybrid.players=0"], "hybrid.players must be >= 1"),
+        ([*GROUPS, "hybrid.players=0"], "hybrid.players must be between 1 and 65,536"),
     ],
 )
 def test_teams_that_cannot_be_are_one_line(tmp_path: Path, overrides: list[str], told: str) -> None:
