@@ -102,7 +102,7 @@ def parsed(word: str) -> Override | None:
 
     try:
         return OverridesParser.create().parse_override(word)
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):  # numbers of 5,000 digits, and nesting as deep
         return None
 
 

@@ -30,7 +30,7 @@ SPEC = SimSpec("t", {"state": TensorSpec((8,))}, ActionSpec.discrete(3))
         ("policy.name=[mlp]", r"^policy\.name=\['mlp'\] is not a choice\."),
         ("policy.name={a:1}", r"^policy\.name=\{'a': 1\} is not a choice\."),
         ("sim.kwargs.a=" + "[" * 2000 + "]" * 2000, r"^'sim\.kwargs\.a=\[.* nested too deeply"),
-        ("sim.num_slots=" + "9" * 5000, r"^'sim\.num_slots=9"),
+        ("sim.num_slots=" + "9" * 5000, r"^'?sim\.num_slots\b.*9999"),
         ("sim.num_slots=100000000000000000000", r"^sim\.num_slots must be between 1 and 1,000,000, got 1"),
         ("algorithm.learning_rate=nan", r"^algorithm\.learning_rate must be above 0 and at most 1,000, got nan"),
         ("algorithm.advantage_options.x=inf", r"^algorithm\.advantage_options\.x must be a finite number, got inf"),
