@@ -20,7 +20,7 @@ from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.saved_state import Packer, Unpacker, Unsavable
 from embodied_rl.sim.snapshots import SnapshotError
 
-_LEFT = frozenset({"_last_obs", "_init_raw_obs", "_init_raw_state", "segmentation_id_map"})
+LEFT = frozenset({"_last_obs", "_init_raw_obs", "_init_raw_state", "segmentation_id_map"})
 """Attributes that nothing but a reset to a given state reads, or of which only shapes are read, and what building the scene sets anew."""
 
 
@@ -167,7 +167,7 @@ class _TorchPacker(Packer):
     """Knows tensors, ManiSkill's poses and its lists of random generators beside what `Packer` knows."""
 
     def _attribute(self, name: str, value: Any) -> Any:
-        if name in _LEFT:
+        if name in LEFT:
             raise Unsavable
         return super()._attribute(name, value)
 

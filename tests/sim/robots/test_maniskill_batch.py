@@ -95,6 +95,19 @@ def test_only_what_was_asked_for_moves() -> None:
     assert changed == [False, True, False]
 
 
+def test_a_snapshot_follows_a_restore() -> None:
+    """The donor has just taken up another episode, and has observed nothing of it."""
+    pair = pair_of("PushCube-v1", 3)
+    pair.reset([0, 1, 2], [5, 6, 7])
+    actions = np.random.default_rng(0).uniform(-1, 1, (3, pair.spec.action.dim)).astype(np.float32)
+    pair.step([0, 1, 2], actions)
+    for source, saved, restored in (("batch", 1, 0), ("batch", 2, 1), ("alone", 0, 2)):
+        pair.restore_from(source, saved, restored)
+    for _ in range(5):
+        pair.step([0, 1, 2], actions)
+    pair.close()
+
+
 def test_physics_can_be_set_in_one_environment() -> None:
     pair = pair_of("PushCube-v1", 2)
     pair.reset([0, 1], [5, 6])

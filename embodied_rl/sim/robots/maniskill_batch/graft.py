@@ -17,7 +17,7 @@ from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_batch.rows import row_of, with_row
 from embodied_rl.sim.robots.maniskill_batch.scene import STRUCTS
 from embodied_rl.sim.robots.maniskill_batch.structs import ROW_CACHES
-from embodied_rl.sim.robots.maniskill_state import Bodies, EpisodeState, bodies_of, owners_of, physics_of
+from embodied_rl.sim.robots.maniskill_state import LEFT, Bodies, EpisodeState, bodies_of, owners_of, physics_of
 from embodied_rl.sim.snapshots import SnapshotError
 
 _OBJECTS = ("_objs", "_bodies", "_physx_articulations")
@@ -64,7 +64,11 @@ class Grafts:
         for name, owner in owners_of(env):
             alone = vars(donors[name])
             attributes[name] = {
-                key: alone[key] if _is_donors(key, alone) else row_of(value, alone.get(key), i, env.num_envs, seen)
+                key: alone[key]
+                if _is_donors(key, alone)
+                else value
+                if key in LEFT
+                else row_of(value, alone.get(key), i, env.num_envs, seen)
                 for key, value in vars(owner).items()
             }
         attributes["env"] |= {"_reconfig_counter": self._left[i], "_episode_rng": env._batched_episode_rng.rngs[i]}
@@ -98,6 +102,8 @@ class Grafts:
         for name, owner in owners_of(env):
             present = vars(owner)
             for key, alone in vars(donors[name]).items():
+                if key in LEFT:
+                    continue
                 if isinstance(alone, torch.Tensor | np.ndarray | Pose | dict | list) or type(alone) is type(env._batched_episode_rng):
                     present[key] = with_row(present.get(key), alone, i, env.num_envs)
         self._scene_seeds[i], self._left[i] = self._state.scene_seed, int(donor._reconfig_counter)

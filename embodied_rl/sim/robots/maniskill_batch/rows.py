@@ -106,4 +106,6 @@ def with_row(value: Any, alone: Any, i: int, num_envs: int) -> Any:
 
 
 def _is_row_by_row(value: Any, alone: Any, num_envs: int) -> bool:
-    return bool(value.ndim and value.shape[0] == num_envs and (alone is None or tuple(alone.shape) == (1, *value.shape[1:])))
+    if not value.ndim or value.shape[0] != num_envs:
+        return False
+    return not isinstance(alone, torch.Tensor | np.ndarray) or tuple(alone.shape) == (1, *value.shape[1:])
