@@ -28,8 +28,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sandbox.box import Box, Sandboxed
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.sim.text.program_box import inherited_variables, with_absolute_files
-from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits
+from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
 TARGET = "embodied_rl.sim.text.program:AgentProgram"
@@ -49,6 +48,19 @@ WORKER = "embodied_rl.sim.text.program_worker"
 """Module that calls `ProgramOptions.function`."""
 
 _TAIL_BYTES = 4096
+_INHERITED = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS",
+    "SSL_CERT_FILE",
+)
+"""What a program gets of our environment: not our keys."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +354,7 @@ def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> d
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
-    return {**inherited_variables(options.pass_env), **options.env, **own}
+    return {**_inherited_variables(options.pass_env), **options.env, **own}
 
 
 def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dict[str, str]:
@@ -354,3 +366,8 @@ def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dic
         "EMBODIED_RL_SEED": str(line["seed"]),
     }
     return {**lasting_environment(options, line["base_url"], line["model"]), **own}
+
+
+def _inherited_variables(names: Sequence[str]) -> Mapping[str, str]:
+    """Of this process's environment: the usual ones, and those that are named."""
+    return {name: os.environ[name] for name in (*_INHERITED, *names) if name in os.environ}

@@ -6,31 +6,15 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import embodied_rl
 from embodied_rl.sandbox.box import Box, is_below
 from embodied_rl.sandbox.levels import protection
+from embodied_rl.sim.text.program import ProgramOptions
+from embodied_rl.sim.text.served_program import with_absolute_files
 
-if TYPE_CHECKING:
-    from embodied_rl.sim.text.program import ProgramOptions
-
-_INHERITED = (
-    "PATH",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH",
-    "OMP_NUM_THREADS",
-    "SSL_CERT_FILE",
-)
-"""What a program gets of our environment: not our keys."""
 _MEMORY_MB, _SCRATCH_MB, _PROCESSES, _OPEN_FILES = 8192, 1024, 256, 1024
 
 
@@ -49,21 +33,6 @@ def program_box(options: ProgramOptions, base_url: str) -> Box:
         open_files=_OPEN_FILES,
         scratch_mb=_SCRATCH_MB,
     )
-
-
-def inherited_variables(names: Sequence[str]) -> Mapping[str, str]:
-    """Of this process's environment: the usual ones, and those that are named."""
-    return {name: os.environ[name] for name in (*_INHERITED, *names) if name in os.environ}
-
-
-def with_absolute_files(words: Sequence[str]) -> list[str]:
-    """A command whose files are named from the root: a program may begin in another folder than ours."""
-    found = []
-    for word in words:
-        path, colon, function = word.rpartition(":") if word.rpartition(":")[0].endswith(".py") else (word, "", "")
-        is_file = "/" in path or path.endswith(".py")
-        found.append(f"{os.path.abspath(path)}{colon}{function}" if is_file and not os.path.isabs(path) and os.path.exists(path) else word)
-    return found
 
 
 def own_files(options: ProgramOptions) -> list[str]:

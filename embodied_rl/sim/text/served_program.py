@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodied_rl.sandbox.box import Box, Sandboxed
-from embodied_rl.sim.text.program_box import with_absolute_files
 
 _TAIL_BYTES = 4096
 _MAX_LINE_BYTES = 2**20
@@ -311,3 +310,13 @@ class ServedEpisode:
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
             return ProgramEnding(None, f"{self._process.tail()}\nThe reply's reward is no finite number: {reward!r:.80}", failed=True)
         return ProgramEnding(None, self._process.tail(), None if reward is None else float(reward))
+
+
+def with_absolute_files(words: Sequence[str]) -> list[str]:
+    """A command whose files are named from the root: a program may begin in another folder than ours."""
+    found = []
+    for word in words:
+        path, colon, function = word.rpartition(":") if word.rpartition(":")[0].endswith(".py") else (word, "", "")
+        is_file = "/" in path or path.endswith(".py")
+        found.append(f"{os.path.abspath(path)}{colon}{function}" if is_file and not os.path.isabs(path) and os.path.exists(path) else word)
+    return found
