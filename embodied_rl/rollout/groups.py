@@ -310,20 +310,26 @@ class GroupQueue:
     def describe(self, most: int = 5) -> str:
         """What the queue is waiting for, in a few sentences: counts, reasons of rejection, and the episodes that run longest."""
         with self._lock:
-            now, total = self._clock(), self._total
+            now = self._clock()
             running = sorted((a for g in self._open.values() for a in g.running.values()), key=lambda attempt: attempt.started_s)
             text = (
                 f"Version {self.version}: {len(self._ready)} groups ready of the {self.config.groups_per_step} of a batch, "
                 f"{len(self._open)} unfinished with {len(running)} episodes running; {self._rejected} rejected since the last batch. "
-                f"Whole run: admitted {total.admitted} = consumed {total.consumed} + filtered {total.filtered} + stale {total.stale} "
-                f"+ failed {total.failed} + in flight {total.in_flight}."
+                f"{self._history(most)}"
             )
-            if self._reasons:
-                text += " Reasons: " + "; ".join(f"{count} × {reason}" for reason, count in self._reasons.most_common(most)) + "."
             if running:
                 longest = (f"group {a.assignment.group} member {a.assignment.member} ({now - a.started_s:.0f} s)" for a in running[:most])
                 text += " Running longest: " + ", ".join(longest) + "."
             return text
+
+    def _history(self, most: int = 3) -> str:
+        """Why groups were rejected, and what became of all of them."""
+        total = self._total
+        reasons = "; ".join(f"{count} × {reason}" for reason, count in self._reasons.most_common(most))
+        return (f"Reasons: {reasons}. " if reasons else "") + (
+            f"Whole run: admitted {total.admitted} = consumed {total.consumed} + filtered {total.filtered} + stale {total.stale} "
+            f"+ failed {total.failed} + in flight {total.in_flight}."
+        )
 
     # --- resuming ----------------------------------------------------------------------------------------------------
 
@@ -466,8 +472,8 @@ class GroupQueue:
         if self._rejected > self.config.rejected_limit:
             raise BatchNeverFullError(
                 f"{self._rejected} groups were rejected since the last batch, more than groups.max_rejected_per_step allows "
-                f"({self.config.rejected_limit}). {self.describe()} Loosen the filters, choose tasks that are neither too hard "
-                "nor too easy for the policy, mend what fails, or raise the limit."
+                f"({self.config.rejected_limit}). {self._history()} Loosen the filters, choose tasks of another difficulty, mend what "
+                "fails, or raise the limit."
             )
 
     def _count(self, domain: str, **changes: int) -> None:
