@@ -160,6 +160,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> No
     # The earlier checkpoint in a folder of its own, as after an interruption.
     (tmp_path / "part" / "checkpoints").mkdir(parents=True)
     shutil.copytree(first, tmp_path / "part" / "checkpoints" / first.name)
+    shutil.copy(whole / "run.json", tmp_path / "part")
     resumed = train(
         load_train_config([*QUICK, "total_steps=300", f"resume={tmp_path / 'part' / 'checkpoints' / first.name}"]),
         overrides=["total_steps=300", f"resume={first}"],

@@ -322,7 +322,7 @@ def write_recording(folder: Path, sim: SimConfig, spec: SimSpec, episodes: list[
         (["algorithm=iql", "algorithm.off_policy.recorded_share=0.5"], r"leave it at 0 with fresh=false"),
         (["algorithm=iql", "algorithm.off_policy.target_critics=3"], r"target_critics must be <= num_critics \(2\), got 3"),
         (["algorithm=sac", SQUASHED, "sim=pendulum", "algorithm.off_policy.reward=success"], "does not report success"),
-        (["algorithm=bc", "algorithm.recorded.expert_randomness=[2.0]"], r"must be shares between 0 and 1, got \[2.0\]"),
+        (["algorithm=bc", "algorithm.recorded.expert_randomness=[2.0]"], r"expert_randomness\[0\] must be between 0 and 1, got 2.0"),
     ],
 )
 def test_a_mistake_is_one_line(cloned: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
