@@ -27,7 +27,7 @@ from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import LONGEST_MESSAGE, UserError
 from embodied_rl.overrides import hydra_words
 from tests.chaos.harness import Attack
-from tests.chaos.mistakes import DEEP, LONG, MALFORMED, UNICODE, leaves, misspelt, wrong_value
+from tests.chaos.mistakes import DEEP, LONG, MALFORMED, TEXTS, UNICODE, leaves, misspelt, takes_text, wrong_value
 
 LIMIT_S = 30
 """Of one attempt; a compose takes a tenth of a second on a quiet machine."""
@@ -175,7 +175,8 @@ def wrong_train(chance: random.Random) -> Wrong:
     if draw < 0.84:
         return Wrong("train", (*base, f"{misspelt(key, set(keys), chance)}=1"), "")
     if draw < 0.92:
-        return Wrong("train", (*base, chance.choice(MALFORMED).format(key=key, value=3)), "")
+        forms = MALFORMED if takes_text(hint) else MALFORMED + TEXTS
+        return Wrong("train", (*base, chance.choice(forms).format(key=key, value=3)), "")
     if draw < 0.95:
         return Wrong("train", (*base, chance.choice(["run_dir=", "run_dir=" + "x" * 300, "run_dir='  '", "run_dir=a\0b"])), "run_dir")
     group = chance.choice(GROUPS)

@@ -120,6 +120,14 @@ def misspelt(key: str, known: set[str], chance: random.Random) -> str:
 
 MALFORMED = (
     *("{key}", "={value}", "{key}=[1", "{key}={{a", "{key}={{a:", "{key}='x", "~{key}x", "{key}=1,2", "{key}=${{", "{key}=${{nope}}", "@"),
-    *("{key}=[1]]", "{key}=a=b", "++", "+{key}.x=1", "{key}=\\", "{key}=)", "{key}={{{{", "{key} = 1", "--{key}=1", "{key}=\x07"),
+    *("{key}=[1]]", "++", "+{key}.x=1", "{key}={{{{", "{key} = 1", "--{key}=1"),
 )
 """No override at all, or none that fits."""
+
+TEXTS = ("{key}=a=b", "{key}=\\", "{key}=)", "{key}=\x07")
+"""Texts, and so mistakes only where a key takes none."""
+
+
+def takes_text(hint: Any) -> bool:
+    """Whether a key of this type takes any text, by itself or in a list."""
+    return any(bounds_of(member)[0] is str or str in typing.get_args(member) for member in _members(hint))
