@@ -79,7 +79,7 @@ class Side:
             seed=config.seed,
             layout=layout_of(policy),
         )
-        self.collector.restart(0, reconfigure=False)
+        self.collector.restart(seed_round=0, reconfigure=False)
         self.seconds: list[float] = []
         self.num_steps: list[int] = []
 

@@ -2,14 +2,18 @@
 
     python benchmarks/env_transport.py
 
-Sides: our EnvManager; gymnasium's AsyncVectorEnv; stable-baselines3's SubprocVecEnv; `multiprocessing.Queue` workers (RLinf's and
-verl's way); a Ray actor per environment. A step ends when the observations lie in memory that belongs to the caller. The sides
-take turns within each round, so that a change of the machine's load meets all of them; medians over rounds.
+Sides: our EnvManager; the least that its scheme can cost (`prototype.py`: a slab and a flag each way, nothing else); gymnasium's
+AsyncVectorEnv; stable-baselines3's SubprocVecEnv; `multiprocessing.Queue` workers (RLinf's and verl's way); a Ray actor per
+environment. A step ends when the observations lie in memory that belongs to the caller. The sides take turns within each round, so
+that a change of the machine's load meets all of them; medians over rounds.
+
+`--against prototype` leaves the peers out, and adds more workers than a small machine has cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Mapping
 
 from contest import Entry, Measured, add_arguments, contest, only_possible
@@ -59,6 +63,36 @@ def entries(payload: str) -> list[Entry]:
     return found
 
 
+PROTOTYPE_WORKERS = (1, 2, 4)
+PROTOTYPE_REACH = 1.5
+"""What we want to stay below against the prototype, with the same workers in lockstep."""
+
+
+def prototype_name(num_workers: int) -> str:
+    return f"prototype, {num_workers} worker{'s' * (num_workers > 1)}"
+
+
+def against_prototype(payload: str) -> list[Entry]:
+    """Ours and the prototype, in lockstep with the same simulator."""
+    env = Env("no_op:NoOpEnv", PAYLOADS[payload], ours={"target": "no_op:NoOpSim", "kwargs": PAYLOADS[payload]})
+    found = []
+    for num_workers in PROTOTYPE_WORKERS:
+        found.append(Entry(our_name("native SimEnv", num_workers, False), Side("ours", env, NUM_ENVS, num_workers)))
+        found.append(Entry(prototype_name(num_workers), Side("prototype", env, NUM_ENVS, num_workers)))
+    return found
+
+
+def prototype_report(payload: str, measured: Mapping[str, Measured]) -> str:
+    """The table of one payload against the prototype: ratios are medians of each round's."""
+    rows = []
+    for num_workers in PROTOTYPE_WORKERS:
+        ours, least = measured[our_name("native SimEnv", num_workers, False)], measured[prototype_name(num_workers)]
+        ratio = statistics.median(a / b for a, b in zip(ours.us, least.us, strict=True))
+        kept = "kept" if ratio <= PROTOTYPE_REACH else "missed"
+        rows.append([str(num_workers), f"{ours.median:.2f}", f"{least.median:.2f}", f"{ratio:.2f}x", kept])
+    return text_table([f"{payload}, workers", "ours, µs/step", "prototype", "ratio", f"reach {PROTOTYPE_REACH:g}x"], rows)
+
+
 def peer_us(measured: Mapping[str, Measured]) -> float:
     """The faster of AsyncVectorEnv's two settings."""
     return min(measured[ASYNC].median, measured[ASYNC_VIEWS].median)
@@ -103,7 +137,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser, rounds=15, segment_s=0.2)
     parser.add_argument("--payloads", nargs="+", choices=list(PAYLOADS), default=list(PAYLOADS))
+    parser.add_argument("--against", choices=["peers", "prototype"], default="peers", help="whom to measure beside us")
     arguments = parser.parse_args()
+    if arguments.against == "prototype":
+        print(provenance())
+        for payload in arguments.payloads:
+            print(
+                f"\n{prototype_report(payload, contest(against_prototype(payload), arguments.rounds, arguments.segment_s, COUNT_MODULUS))}"
+            )
+        return
     print(provenance("stable-baselines3"))
     results = {}
     for payload in arguments.payloads:

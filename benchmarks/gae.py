@@ -1,8 +1,10 @@
 """Generalised advantage estimation: how long it takes, against the loops it replaces and against the memory it must touch.
 
-``python benchmarks/gae.py``: rollouts of 512 steps in 512 slots, float32. Sides take turns in each round; medians over rounds, one thread.
+``python benchmarks/gae.py``: rollouts of 512 steps in 512 slots, float32. Sides take turns in each round; medians over rounds, one
+thread where nothing else is said.
 
-- ours: `embodied_rl.algorithms.advantages.gae`, numba, the whole call with its checks and allocations;
+- ours: `embodied_rl.algorithms.advantages.gae`, numba, the whole call with its checks and allocations; with one thread, and with one
+  for each core;
 - ours, scan: the path that a GPU takes, here on the CPU (and on the GPU where there is one);
 - torch loop, numpy loop: backwards over time, each step vectorised over slots, as published PPO implementations do;
 - memory floor: two plain copies, of rewards and values, and reading the flags once.
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.advantages import gae
 from embodied_rl.algorithms.scans import gae_scan
+from embodied_rl.sim.affinity import available_cores
 
 GAMMA, LAMBDA = 0.99, 0.95
 WANTED = 10.0
@@ -77,10 +80,20 @@ def memory_floor(given: dict[str, np.ndarray]) -> None:
     np.count_nonzero(given["truncated"])
 
 
+def threaded(arrays: dict[str, np.ndarray], num_threads: int) -> Any:
+    """Ours with so many threads."""
+    torch.set_num_threads(num_threads)
+    try:
+        return gae(**arrays, gamma=GAMMA, gae_lambda=LAMBDA)
+    finally:
+        torch.set_num_threads(1)
+
+
 def sides_of(arrays: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     sides: dict[str, Callable[[], Any]] = {
         "ours, numba": lambda: gae(**arrays, gamma=GAMMA, gae_lambda=LAMBDA),
+        "ours, numba, a thread per core": lambda: threaded(arrays, available_cores()),
         "ours, scan on the CPU": lambda: gae_scan(**tensors, gamma=GAMMA, gae_lambda=LAMBDA),
         "torch loop": lambda: torch_loop(tensors),
         "numpy loop": lambda: numpy_loop(arrays),

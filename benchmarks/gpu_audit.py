@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, FlowPolicyConfig, OpenVLAPolicyConfig, PolicyConfig, TinyVLAConfig
-from embodied_rl.hybrid.policy_updater import PolicyUpdater
+from embodied_rl.learning.objectives import RolloutObjective
+from embodied_rl.learning.optimizer import make_optimizer
 from embodied_rl.policies.base import ActionOutput, Policy, layout_of, prepare_observation
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.policy import VLAPolicy
@@ -172,7 +173,9 @@ def stages_of(policy: Policy, observation: dict[str, Tensor], layout: ActionLayo
     """What is audited, in an order in which each has what it needs of those before."""
     draw = torch.rand if layout.noise_kind == "uniform" else torch.randn
     noise = draw(ROWS, layout.noise_width, device=device)
-    updater = PolicyUpdater(policy, AlgorithmConfig(normalize_advantage="none"), torch.device(device))
+    config = AlgorithmConfig(normalize_advantage="none")
+    optimizer, objective = make_optimizer(policy, config), RolloutObjective(policy, config)
+    objective.steps(noise.device)  # lies there from the first step on
     acted: list[ActionOutput] = []
     value: list[Tensor] = []
 
@@ -186,9 +189,14 @@ def stages_of(policy: Policy, observation: dict[str, Tensor], layout: ActionLayo
 
     def train() -> None:
         ones = torch.ones_like(value[0])
-        updater.accumulate(Batch(observation, acted[0].action, acted[0].log_prob, ones[..., 0] if ones.ndim > 1 else ones, ones, value[0]))
-        nn.utils.clip_grad_norm_(updater.parameters.values(), 0.5)
-        updater.optimizer.step()
+        advantage = ones[..., 0] if ones.ndim > 1 else ones
+        rows = Batch(observation, acted[0].action, acted[0].log_prob, advantage, ones, value[0])
+        # What `take_step` does, without its one transfer: the row numbers to the device, the figures back.
+        minibatch, numbers = objective.begin(rows, kl_coef=0.0)
+        optimizer.zero_grad()
+        objective(policy, minibatch, numbers)[0].backward()
+        optimizer.clip()
+        optimizer.step(config.learning_rate)
 
     return {"act": act, "evaluate": lambda: policy.evaluate(observation, acted[0].action), "value": judge, "train": train}
 

@@ -16,7 +16,7 @@ import torch
 from tables import provenance, text_table
 from torch import nn
 
-from embodied_rl.hybrid.residency import Gradients, Residency, Tensors, optimizer_tensors
+from embodied_rl.hybrid.residency import Gradients, Residency, Tensors
 
 
 def make_training(megabytes: int, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -46,7 +46,7 @@ def measure(megabytes: int, rounds: int, device: str) -> tuple[dict[str, list[fl
     module, optimizer = make_training(megabytes, device)
     residency = Residency()
     residency.register("parameters", Tensors(module.parameters))
-    residency.register("optimizer", Tensors(lambda: optimizer_tensors(optimizer)))
+    residency.register("optimizer", Tensors(lambda: [part for state in optimizer.state.values() for part in state.values()]))
     residency.register("gradients", Gradients(module.parameters))
     optimizer.zero_grad(set_to_none=True)
     size = sum(n for row in residency.ledger().values() for place, n in row.items() if place != "host")

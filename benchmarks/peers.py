@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import PolicyConfig, TrainConfig
 from embodied_rl.errors import UserError
 
 MAKE_ARGUMENTS = {"disable_env_checker": True}
@@ -31,17 +32,18 @@ def ppo_arguments(config: TrainConfig) -> dict[str, Any]:
         "algorithm.lr_schedule": algorithm.lr_schedule != "constant",
         "algorithm.normalize_advantage != minibatch": algorithm.normalize_advantage != "minibatch",
         "policy.distribution": policy.distribution != "gaussian",
-        "policy.encoder": policy.encoder != "mlp",
-        # `vec_env` makes the registered task as it is.
-        "sim.kwargs": bool(sim.kwargs),
         "sim.max_episode_steps": sim.max_episode_steps is not None,
-        "sim.success_ends_episode": sim.success_ends_episode,
+        # `vec_env` makes a registered task as it is; our own scene does as it is told.
+        "sim.kwargs": sim.name != "pixel_reach" and bool(sim.kwargs),
+        "sim.success_ends_episode": sim.name != "pixel_reach" and sim.success_ends_episode,
     }
     if any(differences.values()):
         names = ", ".join(name for name, differs in differences.items() if differs)
         raise UserError(f"stable-baselines3 cannot do the same: {names}. Leave these at the values of experiment=halfcheetah.")
+    pixels = policy.encoder == "cnn"
+    hidden = list(policy.hidden_sizes[1:] if pixels else policy.hidden_sizes)
     return {
-        "policy": "MlpPolicy",
+        "policy": "CnnPolicy" if pixels else "MlpPolicy",
         "learning_rate": algorithm.learning_rate,
         "n_steps": algorithm.rollout_steps,
         "batch_size": algorithm.minibatch_size,
@@ -58,13 +60,39 @@ def ppo_arguments(config: TrainConfig) -> dict[str, Any]:
         "seed": config.seed,
         "device": "cpu",
         "policy_kwargs": {
-            "net_arch": {"pi": list(policy.hidden_sizes), "vf": list(policy.hidden_sizes)},
+            "net_arch": {"pi": hidden, "vf": hidden},
             "activation_fn": _activation(policy.activation),
             "log_std_init": policy.init_log_std,
             "ortho_init": True,
             "optimizer_kwargs": {"eps": algorithm.adam_eps},
+            **({"features_extractor_class": _trunk(), "features_extractor_kwargs": {"config": policy}} if pixels else {}),
         },
     }
+
+
+def _trunk() -> Any:
+    """stable-baselines3's NatureCNN with the layers of one of our configurations; ours has a LayerNorm more."""
+    import torch
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+    from torch import nn
+
+    class Trunk(BaseFeaturesExtractor):
+        def __init__(self, observation_space: Any, config: PolicyConfig) -> None:
+            super().__init__(observation_space, config.hidden_sizes[0])
+            layers: list[nn.Module] = []
+            channels = observation_space.shape[0]
+            for width, kernel, stride in zip(config.cnn_channels, config.cnn_kernels, config.cnn_strides, strict=True):
+                layers += [nn.Conv2d(channels, width, kernel, stride), nn.ReLU()]
+                channels = width
+            self.cnn = nn.Sequential(*layers, nn.Flatten())
+            with torch.no_grad():
+                size = self.cnn(torch.zeros(1, *observation_space.shape)).shape[1]
+            self.linear = nn.Sequential(nn.Linear(size, config.hidden_sizes[0]), nn.ReLU())
+
+        def forward(self, observations: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.cnn(observations))
+
+    return Trunk
 
 
 def vec_env(config: TrainConfig, processes: bool = False) -> Any:
@@ -78,7 +106,11 @@ def vec_env(config: TrainConfig, processes: bool = False) -> Any:
 
     assert config.sim.task is not None
     kind = SubprocVecEnv if processes else DummyVecEnv
-    envs: Any = make_vec_env(config.sim.task, config.sim.num_slots, seed=config.seed, env_kwargs=MAKE_ARGUMENTS, vec_env_cls=kind)
+    if config.sim.name == "pixel_reach":
+        scene = functools.partial(_pixel_reach, config.sim.kwargs, config.sim.success_ends_episode)
+        envs: Any = make_vec_env(scene, config.sim.num_slots, seed=config.seed, vec_env_cls=kind)
+    else:
+        envs = make_vec_env(config.sim.task, config.sim.num_slots, seed=config.seed, env_kwargs=MAKE_ARGUMENTS, vec_env_cls=kind)
     if config.policy.normalize_observation or config.algorithm.normalize_reward:
         envs = VecNormalize(
             envs,
@@ -89,6 +121,40 @@ def vec_env(config: TrainConfig, processes: bool = False) -> Any:
             gamma=config.algorithm.gamma,
         )
     return envs
+
+
+def _pixel_reach(arguments: dict[str, Any], success_ends_episode: bool) -> Any:
+    """Our own scene as a gymnasium.Env: the same class, one environment and one drawing context each."""
+    import gymnasium
+    import numpy as np
+
+    from embodied_rl.sim.robots.pixel_reach import PixelReach
+    from embodied_rl.types import StepBuffers
+
+    class PixelReachEnv(gymnasium.Env):
+        metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - gymnasium's own way
+
+        def __init__(self) -> None:
+            self._sim = PixelReach(1, **arguments)
+            self._rows = StepBuffers.allocate(self._sim.spec, 1)
+            size = self._sim.spec.tensors["rgb"].shape
+            self.observation_space = gymnasium.spaces.Box(0, 255, size, np.uint8)
+            self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+            super().reset(seed=seed)
+            self._sim.reset([0], [int(self.np_random.integers(2**31))], self._rows)
+            return self._rows.observation["rgb"][0].copy(), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            self._sim.step([0], np.asarray(action)[None], self._rows)
+            ended = bool(self._rows.truncated[0]) or (success_ends_episode and bool(self._rows.success[0]))
+            return self._rows.observation["rgb"][0].copy(), float(self._rows.reward[0]), False, ended, {}
+
+        def close(self) -> None:
+            self._sim.close()
+
+    return PixelReachEnv()
 
 
 def _activation(name: str) -> Any:

@@ -113,7 +113,7 @@ def measured_s(trace: Trace, side: Side, devices: Devices, num_slots: int, round
     with EnvManager(factory, num_slots, num_workers=1, num_groups=side.stages) as manager:
         generator = SleepingGenerator(devices.policy, LineTime(trace.act.base_s, trace.act.per_row_s / side.policy))
         collector = RolloutCollector(manager, generator, rollout_steps=rounds, num_groups=side.stages, seed=0)
-        collector.restart(0, reconfigure=False)
+        collector.restart(seed_round=0, reconfigure=False)
         seconds = []
         for iteration in range(iterations + 1):
             started = time.perf_counter()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from gate import Gate, Stop, gate_of_this_process
+from peer_environments import PeerEnvironment
+from ppo_outside import Workload, timed
 
 from embodied_rl.config import TrainConfig
 
@@ -18,7 +20,57 @@ NEVER = 10**12
 OURS, OURS_ONE = "ours", "ours, 1 worker"
 SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE = "SB3 DummyVecEnv", "SB3 SubprocVecEnv", "SB3 DummyVecEnv, 1 thread"
 EAGER = "CleanRL's structure"
-NAMES = (OURS, OURS_ONE, SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE, EAGER)
+PIXEL_NAMES = (OURS, OURS_ONE, SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE)
+NAMES = (*PIXEL_NAMES, EAGER)
+OUTSIDE = {
+    "skrl": PeerEnvironment("skrl", ("skrl==2.1.1",)),
+    "rsl_rl": PeerEnvironment("rsl_rl", ("rsl-rl-lib==5.5.1",)),
+    "sample_factory": PeerEnvironment(
+        "sample_factory",
+        ("sample-factory==2.1.1", "signal-slot-mp==1.0.5", "faster-fifo==1.5.2", "colorlog==6.12.0", "tensorboardx==2.6.5"),
+        without_dependencies=True,
+    ),
+    # It has installed nowhere yet (its set-up downloads Raylib, and fails without), so there is no side to run.
+    "pufferlib": PeerEnvironment("pufferlib", ("pufferlib==3.0.0",), without_dependencies=True),
+}
+"""Peers in environments of their own; their sides are in ppo_outside.py."""
+
+
+def command_of(name: str, script: str, overrides: list[str]) -> list[str]:
+    """The command line of a contender. Raises MissingPeerError where it cannot be installed."""
+    if name not in OUTSIDE:
+        return [sys.executable, script, "--contender", name, "--overrides", *overrides]
+    from embodied_rl.compose import load_train_config
+
+    work = workload_of(load_train_config(overrides))
+    return [str(OUTSIDE[name].python()), str(Path(__file__).with_name("ppo_outside.py")), name, work.to_json()]
+
+
+def workload_of(config: TrainConfig) -> Workload:
+    """What peers with other words for it are to do. Raises UserError where not all sides can do it alike."""
+    from peers import ppo_arguments
+
+    ppo_arguments(config)
+    algorithm, policy = config.algorithm, config.policy
+    assert config.sim.task is not None
+    return Workload(
+        task=config.sim.task,
+        num_envs=config.sim.num_slots,
+        rollout_steps=algorithm.rollout_steps,
+        num_epochs=algorithm.num_epochs,
+        num_minibatches=-(-config.steps_per_iteration // algorithm.minibatch_size),
+        hidden_sizes=policy.hidden_sizes,
+        init_log_std=policy.init_log_std,
+        learning_rate=algorithm.learning_rate,
+        adam_eps=algorithm.adam_eps,
+        gamma=algorithm.gamma,
+        gae_lambda=algorithm.gae_lambda,
+        clip=algorithm.clip_high,
+        value_coef=algorithm.value_coef,
+        entropy_coef=algorithm.entropy_coef,
+        max_grad_norm=algorithm.max_grad_norm,
+        seed=config.seed,
+    )
 
 
 def run_contender(name: str, overrides: list[str]) -> None:
@@ -89,8 +141,8 @@ def _sb3(config: TrainConfig, gate: Gate, processes: bool, threads: int | None =
     envs = vec_env(config, processes)
     try:
         model = PPO(env=envs, **ppo_arguments(config))
-        envs.step = _timed(envs.step, lambda seconds: gate.add("environment", seconds))
-        model.train = _timed(model.train, lambda seconds: gate.add("update", seconds))  # type: ignore[method-assign]
+        envs.step = timed(envs.step, lambda seconds: gate.add("environment", seconds))
+        model.train = timed(model.train, lambda seconds: gate.add("update", seconds))  # type: ignore[method-assign]
         gate.tell(threads=torch.get_num_threads(), processes=1 + (config.sim.num_slots if processes else 0))
         model.learn(total_timesteps=NEVER, callback=AtTheGate())
     finally:
@@ -101,13 +153,3 @@ def _eager(config: TrainConfig, gate: Gate) -> None:
     from eager_ppo import train
 
     train(config, gate)
-
-
-def _timed(function: Callable[..., Any], tell: Callable[[float], None]) -> Callable[..., Any]:
-    def timed(*arguments: Any, **named: Any) -> Any:
-        started = time.perf_counter()
-        result = function(*arguments, **named)
-        tell(time.perf_counter() - started)
-        return result
-
-    return timed

@@ -1,4 +1,4 @@
-"""PPO end to end on a CPU, steps per second: ours, stable-baselines3 (Dummy and Subproc) and CleanRL's published structure.
+"""PPO end to end on a CPU, steps per second: ours, stable-baselines3 (Dummy and Subproc), CleanRL's published structure, and others.
 
 Same task, same hyper-parameters: HalfCheetah-v5, 8 environments x 256 steps, MLP 64x64, 10 epochs, minibatches of 256; no side
 normalises observations or rewards, all normalise advantages by minibatch. All contenders are alive, one at a time trains, and
@@ -6,30 +6,42 @@ they take turns within each round; medians over rounds. Threads are each side's 
 third time with one thread of torch, which small networks like better where the cores are busy.
 
     python benchmarks/ppo_cpu.py
+    python benchmarks/ppo_cpu.py --contenders skrl,rsl_rl,sample_factory,pufferlib    # each in an environment of its own
+    python benchmarks/ppo_cpu.py --task pixel_reach_84                                # a CNN, ours against stable-baselines3's
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from gate import PHASES, GatedProcess, Segment
-from ppo_contenders import EAGER, NAMES, OURS, SB3_DUMMY, SB3_DUMMY_ONE, SB3_SUBPROC, run_contender
+from peer_environments import MissingPeerError
+from ppo_contenders import EAGER, NAMES, OURS, OUTSIDE, PIXEL_NAMES, SB3_DUMMY, SB3_DUMMY_ONE, SB3_SUBPROC, command_of, run_contender
 from tables import provenance, text_table
 
 from embodied_rl.compose import load_train_config
 
 EQUAL = (
-    "experiment=halfcheetah",
-    "policy.normalize_observation=false",
     "algorithm.normalize_reward=false",
     "algorithm.normalize_advantage=minibatch",
+    "algorithm.lr_schedule=constant",
+    "algorithm.target_kl=null",
+    "evaluation.every_steps=null",
     "checkpoint.every_steps=null",
     "logger=quiet",
 )
-"""What makes the experiment something that all sides can do alike."""
+"""What makes an experiment something that all sides can do alike."""
+NATURE = ("policy.cnn_channels=[32,64,64]", "policy.cnn_kernels=[8,4,3]", "policy.cnn_strides=[4,2,1]", "policy.hidden_sizes=[512]")
+"""The network of Mnih et al. (2015), which is stable-baselines3's own."""
+TASKS = {
+    "halfcheetah": ("experiment=halfcheetah", "policy.normalize_observation=false"),
+    "pixel_reach": ("experiment=pixel_reach",),
+    "pixel_reach_84": ("experiment=pixel_reach", "sim.kwargs.image_size=84", *NATURE),
+}
+"""{name: what is trained, beside `EQUAL`}."""
 BUSY = 1.5
 """Where one thread makes stable-baselines3 so much faster than its default, something else was using the cores."""
 
@@ -42,7 +54,7 @@ def measure(
     started: list[GatedProcess] = []
     try:
         # Into a list that exists already: those that were started are closed even where a later one cannot be.
-        started.extend(GatedProcess(name, [sys.executable, script, "--contender", name, "--overrides", *overrides]) for name in names)
+        started.extend(GatedProcess(name, command_of(name, script, overrides)) for name in names)
         for contender in started:
             contender.wait_until_ready()
         for contender in started:
@@ -65,32 +77,39 @@ def speeds(segments: list[Segment], steps_per_iteration: int) -> list[float]:
 def report(segments: dict[str, list[Segment]], facts: dict[str, dict], steps_per_iteration: int) -> str:
     """The table; phases are medians of seconds per iteration. For ours, environment is the time spent waiting for simulators."""
     medians = {name: statistics.median(speeds(own, steps_per_iteration)) for name, own in segments.items()}
-    best_peer = best_sb3(medians)
+    best = best_peer(medians)
     rows = []
     for name in sorted(segments, key=lambda name: -medians[name]):
         own = speeds(segments[name], steps_per_iteration)
         phases = [statistics.median(segment.phases[phase] / segment.iterations for segment in segments[name]) for phase in PHASES]
         said = [str(facts[name].get(key, "?")) for key in ("threads", "processes")]
-        ratio = f"{medians[name] / best_peer:.2f}x" if best_peer else "-"
+        ratio = f"{medians[name] / best:.2f}x" if best else "-"
         rows.append([name, f"{medians[name]:.0f}", f"{min(own):.0f}", f"{max(own):.0f}", ratio, *(f"{s:.3f}" for s in phases), *said])
-    header = ["end to end", "steps/s", "min", "max", "to best SB3", "environment s", "policy s", "update s", "torch threads", "processes"]
+    header = ["end to end", "steps/s", "min", "max", "to best peer", "environment s", "policy s", "update s", "torch threads", "processes"]
     return text_table(header, rows)
 
 
-def best_sb3(medians: dict[str, float]) -> float:
-    """The faster of stable-baselines3's two as they come; 0 where neither took part."""
-    return max((medians[name] for name in (SB3_DUMMY, SB3_SUBPROC) if name in medians), default=0.0)
+def peers_in(names: Iterable[str]) -> list[str]:
+    """Of these contenders, the libraries as they come: neither ours, nor a setting that is not a default, nor a script of our own."""
+    return [name for name in (SB3_DUMMY, SB3_SUBPROC, *OUTSIDE) if name in names]
+
+
+def best_peer(medians: dict[str, float]) -> float:
+    """The fastest of the libraries as they come; 0 where none took part."""
+    return max((medians[name] for name in peers_in(medians)), default=0.0)
 
 
 def figure(segments: dict[str, list[Segment]], steps_per_iteration: int) -> str:
     """The figure we quote: the ratio of medians, with the range of the ratios within the rounds."""
     own = {name: speeds(parts, steps_per_iteration) for name, parts in segments.items()}
     medians = {name: statistics.median(values) for name, values in own.items()}
-    if OURS not in own or not best_sb3(medians):
-        return "figure: none, for either ours or stable-baselines3 did not take part"
-    by_round = [ours / best_sb3({name: own[name][i] for name in own}) for i, ours in enumerate(own[OURS])]
-    ratio = medians[OURS] / best_sb3(medians)
-    return f"figure: ours / max(SB3 Dummy, SB3 Subproc) = {ratio:.2f}x (rounds {min(by_round):.2f} to {max(by_round):.2f})"
+    if OURS not in own or not best_peer(medians):
+        return "figure: none, for either ours or every peer did not take part"
+    by_round = [ours / best_peer({name: own[name][i] for name in own}) for i, ours in enumerate(own[OURS])]
+    short = {SB3_DUMMY: "SB3 Dummy", SB3_SUBPROC: "SB3 Subproc"}
+    peers = ", ".join(short.get(name, name) for name in (SB3_DUMMY, SB3_SUBPROC, *(name for name in OUTSIDE if name in own)))
+    ratio = medians[OURS] / best_peer(medians)
+    return f"figure: ours / max({peers}) = {ratio:.2f}x (rounds {min(by_round):.2f} to {max(by_round):.2f})"
 
 
 def beside(segments: dict[str, list[Segment]], steps_per_iteration: int) -> str:
@@ -109,24 +128,27 @@ def beside(segments: dict[str, list[Segment]], steps_per_iteration: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--iterations", type=int, default=5, help="iterations of each contender in each round")
-    parser.add_argument("--warmup", type=int, default=2, help="iterations before the first round")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=f"contenders: {', '.join(NAMES)}")
-    parser.add_argument("--contender", choices=NAMES, help=argparse.SUPPRESS)
-    parser.add_argument("--overrides", nargs="+", default=[], help="of the configuration, for all sides: algorithm.num_epochs=4")
-    arguments = parser.parse_args()
+    arguments = _arguments()
     if arguments.contender:
         run_contender(arguments.contender, arguments.overrides)
         return
-    overrides = [*EQUAL, *arguments.overrides]
+    overrides = [*TASKS[arguments.task], *EQUAL, *arguments.overrides]
     config = load_train_config(overrides)
-    segments, facts = measure(arguments.only, overrides, rounds=arguments.rounds, iterations=arguments.iterations, warmup=arguments.warmup)
+    names = arguments.only or list(NAMES if config.policy.encoder == "mlp" else PIXEL_NAMES)
+    missing = []
+    for name in arguments.contenders:
+        try:
+            OUTSIDE[name].python()
+            names.append(name)
+        except MissingPeerError as error:
+            missing.append(str(error))
+    segments, facts = measure(names, overrides, rounds=arguments.rounds, iterations=arguments.iterations, warmup=arguments.warmup)
     print(provenance("mujoco", "stable-baselines3"))
     print(f"{config.sim.task}, {config.sim.num_slots} environments x {config.algorithm.rollout_steps} steps\n")
     print(report(segments, facts, config.steps_per_iteration))
     print(f"\nmedians of {arguments.rounds} interleaved rounds of {arguments.iterations} iterations; phases are seconds per iteration.")
+    for line in missing:
+        print(f"not installed: {line}")
     print("Ours steps one half of the environments while the policy acts for the other: its environment phase is waiting.")
     if SB3_DUMMY_ONE in segments:
         print(f"'{SB3_DUMMY_ONE}' is not a default, so the figure leaves it out; the line above the figure does not.")
@@ -134,6 +156,33 @@ def main() -> None:
         print("CleanRL's structure: our own script; SyncVectorEnv, tensors as storage, eager updates, truncated episodes not bootstrapped.")
     print(beside(segments, config.steps_per_iteration))
     print(figure(segments, config.steps_per_iteration))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "--task", choices=TASKS, default="halfcheetah", help="pixel_reach: 48 x 48; pixel_reach_84: 84 x 84, Mnih et al.'s network"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--iterations", type=int, default=5, help="iterations of each contender in each round")
+    parser.add_argument("--warmup", type=int, default=2, help="iterations before the first round")
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"contenders: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--contenders", type=_outside, default=[], metavar="NAME,NAME", help=f"further ones, installed when missing: {', '.join(OUTSIDE)}"
+    )
+    parser.add_argument("--contender", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--overrides", nargs="+", default=[], help="of the configuration, for all sides: algorithm.num_epochs=4")
+    arguments = parser.parse_args()
+    if arguments.contenders and arguments.task != "halfcheetah":
+        parser.error("--contenders are for --task halfcheetah: they train networks over flat states")
+    return arguments
+
+
+def _outside(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in OUTSIDE]:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(OUTSIDE)}")
+    return names
 
 
 if __name__ == "__main__":

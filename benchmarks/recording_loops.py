@@ -19,9 +19,9 @@ from embodied_rl.episodes.gathering import GATHER_S
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks
-from embodied_rl.rollout.collector import split_groups
 from embodied_rl.rollout.filmed import FilmedSim, filmed, films_of
 from embodied_rl.sim.affinity import PlacementPolicy
+from embodied_rl.sim.crew import split_slots
 from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.instrumented import IMAGE, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
@@ -166,7 +166,7 @@ class ManagerLoop(Loop):
 
     def __init__(self, manager: EnvManager, recorder: Recorder | None) -> None:
         super().__init__(manager.spec, manager.num_slots, recorder)
-        self._manager, self._groups = manager, split_groups(manager.num_slots, NUM_GROUPS)
+        self._manager, self._groups = manager, split_slots(range(manager.num_slots), NUM_GROUPS)
         batch = manager.reset(SEEDS)
         if recorder is not None:
             recorder.start(batch, range(self.num_slots))

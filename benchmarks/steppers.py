@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
+from prototype import PrototypeStepper
 
 NUM_PREPARED = 64
 """Steps whose actions are drawn beforehand and then repeated, so that no side pays for drawing."""
@@ -395,10 +396,15 @@ class EnvPoolStepper:
         self._pool.close()
 
 
+def _prototype(side: Side) -> Stepper:
+    return PrototypeStepper(side, _shares(side.num_envs, side.num_workers), prepared_actions(side.env, side.num_envs))
+
+
 STEPPERS: dict[str, Callable[[Side], Stepper]] = {
     "plain": PlainStepper,
     "plain_per_core": PlainPerCoreStepper,
     "ours": OurStepper,
+    "prototype": _prototype,
     "async": AsyncStepper,
     "subproc": SubprocStepper,
     "queue": QueueStepper,

@@ -30,7 +30,7 @@ from torch import distributed as dist
 from vla import NUM_TOKENS, PROMPT_TOKENS, SHAPES, flop_of, peaks_of, random_inputs, random_model, synchronise
 
 from embodied_rl.config import ShardingConfig
-from embodied_rl.hybrid.fsdp import make_mesh, shard
+from embodied_rl.learning.fsdp import make_mesh, shard
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.images import PixelNormaliser
 from embodied_rl.policies.openvla.model import OpenVLA

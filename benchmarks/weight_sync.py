@@ -18,14 +18,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from tables import provenance, text_table
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
-from embodied_rl.hybrid.weight_sync import SharedStorage
 
 COPY = "memory copy"
 
@@ -55,15 +54,6 @@ def seconds_of(action: Callable[[], object]) -> float:
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
-
-
-class Module(nn.Module):
-    """Parameters with these values."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        for name, tensor in weights.items():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(tensor.clone(), requires_grad=False))
 
 
 class Reader:
@@ -118,8 +108,6 @@ def measure(weights: dict[str, Tensor], rounds: int) -> Iterator[dict[str, float
         publisher.publish(version, weights.items())
     reader = Reader(publisher.path)
     changed = dict(list(weights.items())[::10])
-    trained = Module(weights)
-    shared = SharedStorage(trained, Module(weights))
     version = 1
     try:
         for _ in range(rounds):
@@ -133,7 +121,6 @@ def measure(weights: dict[str, Tensor], rounds: int) -> Iterator[dict[str, float
             seconds["only changed"] = seconds_of(lambda number=version: publisher.publish(number, weights.items(), only_changed=True))
             if reader.read() != version:
                 raise RuntimeError("the reader has another version than the one that was published")
-            seconds["shared storage"] = seconds_of(lambda number=version: shared.publish(number))
             yield seconds
     finally:
         reader.close()
@@ -151,7 +138,7 @@ def report(measured: list[dict[str, float]], size: int) -> str:
     gb_per_s = size / statistics.median(one["publish"] for one in measured) / 1e9
     return (
         f"{table}\n\nfigure: weights published at {gb_per_s:.1f} GB/s, {ratios['publish']:.2f} of a memory copy; published and read by "
-        f"another process {ratios['publish + read']:.2f}; shared storage: no copy"
+        f"another process {ratios['publish + read']:.2f}"
     )
 
 

@@ -46,6 +46,9 @@ def _digits(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) and abs(number) <= 10**12 else f"{number:g}"
 
 
+Free = Annotated[float, Bounds(-(2**64), 2**64)]
+"""An argument of which only a simulator or a function of the user's own knows more: what 64 bits hold."""
+
 # Counts.
 Slots = Annotated[int, Bounds(1, 1_000_000)]
 Processes = Annotated[int, Bounds(1, 65_536)]

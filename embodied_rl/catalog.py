@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.cli import run_command
 
 if TYPE_CHECKING:
+    from importlib.metadata import PackageMetadata
+
+    from rich.table import Table
+
     from embodied_rl.algorithms.advantage_table import AdvantageInfo
     from embodied_rl.algorithms.loss_table import LossInfo
     from embodied_rl.config import SimConfig
@@ -19,10 +24,15 @@ if TYPE_CHECKING:
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
 """What a user asks for → folder below configs/."""
 
+_ALSO = {"sims": "simulators", **{folder: kind for kind, folder in KINDS.items()}}
+"""Other names of kinds: those of the folders, as the training command has them."""
+
 METHODS = ("advantages", "losses", "loss_terms")
 """What `algorithms` lists besides its configuration files: the mathematics that these can name."""
 
 _WITH = "With: "
+_WIDE = 140
+"""Columns of a terminal that has room for a command in each row."""
 
 _USAGE = f"""usage: python -m embodied_rl.catalog {{{"|".join(KINDS)}}} [--json]
        python -m embodied_rl.catalog tasks SIM [--json]
@@ -68,6 +78,7 @@ def entries(kind: str) -> list[Entry]:
     from embodied_rl.config import config_file, group_names
     from embodied_rl.errors import UserError, did_you_mean
 
+    kind = _ALSO.get(kind, kind)
     if kind not in KINDS:
         raise UserError(f"'{kind}' is not a kind of the catalogue.{did_you_mean(kind, KINDS)}")
     group = KINDS[kind]
@@ -81,9 +92,9 @@ class Method:
     name: str
     formula: str
     unit: str
-    """What gets an advantage of its own, or what a ratio belongs to."""
+    """What gets its own advantage, or what a ratio belongs to."""
     needs: tuple[str, ...]
-    """What a run has to bring for it: critic, groups, behaviour_log_prob, … Empty: rewards, or log-probabilities, alone."""
+    """What a run has to bring for it: critic, groups, behaviour_log_prob, … Empty: only rewards or log-probabilities."""
     options: tuple[str, ...]
     """What advantage_options or loss_options may set."""
     required_options: tuple[str, ...]
@@ -135,15 +146,21 @@ def missing_distributions(extra: str) -> list[str]:
 
 
 def _extras() -> dict[str, list[str]]:
-    """{extra: requirements}: from the installed package's metadata, or from setup.cfg of a checkout that was not installed."""
+    """{extra: requirements}: from setup.cfg of a checkout, whose installation may be older; elsewhere from the package's metadata."""
     from importlib.metadata import PackageNotFoundError, metadata
 
+    declared = Path(__file__).resolve().parent.parent / "setup.cfg"
+    if declared.is_file():
+        return _extras_of_checkout(declared)
+    try:
+        return _extras_of_metadata(metadata("embodied-rl"))
+    except PackageNotFoundError:
+        return {}
+
+
+def _extras_of_metadata(found: PackageMetadata) -> dict[str, list[str]]:
     from packaging.requirements import Requirement
 
-    try:
-        found = metadata("embodied-rl")
-    except PackageNotFoundError:
-        return _extras_of_checkout()
     extras: dict[str, list[str]] = {name: [] for name in found.get_all("Provides-Extra") or []}
     for text in found.get_all("Requires-Dist") or []:
         requirement = Requirement(text)
@@ -156,11 +173,11 @@ def _extras() -> dict[str, list[str]]:
     return extras
 
 
-def _extras_of_checkout() -> dict[str, list[str]]:
+def _extras_of_checkout(declared: Path) -> dict[str, list[str]]:
     import configparser
 
     parser = configparser.ConfigParser()
-    parser.read(Path(__file__).resolve().parent.parent / "setup.cfg", encoding="utf-8")
+    parser.read(declared, encoding="utf-8")
     section = parser["options.extras_require"] if parser.has_section("options.extras_require") else {}
     return {
         name: [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")] for name, text in section.items()
@@ -168,7 +185,7 @@ def _extras_of_checkout() -> dict[str, list[str]]:
 
 
 def _entry(group: str, name: str, path: Path | None) -> Entry:
-    """`path` is None for a simulator that an installed package registered as a target alone."""
+    """`path` is None for a simulator that an installed package registered with a target but no file."""
     import yaml
 
     if path is None:
@@ -224,22 +241,25 @@ def _comments(text: str) -> list[str]:
 def print_entries(kind: str) -> None:
     """Print one kind as a table."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     found = entries(kind)
     with_tasks = any(entry.task for entry in found)
     table = Table(title=f"{kind} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    for column in ("name", *(("task",) if with_tasks else ()), "what it is", "needs", "command"):
+    # Eighty letters hold no command beside the rest; it is the same for all, and stands below.
+    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
+    for column in ("name", *(("task",) if with_tasks and not narrow else ()), "what it is", "needs", *(() if narrow else ("command",))):
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for entry in found:
         needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"
-        table.add_row(entry.name, *((entry.task or "",) if with_tasks else ()), entry.description, needs, entry.command.replace("[", "\\["))
-    # A pipe has no width: whole lines are better than lines cut at 80 letters.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 320)
-    console.print(table)
+        command = entry.command.replace("[", "\\[")
+        tasks = (entry.task or "",) if with_tasks and not narrow else ()
+        table.add_row(entry.name, *tasks, entry.description, needs, *(() if narrow else (command,)))
+    _print_table(table)
+    if narrow:
+        print(f"Use one: python -m embodied_rl.train {KINDS[_ALSO.get(kind, kind)]}=NAME")
     if kind == "simulators":
-        console.print("Each has more tasks (sim.task=NAME): python -m embodied_rl.catalog tasks SIM lists them.")
+        print("Each has more tasks (sim.task=NAME): python -m embodied_rl.catalog tasks SIM lists them.")
     if kind == "algorithms":
         for table_name in METHODS:
             print_methods(table_name)
@@ -248,7 +268,6 @@ def print_entries(kind: str) -> None:
 def print_methods(kind: str) -> None:
     """Print the advantages, losses or loss terms as a table."""
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -259,10 +278,21 @@ def print_methods(kind: str) -> None:
     for method in found:
         needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in method.needs)
         table.add_row(*(escape(text) for text in (method.name, method.formula, method.unit, needs, method.source)))
-    # Formulas and sources are long; see print_entries for why a pipe gets whole lines.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 320)
-    console.print()
-    console.print(table)
+    print()
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    """On a terminal as wide as it is. A pipe has no width: whole lines are better there than lines cut at 80 letters, and no padding."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console(highlight=False).print(table)
+        return
+    console = Console(highlight=False, width=320, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    print(*(line.rstrip() for line in captured.get().splitlines()), sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -272,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _main(argv: Sequence[str]) -> None:
+    argv = [_ALSO.get(word, word) if place == 0 else word for place, word in enumerate(argv)]
     if "--help" in argv or "-h" in argv:
         print(_USAGE)
         return

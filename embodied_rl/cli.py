@@ -25,6 +25,9 @@ _USERS_FILES = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EACCES, e
 """What is wrong with a file or folder that the user named, where nothing closer to it has said so."""
 
 
+_TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+
 def run_command(body: Callable[[], object]) -> None:
     """Call `body` and turn its errors into one message on stderr and an exit status (SystemExit); returns when all went well.
 
@@ -40,15 +43,17 @@ def run_command(body: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         fail("Interrupted.", 130)
     except BrokenPipeError:
-        # `… | head`: whoever read us has seen enough. Python would complain again when it flushes stdout at exit.
+        # `… | head`: the reader closed the pipe. Python would raise again when it flushes stdout at exit.
         sys.stdout = None
     except OSError as error:
         if error.errno not in _USERS_FILES or error.filename is None:
             raise
         fail(f"{brief(error.filename)}: {error.strerror}.", 2)
     except Exception as error:
+        if isinstance(error, MemoryError) or _TORCH_HAS_NO_MEMORY in str(error):
+            fail(f"This machine has too little memory: {brief(error) or 'it gives no more'}. Make sizes, slots or batches smaller.", 1)
         # A fault of a simulator carries the worker's own traceback; ours would only hide it. Looked up, not imported:
-        # whoever has raised it has loaded the module.
+        # if a SimFault was raised, its module is loaded.
         faults = sys.modules.get("embodied_rl.sim.faults")
         if faults is None or not isinstance(error, faults.SimFault):
             raise
@@ -61,14 +66,14 @@ _format_elsewhere = warnings.formatwarning
 
 
 def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """``warning: …`` for what this package tells its user; as ever for the warnings of libraries."""
+    """``warning: …`` for this package's warnings; Python's own format for those of libraries."""
     if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
         return f"warning: {message}\n"
     return _format_elsewhere(message, category, filename, lineno, line)
 
 
 def serve_until_stopped(close: Callable[[], object], message: str) -> None:
-    """Tell that a server is up and leave it to its threads until Ctrl-C or SIGTERM; then `close` it."""
+    """Print that a server is up, let its threads serve until Ctrl-C or SIGTERM, then `close` it."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     print(f"{message}  (Ctrl-C ends it)", flush=True)
@@ -92,7 +97,7 @@ def command_line(name: str, arguments: Sequence[str] | None = None) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """In the type of an argument: what is written there, so that a mistake is told before the work and not after it."""
+    """In the type of an argument: what the command writes there, so that a mistake is reported before the work starts."""
 
     kind: Literal["file", "folder"]
 
@@ -167,7 +172,7 @@ class Command:
         known = {argument.name: argument for argument in self.arguments}
         values: dict[str, Any] = {argument.name: argument.default for argument in (*self.paths, *self.arguments)}
         further: dict[str, Any] = {}
-        places = list(self.paths)
+        places, given = list(self.paths), dict[str, str]()
         for word in argv:
             key, equals, text = word.partition("=")
             if word.startswith("--"):
@@ -185,6 +190,8 @@ class Command:
                 continue
             if not equals:
                 raise UserError(f"Argument '{word}' is not of the form key=value. {self._keys()} See --help.")
+            if given.setdefault(key, text) != text:
+                raise UserError(f"{shown(key)} is given twice: {shown(given[key])} and {shown(text)}. Leave one out.")
             if any(key.startswith(prefix) and key != prefix for prefix in self.prefixes or {}):
                 further[key] = _yaml_value(key, text)
             elif key in known:

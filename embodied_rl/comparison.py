@@ -1,4 +1,4 @@
-"""Two policies on the same seeds: who succeeded where, by how much they differ, and whether chance alone could do it."""
+"""Two policies on the same seeds: which succeeded where, by how much they differ, and whether chance could explain the difference."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 _OPEN = (
-    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options."),
+    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.", "logger.options."),
     *("domains.", "domains=", "generation.mix.", "generation.mix="),
 )
 
@@ -57,12 +57,24 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _check_choices(overrides: Sequence[str]) -> None:
     """Raises UserError where a group of files is given anything but one name: Hydra would take a list for several files on top of one
-    another, and a mapping for a value of its own."""
+    another, and a mapping for a value."""
     for override in overrides:
         group, equals, value = override.partition("=")
         names = group_names(group) if re.fullmatch(r"\w+", group) else []
         if equals and names and (value in ("null", "true", "false") or not re.fullmatch(r"[A-Za-z_][\w.-]*", value)):
             raise UserError(f"{group} must be the name of one file of configs/{group}, got {shown(value)}.{did_you_mean(value, names)}")
+
+
+def _check_given_once(words: Sequence[str]) -> None:
+    """Raises UserError for a key that is given two values: Hydra would take the last without a word."""
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and values.setdefault(key, value) != value:
+            both = shlex.quote(f"{key}={values[key]},{value}")
+            raise UserError(
+                f"{shown(key)} is given twice: {shown(values[key])} and {shown(value)}. Leave one out. For a run with each, type: -m {both}"
+            )
 
 
 def _hydra() -> AbstractContextManager[None]:
@@ -113,7 +125,7 @@ def load_train_config(overrides: Sequence[str]) -> TrainConfig:
 
 
 def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
-    """Compose once before Hydra does, so that mistakes are told in our words. Returns the arguments as Hydra is given them.
+    """Compose once before Hydra does, so that mistakes are reported with our messages. Returns the arguments for Hydra.
 
     Of a sweep, each value is composed once. A folder of the user's own (``--config-dir``) is searched like ours.
 
@@ -127,6 +139,7 @@ def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
     settings = hydra_words(words, sweep)
     for word in settings:
         check_form(word, _top_keys(), sweep=sweep)
+    _check_given_once(words)
     for flag in ("--config-dir", "-cd"):
         if flag in flags and not Path(flags[flag]).is_dir():
             raise UserError(f"{flag} {shown(flags[flag])} is no folder.")
@@ -181,14 +194,14 @@ def _composes(name: str, word: str) -> bool:
     try:
         with _hydra():
             OmegaConf.to_container(compose(name, overrides=open_kwargs([word])), resolve=True)
-    except Exception:  # whatever it is: compose_config tells it
+    except Exception:  # whatever it is: compose_config reports it
         return False
     return True
 
 
 def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     """Which part of a dotted key exists, and what lies there, by the files that the overrides choose."""
-    # Names alone: what is wrong about the others would be told in place of the key.
+    # Only choices of existing files: a mistake in another override would be reported in place of the key.
     chosen = [word for word in overrides if word.partition("=")[2] in group_names(word.partition("=")[0])]
     here: Any = compose_config(name, chosen)
     walked: list[str] = []

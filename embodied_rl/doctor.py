@@ -1,8 +1,8 @@
 """``python -m embodied_rl.doctor``: what this machine has, what it lacks, and the command that brings it.
 
-Nothing is taken on trust: every drawing back end draws a frame, every simulator's package is imported (those in words play a turn), vLLM
-computes and the encoder encodes, each in a process of its own with a time limit, so that a driver that crashes or hangs is a line in the
-table. What is tried stands in `embodied_rl.probes`.
+Everything is tried: every drawing back end draws a frame, every simulator's package is imported (text environments play a turn), vLLM
+computes and the encoder encodes. Each probe runs in its own process with a time limit, so that a driver that crashes or hangs is a line in
+the table. The probes are in `embodied_rl.probes`.
 Exit status 0 when training can run here, 1 when it cannot.
 """
 

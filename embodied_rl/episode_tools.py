@@ -219,7 +219,7 @@ def _validate(values: dict[str, Any]) -> None:
 
     path = Path(values["path"])
     try:
-        # What is readable and wrong is to be told too; every checksum is compared once.
+        # Readable but wrong contents are reported too; every checksum is compared once.
         with open_recording(path, verify=False) as recording:
             count = len(recording)
             problems = validate(recording, pictures=values["pictures"])
@@ -373,7 +373,7 @@ def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -
 
 
 def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4") -> None:
-    """Write episodes by number into ``output/<name>``, each part a recording of its own.
+    """Write episodes by number into ``output/<name>``, each part a separate recording.
 
     Raises:
         RecordingError: the recording is damaged, or the output is there already.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHOWN_CHARS = 80
@@ -21,7 +21,7 @@ _LISTING = re.compile(r"(?:[^\s,]+, ){8,}(?=\S)")
 class UserError(ValueError):
     """A mistake in what the user gave (configuration, checkpoint, file, missing package).
 
-    The command lines print the message alone, without a traceback, and exit with status 2. A message that outgrows `LONGEST_MESSAGE` is
+    The commands print only the message, without a traceback, and exit with status 2. A message that outgrows `LONGEST_MESSAGE` is
     shortened where it says least: see `in_short`.
     """
 
@@ -54,9 +54,18 @@ class IncompatibleCheckpointError(UserError):
 class NonFiniteError(FloatingPointError):
     """NaN or infinity where a finite number is needed; the run stops and says where it came from."""
 
+    batch: Mapping[str, Any] | None = None
+    """{name: array} of what it came from, to be written down."""
+    slots: tuple[int, ...] = ()
+    """Of the environments that it came from, where it did."""
+
+    def context(self) -> dict[str, Any]:
+        """What finding and repeating the failure needs beside arrays, JSON-able."""
+        return {"message": str(self)}
+
 
 def brief(what: object, limit: int = 160) -> str:
-    """What an error or a file says, on one line and cut: it may say much, and of its own choosing."""
+    """What an error or a file says, on one line and cut: the text is not ours and may be long."""
     text = " ".join(str(what).split())
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

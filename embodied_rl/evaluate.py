@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from embodied_rl.evaluation_output import EvaluationResult
     from embodied_rl.generation.base import Generator
     from embodied_rl.policies.base import Policy
-    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.simulators import Simulators
     from embodied_rl.types import Observation, SimSpec
 
 EVALUATION_FILE, COMPARISON_FILE = "evaluation.json", "comparison.json"
@@ -139,7 +140,7 @@ def evaluate_players(
     results: list[EvaluationResult] = []
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
     with make_manager(wanted, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=longest) as manager:
-        # All are made first: a checkpoint that does not fit is told before anything is played.
+        # All are made first: a checkpoint that does not fit raises before anything is played.
         generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
         with progress_bar(manager.spec.task, num_episodes * len(players)) as advance:
             for (checkpoint, policy), generator in zip(players, generators, strict=True):
@@ -162,7 +163,7 @@ def evaluate_players(
     return results
 
 
-def _fitting(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> Generator:
+def _fitting(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: Simulators, seed: int) -> Generator:
     return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, sim), seed=seed)
 
 
@@ -241,6 +242,35 @@ def value_estimate(policy: Policy) -> Callable[[Observation], np.ndarray]:
     return estimate
 
 
+def load_to_play(
+    path: Path | str,
+    *,
+    domain: str | None = None,
+    sim: str | None = None,
+    overrides: Iterable[str] = (),
+    trust: Sequence[str] = (),
+    logs: bool = False,
+) -> Checkpoint:
+    """A checkpoint, or one domain's part of it, to be played in the simulator that `choose_sim` makes of the same arguments.
+
+    Args:
+        overrides: keys such as ``sim.target``; what they replace need not be trusted, nor the simulator where `sim` is another.
+        trust: see `load_checkpoint`.
+        logs: the checkpoint's own loggers will be used.
+    """
+    from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.checkpoint.domains import domain_part
+
+    keys = [*overrides, *([] if logs else ["logger"])]
+
+    def load(replaced: Sequence[str]) -> Checkpoint:
+        everywhere = [*replaced, *(f"domains.{domain}.{key}" for key in replaced if domain is not None)]
+        return domain_part(load_checkpoint(path, with_learner=False, trust=trust, replaced=everywhere), domain)
+
+    loaded = load(keys if sim is None else [*keys, "sim"])
+    return load(keys) if sim == loaded.config.sim.name else loaded
+
+
 def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any]) -> SimConfig:
     """The checkpoint's simulator configuration, or the named one, with values changed: see `override_sim`."""
     from embodied_rl.config import load_sim_config
@@ -274,7 +304,7 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
     slots = data["num_slots"]
     if isinstance(slots, int) and slots >= 1:
         for limited in ("num_workers", "pipeline_groups"):
-            if f"sim.{limited}" not in overrides and data[limited] is not None:
+            if f"sim.{limited}" not in overrides and isinstance(data[limited], int):
                 data[limited] = min(data[limited], slots)
     return SimConfig.from_dict(data)
 
@@ -320,10 +350,11 @@ def _main(argv: Sequence[str]) -> None:
         return
     _check_of_checkpoint(values, overrides)
     trust = trusted_names(values["trust"])
-    players = _players(values["checkpoint"], values["policy"] or "checkpoint", values["against"], values["domain"], trust)
-    first = players[0][0]
     measured = read_protocol(values["protocol"])
-    sim = choose_sim(first, values["sim"], {**measured.sim, **overrides})
+    changed = {**measured.sim, **overrides}
+    load = partial(load_to_play, domain=values["domain"], sim=values["sim"], overrides=changed, trust=trust)
+    players = _players(values["checkpoint"], values["policy"] or "checkpoint", values["against"], load)
+    sim = choose_sim(players[0][0], values["sim"], changed)
     number = values["num_episodes"] or measured.num_episodes or 100
     temperature = measured.temperature if values["temperature"] is None else values["temperature"]
     results = evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
@@ -373,16 +404,9 @@ def read_protocol(name: str | None) -> Measured:
     return Measured(changed, evaluation.get("num_episodes"), evaluation.get("temperature"))
 
 
-def _players(
-    checkpoint: str, policy: str, against: str | None, domain: str | None = None, trust: Sequence[str] = ()
-) -> list[tuple[Checkpoint, str]]:
+def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[str], Checkpoint]) -> list[tuple[Checkpoint, str]]:
     """Who plays, the one that is compared against last."""
-    from embodied_rl.checkpoint import load_checkpoint
-    from embodied_rl.checkpoint.domains import domain_part
     from embodied_rl.errors import UserError
-
-    def load(path: str) -> Checkpoint:
-        return domain_part(load_checkpoint(path, with_learner=False, trust=trust), domain)
 
     loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
     players = [(found, policy) for found in loaded.values()]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from embodied_rl.config import PlayerConfig, TrainConfig
     from embodied_rl.evaluation_output import EvaluationResult
     from embodied_rl.generation.base import Generator
-    from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 
 _OWN = ("num_episodes", "seed", "output", "temperature")
 """Arguments of the command that are no overrides of a configuration."""
@@ -56,7 +56,7 @@ class Untrained:
 
 
 def evaluate_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Play, tell and write what the arguments of the command ask for. Raises UserError."""
+    """Play, print and write what the arguments of the command ask for. Raises UserError."""
     player = choose_untrained(argv, values, overrides)
     result, told = play_untrained(player)
     _tell(player, result, told, values, command_line("evaluate", argv))
@@ -112,7 +112,7 @@ def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
 
 
 def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]:
-    """The episodes and their figures, and what is to be told of the player beside them.
+    """The episodes and their figures, and what is reported of the player beside them.
 
     Raises:
         UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer.
@@ -144,12 +144,12 @@ def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]
             temperature=wanted.temperature,
             started=started,
         )
-        shares = generator.figures() if hasattr(generator, "figures") else {}
+        shares = generator.figures()
     return result, {"answers": shares} if shares else {}
 
 
 @contextmanager
-def _generator(player: Untrained, manager: EnvManager) -> Iterator[Generator]:
+def _generator(player: Untrained, manager: Simulators) -> Iterator[Generator]:
     """What acts, closed afterwards."""
     config, spec = player.config, manager.spec
     if config.policy.name == "language" and (player.kind != "random" or spec.action.kind == "text"):
@@ -166,7 +166,7 @@ def _generator(player: Untrained, manager: EnvManager) -> Iterator[Generator]:
         yield NoisyGenerator(RandomGenerator(spec), spec, config.seed)
         return
     from embodied_rl.generation.torch_backend import TorchGenerator
-    from embodied_rl.hybrid.learner import resolve_device
+    from embodied_rl.learning.devices import resolve_device
     from embodied_rl.policies.build import build_policy
 
     policy: Any = build_policy(config.policy, spec)
@@ -177,9 +177,9 @@ def _generator(player: Untrained, manager: EnvManager) -> Iterator[Generator]:
     yield generator
 
 
-def _speaking(player: Untrained, manager: EnvManager, folder: Path) -> Any:
+def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
     """A language agent: with its own model, with a server's, or with chance."""
-    from embodied_rl.hybrid.learner import resolve_device
+    from embodied_rl.learning.devices import resolve_device
     from embodied_rl.methods.language_player import make_agent, make_agent_generator, make_language_policy, make_random_agent
 
     config = player.config

@@ -138,7 +138,7 @@ def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> 
 
 
 def labels(players: Sequence[Player]) -> list[str]:
-    """Short names that tell the policies apart: ``step 4096``, with the run in front where there are several; ``random``."""
+    """Short names that distinguish the policies: ``step 4096``, with the run in front where there are several; ``random``."""
     runs = {checkpoint.run_dir for checkpoint, _ in players}
     names = [
         "random" if policy == "random" else ("" if len(runs) == 1 else f"{checkpoint.run_dir.name} ") + f"step {checkpoint.step}"

@@ -1,4 +1,4 @@
-"""Playing one policy's held-out episodes and summing them up, whoever it is: what every way of evaluating shares."""
+"""Plays the held-out episodes of any policy and sums them up: what every way of evaluating shares."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from embodied_rl.evaluation_output import EvaluationResult
     from embodied_rl.generation.base import Generator
     from embodied_rl.progress import Advance
-    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.simulators import Simulators
     from embodied_rl.types import EpisodeSummary
 
 
 def play_and_sum_up(
-    manager: EnvManager,
+    manager: Simulators,
     generator: Generator,
     advance: Advance,
     *,
@@ -36,7 +36,7 @@ def play_and_sum_up(
     Args:
         advance: called with every episode, and the share of successes so far.
         sim: what `manager` was made from.
-        label: who plays.
+        label: name of the policy that plays.
         started: `time.perf_counter()` from which on the wall clock counts; None: now.
 
     Raises:

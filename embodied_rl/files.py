@@ -64,14 +64,14 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def reset_mode(*paths: Path) -> None:
-    """Give files (of folders: all below) that their owner alone may read the mode of files made by `open`: what the user's umask says.
+    """Give private files (of folders: all below) the mode of files made by `open`: what the user's umask says.
 
     safetensors writes through a temporary file that is private whatever the umask.
     """
     for file in (file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])):
         if not file.is_file() or file.stat().st_mode & 0o077:
             continue
-        # Asking for the umask means to change it, for all threads; a file that is made tells it too.
+        # Reading the umask means setting it, for all threads; the mode of a new file shows it too.
         probe = file.with_name(f".mode-{os.getpid()}-{threading.get_ident()}")
         descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666)
         try:

@@ -49,7 +49,7 @@ class HttpRequest:
     body: dict[str, Any]
     """Empty for GET and DELETE."""
     client_gone: Callable[[], bool] = field(repr=False)
-    """Whether the client has closed its end: nobody waits for the answer any more."""
+    """Whether the client has closed its end and no longer waits for the answer."""
 
     @property
     def bearer(self) -> str | None:
@@ -151,14 +151,14 @@ class HttpServer:
         any_host_header: bool = False,
         format_problem: ProblemFormat = HttpProblem.to_dict,
     ) -> None:
-        """Bind and answer in a thread of its own.
+        """Bind and answer in a separate thread.
 
         Args:
             handle: answers a request; HttpProblem becomes its status and body, UserError 422, anything else 500.
             host: an address of this machine. Whether others may reach it is `require_token_off_loopback`'s affair.
             port: 0 takes a free one.
             any_host_header: answer whatever name the client called us by. Without it only addresses and ``localhost`` are: a page in a
-                browser on this machine could otherwise reach a server without a token through a name of its own.
+                browser on this machine could otherwise reach a server without a token through a name that its site controls.
             format_problem: the body of a refusal.
 
         Raises:
@@ -198,7 +198,7 @@ class HttpServer:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name can be reached from this machine alone."""
+    """Whether an address or name can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -217,29 +217,35 @@ def require_token_off_loopback(host: str, token: str | None, *, variable: str) -
 def token_from(variable: str) -> str | None:
     """The token in an environment variable; None where it is not set. Raises UserError for one that is too short to be a secret."""
     token = os.environ.get(variable)
-    if token is not None and len(token) < 8:
-        raise UserError(f"The environment variable {variable} holds {len(token)} characters; a token has at least 8.")
+    return None if token is None else _long_enough(token, f"The environment variable {variable}")
+
+
+def _long_enough(token: str, where: str) -> str:
+    if len(token) < 8:
+        raise UserError(f"{where} holds {len(token)} characters; a token has at least 8.")
     return token
 
 
 def token_to_ask_for(variable: str, asked: str | None, host: str) -> tuple[str | None, bool]:
-    """The token of a server that a command starts: that of the environment variable, or on the loopback a new one.
+    """The token of a server: the one that is given, that of the environment variable, or on the loopback a new one.
 
     Args:
         variable: the environment variable.
-        asked: "none": no token, on the loopback alone. None: as above.
+        asked: "none": no token, allowed only on the loopback. None: as above. Else the token itself.
         host: address that the server listens on.
 
     Returns:
-        (the token, whether it is new and must be told).
+        (the token, whether it is new and must be shown to the user).
 
     Raises:
         UserError: others could reach the server without a token, or the one that is set is too short.
     """
     if asked == "none" and not is_loopback(host):
         raise UserError(f"token=none is for a server on this machine alone, and host={host} can be reached from other machines.")
-    token = None if asked == "none" else token_from(variable)
-    if asked == "none" or token is not None:
+    if asked == "none":
+        return None, False
+    token = _long_enough(asked, "token") if asked is not None else token_from(variable)
+    if token is not None:
         return token, False
     require_token_off_loopback(host, token, variable=variable)
     return secrets.token_urlsafe(24), True
@@ -345,7 +351,7 @@ class _Requests(BaseHTTPRequestHandler):
         except HttpProblem as problem:
             answer = self._refusal(problem)
         if not self._read_whole:
-            self.close_connection = True  # in the middle of a request, nobody knows where the next one begins
+            self.close_connection = True  # the request was not read to its end: where the next one begins is unknown
         self.connection.settimeout(_IDLE_CONNECTION_S)
         if isinstance(answer, Reply):
             self._send(answer)
@@ -366,7 +372,7 @@ class _Requests(BaseHTTPRequestHandler):
         except UserError as error:
             raise HttpProblem(422, "user_error", str(error)) from error
         except Exception as error:
-            # The program's own mistake: told by its type alone, for its text may hold what is not the client's to know.
+            # The program's own mistake: the client gets only its type, for its text may hold what the client must not see.
             import traceback
 
             traceback.print_exc()

@@ -123,7 +123,7 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> BatchTimeConfig:
 
 
 def step_time(trainer: Trainer, budget_s: float) -> SpreadConfig:
-    """Seconds of one decision of one environment on one core: the mean when all step at once, spread as it is when one steps alone."""
+    """Seconds of one decision of one environment on one core: the mean when all step at once, the spread when only one steps."""
     num_slots = trainer.manager.num_slots
     workers = min(trainer.manager.num_workers, available_cores())
     together = np.median(_timed_steps(trainer, range(num_slots), budget_s / 2)) * workers / num_slots
@@ -161,7 +161,7 @@ def fit_spread(values: np.ndarray) -> SpreadConfig:
 
 
 def this_machine() -> ClusterConfig:
-    """The machine that this runs on, as far as it tells; links are guesses (`NodesConfig`)."""
+    """The machine that this runs on, as far as it can be read; links are guesses (`NodesConfig`)."""
     import psutil
     import torch
 

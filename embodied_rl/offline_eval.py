@@ -72,7 +72,7 @@ def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, C
     words = [word.strip() for word in paths.split(",") if word.strip()]
     if not words:
         raise UserError("checkpoint= names none. Give a run's folder, or several separated by commas.")
-    loaded = [load_checkpoint(word, with_learner=False, trust=trust) for word in words]
+    loaded = [load_checkpoint(word, with_learner=False, trust=trust, replaced=["logger"]) for word in words]
     known: dict[Path, str] = {}
     for word, checkpoint in zip(words, loaded, strict=True):
         if checkpoint.path in known:
@@ -295,7 +295,7 @@ def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], 
 def _show(study: OfflineStudy) -> None:
     from rich.console import Console
 
-    # Nobody's terminal is as narrow as what is assumed of a pipe, where columns would be cut.
+    # For a pipe, rich assumes a width narrower than any terminal and would cut columns.
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     if len(study.policies) > 1 and study.ranked_by is not None:
         console.print(ranking_table(study))

@@ -3,7 +3,7 @@
 No simulator is needed: the spaces come from the recording, the networks from the checkpoints. Episodes are read one at a time, and
 pictures are let go as soon as the policies have seen them.
 
-Shape legend: T steps of an episode, A action dimensions, L units with a log-probability of their own, C choices, D features, K draws,
+Shape legend: T steps of an episode, A action dimensions, L units that each have a log-probability, C choices, D features, K draws,
 H action horizon, Q queries.
 """
 
@@ -133,7 +133,7 @@ class TargetPolicy:
         return np.where(np.abs(chunks) > 1, -np.inf, log_prob) if self._bounded else log_prob
 
     def draw(self, observation: Observation, num_draws: int, random: np.random.Generator) -> np.ndarray:
-        """[S, K, A] actions in each state, normalised and unclipped; the mode alone, K = 1, where that is the policy."""
+        """[S, K, A] actions in each state, normalised and unclipped; only the mode, K = 1, where that is the policy."""
         if self.mode == "mode":
             return self.predict(observation)
         rows = len(next(iter(observation.values())))
@@ -153,7 +153,7 @@ class TargetPolicy:
         return np.exp(np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.float64))
 
     def features(self, observation: Observation) -> np.ndarray:
-        """[S, D] what the policy's last layers read. Raises UserError where it has none of its own."""
+        """[S, D] what the policy's last layers read. Raises UserError where the policy has no `features`."""
         own = getattr(self.policy, "features", None)
         if own is None:
             raise UserError(f"'{self.label}': the policy offers no features, and the observation has no flat part to fit values to.")
@@ -208,7 +208,7 @@ class TokenTarget(TargetPolicy):
     def token_log_prob(self, observation: Observation, tokens: np.ndarray, action: np.ndarray) -> np.ndarray | None:
         """[Q, H, L / H] of recorded tokens [Q, H, A]; None where they are another tokenizer's: they do not mean the recorded actions.
 
-        Two tokens mean the topmost action, and which one was drawn the action does not tell.
+        Two tokens mean the topmost action; the action does not show which one was drawn.
         """
         flat = tokens.reshape(len(tokens), -1)
         with np.errstate(all="ignore"):
@@ -402,14 +402,14 @@ def score_episode(
 
 
 def drew_tokens(info: RecordingInfo) -> bool:
-    """Whether the policy that acted drew units of its own: its log-probabilities are of them, not of vectors."""
+    """Whether the policy that acted drew units (tokens or chunks): its log-probabilities are of them, not of vectors."""
     return info.policy.get("units") is not None
 
 
 def deterministic_behaviour(info: RecordingInfo, episodes: Sequence[PlayedEpisode]) -> str:
     """Why the policy that acted must have been deterministic; "" where it may have drawn its actions.
 
-    The recording may say so. Otherwise its log-probabilities tell: choices of probability 1, or vectors whose density is the same at
+    The recording may say so. Otherwise its log-probabilities show it: choices of probability 1, or vectors whose density is the same at
     every step (that of the distribution's mode) and not the uniform one.
     """
     if info.policy.get("sample") is False or info.policy.get("deterministic") is True:

@@ -293,7 +293,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _picture(figure: Figure, caption: str) -> str:
-    """A plot as an SVG of its own inside the page, where its identifiers meet no other plot's."""
+    """A plot as a separate SVG inside the page, so that its identifiers meet no other plot's."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     data = base64.b64encode(buffer.getvalue()).decode("ascii")

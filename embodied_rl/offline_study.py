@@ -62,7 +62,7 @@ class OfflineSettings:
     given: Assumptions = field(default_factory=Assumptions)
     """`horizon` is filled in from the recording's step limit where it is None."""
     estimators: tuple[str, ...] = ALL_ESTIMATORS
-    """() gives open-loop figures alone."""
+    """() gives only open-loop figures."""
     target: Mode = "sample"
     truncation: Literal["end", "bootstrap"] = "end"
     """end: the value of episodes as they were recorded, cuts included, which `evaluate` would measure. bootstrap: of episodes that go
@@ -125,7 +125,7 @@ class OfflineStudy:
     """Episodes that came to an end, which the estimates rest on."""
     num_steps: int
     num_incomplete: int
-    """Episodes without an end, because the recorder was stopped: in the open-loop figures alone."""
+    """Episodes without an end, because the recorder was stopped: only in the open-loop figures."""
     behaviour: Estimate | None
     """The value of the policy that acted; None where no estimate was asked for."""
     policies: tuple[PolicyResult, ...]
@@ -322,8 +322,8 @@ def recorded_steps(
 ) -> RecordedSteps:
     """The episodes as rows for the regression.
 
-    Where episodes end when they are cut, how much time is left decides what a state is worth: the time since the episode's start,
-    as a share of `limit` (of the longest episode where it is None), is a feature of its own then.
+    Where episodes end when they are cut, how much time is left decides what a state is worth: then the time since the episode's start,
+    as a share of `limit` (of the longest episode where it is None), is one more feature.
     """
     longest = limit or max(episode.num_steps for episode in episodes)
     features, continues = [], []
@@ -457,7 +457,7 @@ def _with_model(
 
 
 def _cut_short(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> str:
-    """Why weights alone cannot give the value of episodes that go on after a cut; "" where they can."""
+    """Why importance weights cannot give the value of episodes that go on after a cut; "" where they can."""
     if settings.truncation == "end":
         return ""
     tails = [settings.given.gamma**episode.num_steps for episode in episodes if episode.truncated]

@@ -1,6 +1,6 @@
 """The words of ``python -m embodied_rl.train``: what is a flag, a setting or a mistake, and how a value that is plain text reaches Hydra.
 
-Hydra gives commas, brackets, spaces and letters beyond ASCII a meaning of their own; paths have them too. A path is quoted here, so that
+Hydra gives commas, brackets, spaces and letters beyond ASCII a special meaning; paths have them too. A path is quoted here, so that
 the user types it as it is.
 """
 

@@ -160,7 +160,7 @@ def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measure
     from embodied_rl.measuring import measure
 
     chosen = [f"{group}={values[group]}" for group in _RUN if values[group] is not None]
-    # What a simulator's class takes is known to that class alone; JSON's values are Hydra's too.
+    # Only a simulator's class knows its arguments, so Hydra must accept any; JSON's values are Hydra's too.
     run = [
         f"{'++' if key.startswith('sim.kwargs.') else ''}{key}={json.dumps(value)}"
         for key, value in overrides.items()

@@ -1,4 +1,4 @@
-"""A progress bar on stderr for commands that take a while; nothing at all where nobody watches a terminal."""
+"""A progress bar on stderr for commands that take a while; nothing where stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ def progress_bar(title: str, total: int) -> Iterator[Advance]:
 
 
 def _say_nothing(count: int, note: str = "") -> None:
-    """Nobody watches."""
+    """The `advance` of a command without a terminal."""

@@ -223,14 +223,14 @@ def _player(
     from embodied_rl.policies.base import layout_of
 
     module = make_policy(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
-    layout = layout_of(module) if hasattr(module, "num_units") else None
+    layout = layout_of(module) if module.translates else None
     generator = TorchGenerator(module)
     version = int(checkpoint.state.get("iteration", 0))
     generator.publish(version)
     who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": _weights_hash(checkpoint)}
     who |= {"sample": sample, **({"noise_seed": noise_seed} if sample else {})}
     if layout is not None:
-        # What was drawn is no vector in [-1, 1]: who weighs log-probabilities must know.
+        # What was drawn is no vector in [-1, 1]: importance weights of log-probabilities must know it.
         who |= {"chunk_size": layout.chunk_size, "units": "tokens" if layout.dtype == "int64" else "own"}
     has_critic = getattr(module, "value_head", True) is not None
     return GeneratorPlayer(generator, spec.action, draws=sample, layout=layout, values=has_critic), who
@@ -305,7 +305,7 @@ def _main(argv: Sequence[str]) -> None:
         sim,
         _folder(values, sim, policy),
         plan,
-        policy=cast(Any, policy),
+        policy=cast("Literal['checkpoint', 'expert', 'random']", policy),
         checkpoint=checkpoint,
         expert=values["expert"],
         sample=values["sample"],
@@ -347,16 +347,14 @@ def _check(values: Mapping[str, Any]) -> None:
 
 def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Checkpoint | None, SimConfig]:
     from embodied_rl.config import load_sim_config
-    from embodied_rl.evaluate import choose_sim, override_sim
+    from embodied_rl.evaluate import choose_sim, load_to_play, override_sim
 
     if values["checkpoint"] is None:
         return None, override_sim(load_sim_config(values["sim"]), overrides)
-    from embodied_rl.checkpoint import load_checkpoint
-    from embodied_rl.checkpoint.domains import domain_part
     from embodied_rl.trust import trusted_names
 
-    loaded = load_checkpoint(values["checkpoint"], with_learner=False, trust=trusted_names(values["trust"]))
-    checkpoint = domain_part(loaded, None)
+    trust = trusted_names(values["trust"])
+    checkpoint = load_to_play(values["checkpoint"], sim=values["sim"], overrides=overrides, trust=trust)
     return checkpoint, choose_sim(checkpoint, values["sim"], overrides)
 
 

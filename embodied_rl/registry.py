@@ -49,7 +49,7 @@ def installed_config_folders() -> dict[str, Path]:
     """{package: its folder ``configs/``} of installed packages, from the entry-point group ``embodied_rl.configs``.
 
     The value of such an entry point is a package, which is found without being imported. One that has no such folder is left out
-    with a warning: somebody else's mistake must not stop a run that does not use it.
+    with a warning: another package's mistake must not stop a run that does not use it.
     """
     folders: dict[str, Path] = {}
     for point in _points("configs"):
@@ -72,10 +72,12 @@ def _points(kind: str) -> list[EntryPoint]:
 
 
 class Registry:
-    """Named targets of one kind; installed packages add theirs through the entry-point group ``embodied_rl.<kind>``."""
+    """Named targets of one kind; installed packages add theirs through the entry-point group ``embodied_rl.<group>``."""
 
-    def __init__(self, kind: str, targets: dict[str, str]) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, group: str, targets: dict[str, str]) -> None:
+        self.kind, self.group = kind, group
+        self.built_in = tuple(targets)
+        """Names that come with this package."""
         self._targets = dict(targets)
         self._discovered = False
 
@@ -102,5 +104,5 @@ class Registry:
         if self._discovered:
             return
         self._discovered = True
-        for name, target in installed_targets(self.kind).items():
+        for name, target in installed_targets(self.group).items():
             self._targets.setdefault(name, target)

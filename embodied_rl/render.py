@@ -52,7 +52,7 @@ COMMAND = Command(
             "default",
         ),
         Argument("output", WrittenFolder, "folder to write to; default: videos in the run's folder, or beside the recording", None),
-        Argument("size", PictureSize, "pixels a side of each picture", 256),
+        Argument("size", PictureSize, "pixels a side of each picture", 384),
         Argument("fps", FilmRate, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
         Argument("format", str, "mp4, gif or both, separated by a comma", "mp4,gif"),
         Argument("log", str, "also put the video into the run's logs: tensorboard, wandb or both", None),
@@ -82,7 +82,7 @@ def render_videos(
     output: Path,
     *,
     num_episodes: int = 4,
-    size: int = 256,
+    size: int = 384,
     fps: int = 20,
     seed: int = 0,
     formats: Sequence[str] = FORMATS,
@@ -128,7 +128,7 @@ def film_players(
     try:
         spec, rows = _play(players, wanted, film)
     except SimFault as error:
-        # Graphics drivers end a process in ways that no exception tells.
+        # Graphics drivers end a process in ways that raise no exception.
         raise UserError(
             f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). "
             "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
@@ -202,13 +202,11 @@ def _film_one(manager: EnvManager, actor: Actor, seeds: Sequence[int], film: Fil
 def _actor(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> Actor:
     from embodied_rl.evaluate import is_own_task, make_generator, make_policy, value_estimate
     from embodied_rl.filming.playing import EpisodicActor, PolicyActor
-    from embodied_rl.generation.base import EpisodicGenerator
     from embodied_rl.generation.torch_backend import TorchGenerator
 
     spec, slots, same_task = manager.spec, manager.num_slots, is_own_task(checkpoint, sim)
     if checkpoint.config.policy.name == "language":
         speaking = make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed)
-        assert isinstance(speaking, EpisodicGenerator), "a language agent remembers its episodes"
         return EpisodicActor(speaking, slots)
     if policy == "random":
         return PolicyActor(make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed), spec.action, slots)
@@ -362,7 +360,7 @@ def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[st
 
 
 def _cause(fault: SimFault) -> str:
-    """The line that tells most: of a traceback the last one, else the first (the signal or the time that passed)."""
+    """The line that says most: of a traceback the last one, else the first (the signal or the time that passed)."""
     lines = fault.detail.strip().splitlines() or ["nothing more is known"]
     return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
 
@@ -399,10 +397,8 @@ def _main(argv: Sequence[str]) -> None:
 
 
 def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
-    from embodied_rl.checkpoint import load_checkpoint
-    from embodied_rl.checkpoint.domains import domain_part
     from embodied_rl.errors import UserError, did_you_mean
-    from embodied_rl.evaluate import choose_sim
+    from embodied_rl.evaluate import choose_sim, load_to_play
     from embodied_rl.files import require_writable
     from embodied_rl.trust import trusted_names
 
@@ -413,11 +409,12 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
         if word not in LOGGERS:
             raise UserError(f"log={values['log']}: '{word}' is not a choice.{did_you_mean(word, LOGGERS)}")
     trust = trusted_names(values["trust"])
-    checkpoint = domain_part(load_checkpoint(values["checkpoint"], with_learner=False, trust=trust), values["domain"])
+    load = functools.partial(load_to_play, domain=values["domain"], sim=values["sim"], overrides=overrides, trust=trust, logs=bool(logs))
+    checkpoint = load(values["checkpoint"])
     players = [(checkpoint, values["policy"])]
     if values["against"] is not None:
         random = values["against"] == "random"
-        other = None if random else domain_part(load_checkpoint(values["against"], with_learner=False, trust=trust), values["domain"])
+        other = None if random else load(values["against"])
         players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
     output = require_writable(Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos")
     paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)

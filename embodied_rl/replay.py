@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from embodied_rl.bounds import Coefficient, Episodes, PictureSize
 from embodied_rl.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, fail, run_command
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from embodied_rl.rollout.replaying import EpisodeReplay, KeyDrift
 
 _SHOWN = 10
-"""Episodes that get a row of their own in the table."""
+"""Episodes that get their own row in the table."""
 
 COMMAND = Command(
     name="replay",
@@ -290,7 +290,7 @@ def _main(argv: Sequence[str]) -> None:
     output = _output(values, recording) if values["render"] else None
     report = replay(
         recording,
-        by=cast(Any, values["by"]),
+        by=values["by"],
         num_episodes=values["num_episodes"],
         sim=sim,
         image_size=values["size"] if values["render"] else None,

@@ -236,7 +236,7 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
         lines.append(f"  {'no video':<11} {no_video_reason}")
     stopped_early = summary.steps < summary.config.total_steps
     changes = {"total_steps": summary.steps + summary.config.total_steps, **({"stop_at_success": "null"} if stopped_early else {})}
-    # Where filming was tried, its outcome tells; where it was not, what the simulator says of itself.
+    # Where filming was tried, its outcome decides; otherwise what the simulator declares.
     filmable = bool(videos) or (not no_video_reason and _can_be_filmed(summary))
     domain = f" domain={next(iter(summary.config.domains))}" if summary.config.domains else ""
     given = shlex.quote(f"checkpoint={run_dir}")

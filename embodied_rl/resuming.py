@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_tensors, note_base
 from embodied_rl.errors import IncompatibleCheckpointError
-from embodied_rl.hybrid.sharded_checkpoint import read_whole
-from embodied_rl.policies.base import load_saved, saved_tensors
+from embodied_rl.learning.sharded_checkpoint import read_whole
+from embodied_rl.policies.base import TrainedModule, load_saved, saved_tensors
+
+if TYPE_CHECKING:  # offline evaluation loads policies without simulators
+    from embodied_rl.methods.base import Method
 
 _RANDOM = "random."
 
@@ -21,7 +24,7 @@ _RANDOM = "random."
 class PolicySaver:
     """The policy's part of a run's checkpoints."""
 
-    def __init__(self, policy: Any, run_dir: Path) -> None:
+    def __init__(self, policy: TrainedModule, run_dir: Path) -> None:
         self._policy, self.run_dir = policy, run_dir
         self._base: dict[str, Any] | None = None
 
@@ -31,13 +34,13 @@ class PolicySaver:
 
     def base(self) -> dict[str, Any] | None:
         """What the adapter belongs to, noted once in a run: its files do not change. None: the policy is saved whole."""
-        folder = getattr(self._policy, "base_folder", None)
+        folder = self._policy.base_folder
         if folder is not None and self._base is None:
             self._base = note_base(folder, self.run_dir)
         return self._base
 
 
-def load_policy(policy: Any, checkpoint: Checkpoint) -> None:
+def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:
     """Fill a policy that was built from the checkpoint's configuration.
 
     Raises:
@@ -47,7 +50,7 @@ def load_policy(policy: Any, checkpoint: Checkpoint) -> None:
         check_tensors(checkpoint, policy.state_dict())
         policy.load_state_dict(checkpoint.policy)
         return
-    folder = getattr(policy, "base_folder", None)
+    folder = policy.base_folder
     if folder is None:
         raise IncompatibleCheckpointError(
             f"Checkpoint '{checkpoint.path}' holds an adapter alone, and the policy has none: policy.lora_rank differs. "
@@ -58,9 +61,9 @@ def load_policy(policy: Any, checkpoint: Checkpoint) -> None:
     load_saved(policy, checkpoint.policy)
 
 
-def save_method(method: Any, writer: CheckpointWriter, step: int) -> tuple[dict[str, Tensor], Callable[[], Path] | None]:
+def save_method(method: Method, writer: CheckpointWriter, step: int) -> tuple[dict[str, Tensor], Callable[[], Path] | None]:
     """A method's tensors for the checkpoint of `step`, and what waits for the folder that its ranks write; None without ranks."""
-    sharded = getattr(method, "sharded", None)
+    sharded = method.sharded
     if sharded is None:
         return method.state_tensors(), None
     parts = sharded.save_parts(writer.parts_folder(step))
@@ -68,7 +71,7 @@ def save_method(method: Any, writer: CheckpointWriter, step: int) -> tuple[dict[
         return method.state_tensors(), parts
 
 
-def load_method(method: Any, checkpoint: Checkpoint) -> None:
+def load_method(method: Method, checkpoint: Checkpoint) -> None:
     """Give a method its tensors back, on one process or any number of ranks, whatever number wrote them.
 
     Raises:
@@ -76,12 +79,11 @@ def load_method(method: Any, checkpoint: Checkpoint) -> None:
     """
     others = (_RANDOM, "episode.")  # see `random_states` and `Trainer.save`
     tensors = {name: tensor for name, tensor in checkpoint.learner.items() if not name.startswith(others)}
-    sharded = getattr(method, "sharded", None)
+    sharded = method.sharded
     if checkpoint.sharded is None:
         method.load_state_tensors(tensors)
     elif sharded is None:
-        of_ranks = getattr(method, "of_ranks", dict)
-        method.load_state_tensors({**tensors, **of_ranks(read_whole(checkpoint.sharded))})
+        method.load_state_tensors({**tensors, **method.of_ranks(read_whole(checkpoint.sharded))})
     else:
         with sharded.apart():
             method.load_state_tensors(tensors)
@@ -89,7 +91,7 @@ def load_method(method: Any, checkpoint: Checkpoint) -> None:
 
 
 def random_states() -> dict[str, Tensor]:
-    """States of torch's global generators, which some policies' losses draw from. All else draws from (seed, iteration) alone, or from
+    """States of torch's global generators, which some policies' losses draw from. All else draws from (seed, iteration) or from
     (seed, group, member, turn), and needs no state; simulators begin episodes of known seeds."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

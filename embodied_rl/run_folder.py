@@ -1,8 +1,8 @@
 """The folder of a run: which one it is, whose it is, and what goes along when a run is continued in another.
 
 A run's folder holds ``run.json`` with a number drawn when the run began, and so does each of its checkpoints. Where the two agree, or the
-rows of ``metrics.jsonl`` know the checkpoint's step (of runs older than that number), the run goes on in the folder. Anywhere else a
-checkpoint is somebody's: nothing is written beside it, and the run goes on in a folder of its own, with a copy of the history.
+rows of ``metrics.jsonl`` know the checkpoint's step (of runs older than that number), the run goes on in the folder. Anywhere else the
+checkpoint belongs to another run: nothing is written beside it, and the run goes on in a new folder, with a copy of the history.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.serve_envs``: simulators behind HTTP, each environment in a process of its own."""
+"""``python -m embodied_rl.serve_envs``: simulators behind HTTP, each environment in its own process."""
 
 from __future__ import annotations
 
@@ -56,12 +56,11 @@ def _main(argv: Sequence[str]) -> None:
 
 def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:
     """(the service that the arguments describe, listening; its token where that is new). Raises UserError."""
-    from embodied_rl.http_server import ServerLimits, token_to_ask_for
-    from embodied_rl.service.app import TOKEN_VARIABLE, EnvironmentService
+    from embodied_rl.http_server import ServerLimits
+    from embodied_rl.service.app import EnvironmentService
     from embodied_rl.service.environment import ServiceLimits
     from embodied_rl.service.offers import offered_simulators
 
-    token, is_new = token_to_ask_for(TOKEN_VARIABLE, values["token"], values["host"])
     listed = values["sims"].removeprefix("[").removesuffix("]")
     names = None if listed == "all" else tuple(name.strip() for name in listed.split(","))
     limits = {name: values[name] for name in ("max_environments", "memory_mb", "cpu_s", "idle_s", "step_timeout_s", "start_timeout_s")}
@@ -69,11 +68,11 @@ def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:
         offered_simulators(names),
         host=values["host"],
         port=values["port"],
-        token=token,
+        token=values["token"],
         limits=ServiceLimits(**limits),
         http=ServerLimits(max_body_mb=values["max_body_mb"]),
     )
-    return service, token if is_new else None
+    return service, service.token if service.token_is_new else None
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
     count is binomial with probability ½, and the p-value twice its lower tail.
 
     Args:
-        only_first: pairs in which the first succeeded alone.
-        only_second: pairs in which the second did.
+        only_first: pairs in which only the first succeeded.
+        only_second: pairs in which only the second succeeded.
 
     Raises:
         ValueError: a negative count.
@@ -92,7 +92,7 @@ def paired_rate_interval(both: int, only_first: int, only_second: int, neither: 
     Combines the Wilson intervals of both rates with their correlation; unlike a bootstrap it keeps a width where no pair differs.
 
     Args:
-        both, only_first, only_second, neither: pairs by who succeeded; at least one pair.
+        both, only_first, only_second, neither: numbers of pairs by which side succeeded; at least one pair.
         confidence: coverage aimed at, between 0 and 1.
 
     Raises:

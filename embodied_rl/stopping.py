@@ -1,6 +1,6 @@
-"""A run that is asked to end while it waits for somebody who does not answer.
+"""Ends a run that waits for a process, thread or machine that does not answer.
 
-Whatever waits says so (``with waiting:``); a `Stopper` then ends that wait, and none but a wait: between two of them a collector or a queue
+Code that waits marks it (``with waiting:``); a `Stopper` ends that wait, and nothing but a wait: between two of them a collector or a queue
 may be in the middle of a change.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class WaitStopped(BaseException):
-    """What was waited for is given up, because the run is to end. No `Exception`: nobody on the way is to take it for a fault."""
+    """The run is to end, so its wait is given up. Not an `Exception`: no handler of faults on the way may catch it."""
 
 
 class _Waiting:
@@ -45,10 +45,10 @@ waiting = _Waiting()
 
 
 class Stopper:
-    """Ends the waits of a `stoppable` block some seconds after `stop`; of the main thread, which alone gets signals.
+    """Ends the waits of a `stoppable` block some seconds after `stop`; only of the main thread, the one that gets signals.
 
-    What wakes the main thread is SIGURG, for its default is that nothing happens: one that comes too late does no harm. The clock of
-    SIGALRM, of which a process has one, stays with whoever uses it.
+    SIGURG wakes the main thread: its default is that nothing happens, so that one that comes too late does no harm. SIGALRM would need the
+    process's only alarm clock, which other code may use.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -56,7 +56,7 @@ class Stopper:
         self._patience_s = patience_s
         self._stopped = self._inside = False
         self._number = 0
-        """Of the `stoppable` block: who was to end an earlier one leaves this one alone."""
+        """Of the current `stoppable` block: a thread of `stop` that was to end an earlier block does not end this one."""
 
     def stop(self) -> None:
         """To be called by a handler of signals."""
@@ -88,7 +88,7 @@ class Stopper:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
 
     def _on_knock(self, number: int, frame: FrameType | None) -> None:
-        if not (self._inside and self._stopped):  # somebody else's
+        if not (self._inside and self._stopped):  # not a signal of this Stopper
             return
         self._inside = False  # once
         if waiting.depth > 0:

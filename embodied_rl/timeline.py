@@ -41,7 +41,7 @@ class Shares:
     devices: Mapping[str, float]
     """{device: the same, over all roles that use it}"""
     num_dropped: int = 0
-    """Events that the file has no room for (`max_events`); the shares count them all the same."""
+    """Events that the file has no room for (`max_events`); the shares still count them."""
 
     @property
     def bubble(self) -> float:
@@ -295,23 +295,6 @@ def timeline_to(path: Path, *, devices: Mapping[str, str] | None = None, max_eve
             _current = None
 
 
-def merge_timelines(paths: list[Path], out: Path) -> Path:
-    """One file of several processes' files of the same machine (their clock is the machine's). Raises UserError for one that is none."""
-    from embodied_rl.files import write_atomic_with
-
-    def write(temporary: Path) -> None:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(_HEAD)
-            separator = ""
-            for path in paths:
-                for event in read_events(path):
-                    file.write(separator + json.dumps(event, separators=(",", ":")))
-                    separator = ",\n"
-            file.write("\n]}\n")
-
-    return write_atomic_with(out, write)
-
-
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a Chrome trace. Raises UserError where the file is not one."""
     try:
@@ -320,27 +303,3 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         return [event for event in events if isinstance(event, dict)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is not a timeline (Chrome trace JSON): {error!r}.") from error
-
-
-def shares_of(events: list[dict[str, Any]], devices: Mapping[str, str] | None = None) -> Shares:
-    """`Shares` of a file's spans, by the union of their intervals: what `Timeline.shares` counts as it goes."""
-    spans = [(e["ts"], e["ts"] + e["dur"], e.get("cat", "")) for e in events if e.get("ph") == "X"]
-    if not spans:
-        return Shares(0.0, {}, {})
-    elapsed = max(max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans), 1e-9)
-    by_role: dict[str, list[tuple[float, float]]] = {}
-    by_device: dict[str, list[tuple[float, float]]] = {}
-    for begin, end, role in spans:
-        by_role.setdefault(role, []).append((begin, end))
-        if devices and role in devices:
-            by_device.setdefault(devices[role], []).append((begin, end))
-    of = {role: _union(own) / elapsed for role, own in sorted(by_role.items())}
-    return Shares(elapsed / 1e6, of, {device: _union(own) / elapsed for device, own in sorted(by_device.items())})
-
-
-def _union(intervals: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total

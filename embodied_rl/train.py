@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -63,7 +64,7 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
 
     Args:
         config: what to run. Where ``config.resume`` finds a checkpoint, the checkpoint's own configuration is continued, with
-            the values of `overrides` in place of its own.
+            the values of `overrides` in place of the stored ones.
         overrides: the ``key=value`` of the command line.
         command: how the run was started, for the model card.
 
@@ -77,7 +78,10 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
         if checkpoint is not None:
             config = _continued(config, checkpoint, overrides)
             announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
-        # A libgomp that spins between parallel regions takes the cores from the simulators; it must be told before torch loads it.
+        if Path(config.run_dir).resolve() != run_dir.resolve():
+            # A checkpoint says where its run was written, and the default folder may be taken: other processes write here too.
+            config = dataclasses.replace(config, run_dir=str(run_dir))
+        # A libgomp that spins between parallel regions takes the cores from the simulators; it reads this variable when torch loads it.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from embodied_rl.roles.failures import RoleLost
 
@@ -105,7 +109,7 @@ def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoin
         except RoleLost as lost:
             if not trainer.interrupted:
                 raise
-            # Whoever ends a run may end its machines too: nothing is begun anew.
+            # The user who ends a run may end its machines too: nothing is restarted.
             go_on = resume_command(command, run_dir)
             raise UserError(f"{lost} The run was to end; what came after its last checkpoint is lost. Go on with: {go_on}") from lost
         if trainer.interrupted:

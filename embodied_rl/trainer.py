@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,24 +20,19 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import next_free, write_atomic_with
 from embodied_rl.hybrid.assembly import make_engine
-from embodied_rl.loggers import make_loggers
+from embodied_rl.loggers import check_loggers, make_loggers
 from embodied_rl.methods import Experience, check_method
 from embodied_rl.methods.domain_building import with_domains
-from embodied_rl.methods.domain_roles import RolePolicies
 from embodied_rl.methods.expert_warm_start import clone_expert
-from embodied_rl.methods.multi_domain import DomainManagers
 from embodied_rl.methods.training_records import start_recorders
-from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.policies.base import read_and_left
 from embodied_rl.reporting import RunSummary, summarise, task_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
 from embodied_rl.roles.assembly import check_roles, hybrid_here, with_roles
-from embodied_rl.roles.cast import assemble, end_ranks, start_simulators
-from embodied_rl.roles.remote import RemotePlayer
-from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.roles.cast import Started, end_ranks, start_simulators
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.training_recording import TrainingRecorder
-from embodied_rl.run_folder import is_gone, note_run_id, run_id
-from embodied_rl.sim.faults import NonFiniteSimulationError
+from embodied_rl.run_folder import announce, is_gone, note_run_id, run_id
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.stopping import Stopper, WaitStopped
 from embodied_rl.timeline import Timeline, span, timeline_to
@@ -94,11 +89,14 @@ class Trainer:
         self.timeline: Timeline | None = None
         check_method(config)
         check_roles(config)
+        check_loggers(config.logger)
         # The simulators start while this process builds its networks.
-        self.manager = start_simulators(config)
+        parts = start_simulators(config, announce)
+        self.manager = parts.simulators
         self.spec = plain_spec(self.manager.spec)
-        try:
-            self._build(checkpoint)
+        with ExitStack() as undo:
+            undo.callback(self.manager.close)
+            self._build(checkpoint, parts, undo)
             if checkpoint is not None:
                 self._load(checkpoint)
             self.run_id = run_id(run_dir)
@@ -106,17 +104,15 @@ class Trainer:
             self.loggers = make_loggers(
                 config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None
             )
-        except BaseException:
-            end_ranks(getattr(self, "method", None))
-            self.manager.close()
-            raise
+            undo.pop_all()
 
-    def _build(self, checkpoint: Checkpoint | None) -> None:
+    def _build(self, checkpoint: Checkpoint | None, started: Started, undo: ExitStack) -> None:
         config = self.config
         torch.manual_seed(config.seed)
         folder, base = (None, None) if checkpoint is None else (checkpoint.path, self._base_model(checkpoint))
-        parts = assemble(config, self.manager, self.spec, self.run_dir, folder, base)
+        parts = started.build(self.spec, self.run_dir, folder, base)
         self.policy, self.generator, self.method = parts.policy, parts.generator, parts.method
+        undo.callback(end_ranks, self.method)
         self.recorders = start_recorders(config, self.method, self.manager.num_slots, self.spec, self.run_dir, self.command)
         self.engine = make_engine(hybrid_here(config), self.policy, self.generator, self.method, self.manager)
         self._saver = PolicySaver(self.policy, self.run_dir)
@@ -138,6 +134,8 @@ class Trainer:
             SimFault: a simulator worker failed.
             NonFiniteError: NaN or infinity in an observation, reward or loss; the batch lies in ``<run_dir>/failures``.
         """
+        if self.config.policy.name != "language" and not self.config.domains:
+            self.loggers.message(read_and_left(self.policy))
         self.engine.publish(version=self.iteration)
         self._clone_first()
         self._begin_episodes()
@@ -171,7 +169,7 @@ class Trainer:
         before = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
         with self.engine.training():
             figures: dict[str, Any] = clone_expert(config, self.policy, self.run_dir)
-            if (sharded := getattr(self.method, "sharded", None)) is not None:
+            if (sharded := self.method.sharded) is not None:
                 sharded.take_weights()
         self.engine.publish(version=self.iteration)
         after = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
@@ -206,7 +204,7 @@ class Trainer:
             with self._stopper.stoppable():
                 self.engine.publish(version=self.iteration)
         except WaitStopped:
-            self._gave_up = True  # whoever plays does not take them; the update is made, and is to be counted
+            self._gave_up = True  # publishing the weights was given up; the update is done and counts
         self.method.published(self.iteration)
 
     def _report(self, experience: Experience, stats: dict[str, float], seconds: float) -> None:
@@ -256,7 +254,7 @@ class Trainer:
         if self._finished() or not (evaluate_now or save_now):
             return
         within = self.config.checkpoint.within_episodes
-        running = cast(Any, self.method).episodes() if within and evaluate_now else {}
+        running = self.method.running_episodes() if within and evaluate_now else {}
         if evaluate_now:
             with self._stopper.stoppable():
                 episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=_INTERIM_SEEDS + self.config.evaluation.seed)
@@ -267,7 +265,7 @@ class Trainer:
             self.metrics |= figures
             self.loggers.log(self.steps, figures)
             if running:
-                cast(Any, self.method).take_up(running)
+                self.method.take_up(running)
         if save_now:
             self.save()
         if not within:
@@ -284,8 +282,6 @@ class Trainer:
     def evaluate(self, num_episodes: int, *, first_seed: int) -> list[EpisodeSummary]:
         """Play held-out seeds with the deterministic policy in the training run's own simulators, whose episodes are lost."""
         with self.engine.generation():
-            if isinstance(self.manager, RemotePlayer | DomainManagers):
-                return self.manager.evaluate(num_episodes, first_seed)
             temperature = self.config.evaluation.temperature
             return evaluate(self.manager, self.generator, num_episodes, first_seed=first_seed, temperature=temperature)
 
@@ -318,7 +314,7 @@ class Trainer:
         self.engine.residency.onload_all()
         learner, parts = save_method(self.method, self._writer, self.steps)
         if self.config.checkpoint.within_episodes and not self._gave_up:  # their simulators may not answer
-            learner |= {f"{_EPISODE}{slot}": saved for slot, saved in cast(Any, self.method).episodes().items()}
+            learner |= {f"{_EPISODE}{slot}": saved for slot, saved in self.method.running_episodes().items()}
         self._writer.save(
             self.steps,
             policy=self._saver.tensors(),
@@ -338,7 +334,7 @@ class Trainer:
             metrics=self.metrics,
             command=self.command,
             is_best=is_best,
-            describe=self.policy.save_description if isinstance(self.policy, LanguagePolicy | RolePolicies) else None,
+            describe=self.policy.save_description if self.policy.has_description else None,
             base=self._saver.base(),
             parts=parts,
         )
@@ -391,11 +387,10 @@ class Trainer:
         return time.time() - self._started
 
     def close(self) -> None:
-        """End everything that was started, whatever of it fails to end; raises the first thing that did."""
+        """Close everything that was started, even where a part fails to close; then raise such a failure."""
         with ExitStack() as stack:
             stack.callback(self.manager.close)
-            if isinstance(self.generator, AgentGenerator):
-                stack.callback(self.generator.close)
+            stack.callback(self.generator.close)
             stack.callback(self.engine.close)
             stack.callback(self.loggers.close)
             for recorder in self.recorders:
@@ -409,7 +404,7 @@ class Trainer:
         try:
             self.close()
         except (UserError, OSError) as late:
-            # A disk that is full is full for everything: the first failure is the one to tell.
+            # A disk that is full is full for everything: the first failure is the one to report.
             if error is None:
                 raise
             error.add_note(f"Ending the run failed too: {late}")
@@ -419,7 +414,7 @@ class Trainer:
     def _begin_episodes(self) -> None:
         """New ones; or those that were running when the checkpoint was made, for as many slots."""
         if len(self._saved_episodes) == self.manager.num_slots:
-            cast(Any, self.method).take_up(self._saved_episodes)
+            self.method.take_up(self._saved_episodes)
             self._saved_episodes = {}
         else:
             self._restart_episodes()
@@ -448,7 +443,7 @@ class Trainer:
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 previous[number] = signal.signal(number, on_signal)
-        except ValueError:  # not the main thread: whoever started us handles signals
+        except ValueError:  # not the main thread: the program that runs the trainer handles signals
             pass
         try:
             yield
@@ -480,12 +475,12 @@ class Trainer:
             yield
         except NonFiniteError as error:
             path = self.run_dir / "failures" / f"non_finite_step_{self.steps:09d}.npz"
-            arrays = {f"batch/{name}": np.asarray(value) for name, value in (getattr(error, "batch", None) or {}).items()}
-            context: dict[str, Any] = {"step": self.steps, "iteration": self.iteration, "message": str(error)}
-            if isinstance(error, NonFiniteSimulationError):
-                context |= {"slots": error.slots, "episode_seeds": error.seeds, "episode_steps": error.steps, "sim": self.config.sim.name}
+            arrays = {f"batch/{name}": np.asarray(value) for name, value in (error.batch or {}).items()}
+            context = {"step": self.steps, "iteration": self.iteration, **error.context()}
+            if error.slots:
+                context["sim"] = self.config.sim.name
                 arrays |= self.manager.peek(error.slots)
             arrays["context_json"] = np.frombuffer(json.dumps(context).encode(), np.uint8)
-            write_atomic_with(path, lambda temporary: np.savez(temporary, **cast(Any, arrays)))
+            write_atomic_with(path, lambda temporary: np.savez(temporary, allow_pickle=False, **arrays))
             error.add_note(f"The offending batch lies in {path}.")
             raise

@@ -154,7 +154,7 @@ class ActionLayout:
 
 SnapshotKind = Literal["exact", "approximate", "replay", "none"]
 """exact: `snapshot` and `restore` of the simulator continue bit by bit. approximate: they exist, and what follows drifts (check_sim
-measures by how much). replay: no state of its own is saved; the episode is played again from its seed, which is exact where the
+measures by how much). replay: no simulator state is saved; the episode is played again from its seed, which is exact where the
 simulator is deterministic. none: an episode cannot be taken up again."""
 
 
@@ -417,11 +417,6 @@ class Episode:
     def oldest_version(self) -> int:
         """Smallest version among the action units that count (all of them, should none count)."""
         return int(self._counted_versions().min())
-
-    @property
-    def newest_version(self) -> int:
-        """Largest version among the action units that count (all of them, should none count)."""
-        return int(self._counted_versions().max())
 
     @property
     def is_finite(self) -> bool:

@@ -23,7 +23,11 @@ GREEN, RED, GREY = (46, 160, 67), (218, 54, 51), (140, 140, 140)
 MAX_GIF_BYTES = 3_000_000
 MAX_DECODED_BYTES = 2**31
 """Of all pictures of a video that is read as a whole."""
-_TEXT, _STRIP = (255, 255, 255), (0, 0, 0, 150)
+_TEXT, BAND = (255, 255, 255), (24, 26, 30)
+_GAP = 4
+"""Pixels between tiles."""
+_SQUARE = 0.5
+"""Width to height beyond which a tile still counts as a square: small pictures have tall bands."""
 _SHORTEST_S, _SLOWEST_FPS = 2.0, 5
 
 
@@ -42,27 +46,33 @@ def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
 
 
 def overlay(
-    frame: np.ndarray, top: str | Sequence[str], bottom: str | Sequence[str], badge: str = "", badge_colour: tuple[int, int, int] = GREEN
+    frame: np.ndarray,
+    top: str | Sequence[str],
+    bottom: str | Sequence[str],
+    badge: str = "",
+    badge_colour: tuple[int, int, int] = GREEN,
+    look: TextLook | None = None,
 ) -> np.ndarray:
-    """Write lines into a dark strip above and below a picture [H, W, 3] uint8, and a coloured badge into the upper right corner.
+    """A picture [H, W, 3] uint8 between a band with lines above and one below, and a coloured badge in the upper right corner.
 
-    Text that is too long is cut with an ellipsis, so that it never runs out of the picture. The outermost pixels stay free of
-    text, so that `add_border` covers none of it. No line at all is no strip; an empty one is an empty strip.
+    The bands lie outside the picture and cover none of it. Text that is too long is cut with an ellipsis, so that it never runs out of
+    the band. The outermost pixels stay free of text, so that `add_border` covers none of it. No line at all is no band, unless there is a
+    badge; an empty one is an empty band. `look` is that of the text; None: the one that fits the picture.
     """
     from PIL import Image, ImageDraw
 
-    image = Image.fromarray(frame)
-    draw: Any = ImageDraw.Draw(image, "RGBA")
     height, width = frame.shape[:2]
-    look = TextLook.of(frame)
-    badge_width = math.ceil(draw.textlength(badge, font=look.font)) + look.edge + 4 * look.pad if badge else 0
+    look = look or TextLook.of(frame)
     above, below = ([text] if isinstance(text, str) else list(text) for text in (top, bottom))
-    strip = look.strip(len(below))
-    for lines, y, text_y in ((above, 0, look.edge), (below, height - strip, height - strip + look.pad)):
-        if lines:
-            draw.rectangle((0, y, width, y + look.strip(len(lines)) - 1), fill=_STRIP)
+    first = look.strip(max(len(above), 1 if badge else 0))
+    canvas = np.full((first + height + look.strip(len(below)), width, 3), BAND, np.uint8)
+    canvas[first : first + height] = frame
+    image = Image.fromarray(canvas)
+    draw: Any = ImageDraw.Draw(image)
+    badge_width = math.ceil(draw.textlength(badge, font=look.font)) + look.edge + 4 * look.pad if badge else 0
+    for lines, text_y in ((above, look.edge), (below, first + height + look.pad)):
         for index, text in enumerate(lines):
-            room = width - 2 * look.left - (badge_width if y == 0 and index == 0 else 0)
+            room = width - 2 * look.left - (badge_width if lines is above and index == 0 else 0)
             draw.text((look.left, text_y + index * look.line), cut_text(draw, text, look.font, room), font=look.font, fill=_TEXT)
     if badge:
         draw.rectangle((width - badge_width, 0, width, look.strip(1) - 1), fill=badge_colour)
@@ -118,23 +128,25 @@ def play_rate(num_pictures: int, fps: int) -> int:
 
 
 def tile(frames: Sequence[np.ndarray], columns: int | None = None) -> np.ndarray:
-    """Lay pictures of one size [n × [H, W, 3]] side by side, `columns` in a row; gaps are black.
+    """Lay pictures of one size [n × [H, W, 3]] side by side, `columns` in a row, with black gaps between them.
 
-    Without `columns`: one row up to four, else as near to a square as possible.
+    Without `columns`: one row up to three, else as near to a square as possible.
     """
     columns = columns or num_columns(len(frames), frames[0].shape[1] / frames[0].shape[0])
     rows = math.ceil(len(frames) / columns)
     height, width = frames[0].shape[:2]
-    grid = np.zeros((rows * height, columns * width, 3), np.uint8)
+    grid = np.zeros((rows * (height + _GAP) - _GAP, columns * (width + _GAP) - _GAP, 3), np.uint8)
     for index, frame in enumerate(frames):
-        y, x = index // columns * height, index % columns * width
+        y, x = index // columns * (height + _GAP), index % columns * (width + _GAP)
         grid[y : y + height, x : x + width] = frame
     return grid
 
 
 def num_columns(count: int, aspect: float = 1.0) -> int:
-    """Of a grid of pictures `aspect` times as wide as high: one row as wide as four squares, else as near to a square as possible."""
-    return count if count * aspect <= 4 else max(1, math.ceil(math.sqrt(count / aspect)))
+    """Of a grid of pictures `aspect` times as wide as high: one row as wide as three squares, else as near to a square as possible."""
+    if _SQUARE < aspect <= 1:
+        aspect = 1.0  # a square with its bands
+    return count if count * aspect <= 3 else max(1, math.ceil(math.sqrt(count / aspect)))
 
 
 def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0) -> Path:

@@ -110,6 +110,8 @@ def _kind(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _kind(arguments[0])
+    if origin is typing.Literal:
+        return " or ".join(repr(word) for word in arguments)
     if origin is tuple:
         return f"tuple[{_kind(arguments[0])}, ...]"
     if arguments:

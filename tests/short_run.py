@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,11 @@ def train_shortly(run_dir: Path, *overrides: str) -> Path:
     """Train one iteration as `overrides` say; they win over `QUICK`. Returns the run's folder."""
     changes = [*QUICK, *overrides, f"run_dir={run_dir}"]
     return train(load_train_config(changes), command=shlex.join(["python", "-m", "embodied_rl.train", *changes]))
+
+
+def last_of(words: Iterable[str]) -> list[str]:
+    """Of each key the last: on a command line it is given one value."""
+    return list({word.partition("=")[0]: word for word in words}.values())
 
 
 def one_line_error(main: Callable[[Sequence[str]], None], argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -181,6 +181,63 @@ def test_ppo_figure_is_ours_to_the_faster_of_two_peers() -> None:
     # Medians over rounds of seconds per iteration: 0.2 / 2 halved and quartered.
     assert rows[OURS] == ["1000", "800", "2000", "2.50x", "0.050", "0.025", "0.025", "2", "3"]
     assert "none" in ppo_cpu.figure({OURS: segments[OURS]}, 100)
+    # Another library takes part: rounds 2000 / 625, 1000 / 500, 800 / 500, medians 1000 / 500.
+    wider = {**segments, "skrl": segments_of([0.32, 0.4, 0.4])}
+    assert ppo_cpu.figure(wider, 100) == "figure: ours / max(SB3 Dummy, SB3 Subproc, skrl) = 2.00x (rounds 1.60 to 3.20)"
+
+
+def test_workload_of_other_peers_is_the_configuration() -> None:
+    from ppo_contenders import workload_of
+    from ppo_cpu import EQUAL, TASKS
+    from ppo_outside import Workload
+
+    from embodied_rl.compose import load_train_config
+
+    config = load_train_config([*TASKS["halfcheetah"], *EQUAL, "algorithm.minibatch_size=300", "policy.hidden_sizes=[8,9]"])
+    work = workload_of(config)
+    # 8 x 256 rows in parts of at most 300.
+    assert (work.task, work.num_envs, work.rollout_steps, work.num_minibatches) == ("HalfCheetah-v5", 8, 256, 7)
+    assert (work.hidden_sizes, work.learning_rate, work.gamma, work.gae_lambda, work.clip) == ((8, 9), 3e-4, 0.99, 0.95, 0.2)
+    assert Workload.from_json(work.to_json()) == work
+    with pytest.raises(UserError, match=r"cannot do the same: algorithm\.target_kl"):
+        workload_of(load_train_config([*TASKS["halfcheetah"], *EQUAL, "algorithm.target_kl=0.1"]))
+
+
+def test_peer_that_cannot_be_installed_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from peer_environments import MissingPeerError, PeerEnvironment, reason_of
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "setup.py").write_text("raise OSError('no compiler here')\n")
+    peer = PeerEnvironment("broken", (str(broken),), without_dependencies=True)
+    with pytest.raises(MissingPeerError, match=r"^broken: OSError: no compiler here$"):
+        peer.python()
+    assert peer.folder == tmp_path / "embodied_rl" / "peers" / "broken"
+    assert not (peer.folder / "installed").exists()
+    assert reason_of("ERROR: No matching distribution found for x\n") == "ERROR: No matching distribution found for x"
+
+
+def test_peer_gets_the_same_convolutions() -> None:
+    pytest.importorskip("stable_baselines3")
+    from gymnasium.spaces import Box
+    from peers import ppo_arguments
+    from ppo_cpu import EQUAL, TASKS
+
+    from embodied_rl.compose import load_train_config
+    from embodied_rl.policies.actor_critic import build_policy
+    from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+
+    config = load_train_config([*TASKS["pixel_reach_84"], *EQUAL])
+    arguments = ppo_arguments(config)["policy_kwargs"]
+    theirs = arguments["features_extractor_class"](Box(0, 255, (3, 84, 84), np.uint8), **arguments["features_extractor_kwargs"])
+    spec = SimSpec("PixelReach", {"rgb": TensorSpec((84, 84, 3), "uint8")}, ActionSpec.continuous([-1.0, -1.0], [1.0, 1.0]))
+    trunk = build_policy(config.policy, spec).trunk
+    assert trunk is not None
+    shapes = [tuple(p.shape) for p in theirs.parameters()]
+    # Mnih et al. (2015): 84 → 20 → 9 → 7.
+    assert shapes[::2] == [(32, 3, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 64 * 7 * 7)]
+    assert [tuple(p.shape) for p in trunk.parameters()] == [*shapes, (512,), (512,)]  # and the LayerNorm
 
 
 def test_eager_advantages_equal_ours() -> None:

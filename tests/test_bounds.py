@@ -7,15 +7,15 @@ import importlib
 import math
 import pkgutil
 import typing
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import embodied_rl.algorithms.fitted_q
 import embodied_rl.config
-from embodied_rl.bounds import Bounds
+from embodied_rl.bounds import Bounds, Seconds, Share
 from embodied_rl.config import HybridConfig, SimConfig
-from embodied_rl.config.building import Config, convert, type_hints
+from embodied_rl.config.building import Config, check_arguments, convert, type_hints
 from embodied_rl.errors import UserError, shown
 
 
@@ -77,6 +77,8 @@ def test_bounds_hold_what_they_say(bounds: Bounds, inside: tuple[float, ...], ou
     assert str(bounds) == text
 
 
+FREE = "between -1.84467e+19 and 1.84467e+19"
+"""What 64 bits hold."""
 SIM = {"name": "a", "target": "b:c"}
 
 
@@ -94,7 +96,9 @@ SIM = {"name": "a", "target": "b:c"}
         ("success_ends_episode", 1, "sim.success_ends_episode must be true or false, got 1."),
         ("name", ["a"], "sim.name must be text, got ['a']."),
         ("kwargs", [1], "sim.kwargs must be a mapping of keys to values, got [1]."),
-        ("kwargs", {"a": [{"b": math.nan}]}, "sim.kwargs.a[0].b must be a finite number, got nan."),
+        ("kwargs", {"a": [{"b": math.nan}]}, f"sim.kwargs.a[0].b must be a finite number {FREE}, got nan."),
+        ("kwargs", {"size": 10**20}, f"sim.kwargs.size must be a finite number {FREE}, got 100000000000000000000."),
+        ("kwargs", {"size": -1e300}, f"sim.kwargs.size must be a finite number {FREE}, got -1e+300."),
         ("on_fault", ["restore"], "sim.on_fault=['restore'] is not a choice."),
         ("placement", {"x" * 1000: 1}, "sim.placement={'xxxx"),
     ],
@@ -111,8 +115,36 @@ def test_a_value_that_does_not_fit_is_one_short_line(key: str, value: Any, messa
 def test_bounds_hold_for_what_is_built_in_python_too() -> None:
     with pytest.raises(UserError, match=r"^sim\.num_slots must be between 1 and 1,000,000, got 0\.$"):
         SimConfig(name="a", target="b:c", num_slots=0)
+    with pytest.raises(UserError, match=r"^sim\.kwargs\.size must be a finite number"):
+        SimConfig(name="a", target="b:c", kwargs={"size": math.inf})
     with pytest.raises(UserError, match=r"^hybrid\.players must be between 1 and 65,536, got 0\.$"):
         dataclasses.replace(HybridConfig(), players=0)
+
+
+def test_arguments_are_held_against_the_signature_of_what_takes_them() -> None:
+    def takes(
+        *,
+        share: Share = 0.5,
+        seconds: Seconds | None = None,
+        where: Literal["here", "there"] = "here",
+        other: Any = None,
+        rates: list[float] | None = None,
+        either: int | str = 0,
+    ) -> None: ...
+
+    check_arguments(takes, {"share": 1, "seconds": None, "where": "there", "other": {"a": 10**19}, "unknown": math.nan}, "x")
+    check_arguments(takes, {"rates": [1], "either": "a"}, "x")  # types that no configuration has are the function's own affair
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"share": math.nan}, "x.share must be between 0 and 1, got nan."),
+        ({"share": "much"}, "x.share must be a number, got 'much'."),
+        ({"seconds": 1e20}, "x.seconds must be above 0 and at most 100,000,000, got 1e+20."),
+        ({"where": "nowhere"}, "x.where='nowhere' is not a choice."),
+        ({"other": {"a": math.inf}}, f"x.other.a must be a finite number {FREE}, got inf."),
+    ]
+    for given, message in wrong:
+        with pytest.raises(UserError) as caught:
+            check_arguments(takes, given, "x")
+        assert str(caught.value).startswith(message)
 
 
 def test_lists_name_the_number_that_is_wrong() -> None:

@@ -30,6 +30,7 @@ from tests.short_run import one_line_error
 
 ROOT = Path(__file__).parents[1]
 MODULE_OF_EXTRA = {
+    "mujoco": "mujoco",
     "language": "transformers",
     "maniskill": "mani_skill",
     "metaworld": "metaworld",
@@ -134,7 +135,7 @@ def test_what_is_missing_or_too_old_is_said(monkeypatch: pytest.MonkeyPatch, cap
     assert 'pip install "embodied-rl[maniskill]"' in row
 
 
-def test_the_extras_are_those_of_setup_cfg() -> None:
+def test_the_extras_are_those_of_setup_cfg(tmp_path: Path) -> None:
     def normal(extras: dict[str, list[str]]) -> dict[str, set[str]]:
         from packaging.requirements import Requirement
 
@@ -142,12 +143,13 @@ def test_the_extras_are_those_of_setup_cfg() -> None:
 
     if not (ROOT / "setup.cfg").is_file():
         pytest.skip("needs a checkout")
-    try:
-        importlib.metadata.metadata("embodied-rl")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package is not installed, so setup.cfg is all there is")
-    assert normal(catalog._extras_of_checkout()) == normal(catalog._extras())
-    assert normal(catalog._extras_of_checkout())["maniskill"] == {"mani-skill<3.1,>=3.0.1"}
+    # The metadata as they are built now: those of an editable installation are as old as it.
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    built = importlib.metadata.PathDistribution(tmp_path / "embodied_rl.egg-info").metadata
+    declared = catalog._extras_of_checkout(ROOT / "setup.cfg")
+    assert normal(declared) == normal(catalog._extras_of_metadata(built))
+    assert normal(declared)["maniskill"] == {"mani-skill<3.1,>=3.0.1"}
 
 
 def test_the_command_line_prints_json_and_loads_nothing_heavy(tmp_path: Path) -> None:
@@ -188,6 +190,15 @@ def test_tables_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert "policies (" in some
     assert "experiments (" not in some
     assert "advantages (" not in some
+
+
+def test_other_names_of_kinds_and_unpadded_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for words in (["simulators"], ["sims"], ["sim"]):
+        main(words)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+    assert [line for line in printed[0].splitlines() if line != line.rstrip()] == []
 
 
 def test_algorithms_lists_the_mathematics_after_its_files(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ def test_configuration_page_is_what_the_code_says() -> None:
     assert script.rewritten(page) == page, "run: .venv/bin/python scripts/config_tables.py"
     # Some rows by hand, so that an empty table is noticed.
     assert "| `algorithm.gamma` | float | between 0 and 1 | `0.99` |" in page
-    assert "| `sim.num_workers` | int or null | between 1 and 65,536 | `null` |" in page
+    assert "| `sim.num_workers` | int or 'auto' or null | between 1 and 65,536 | `'auto'` |" in page
 
 
 @pytest.mark.slow

@@ -56,6 +56,39 @@ def test_transport_figure_is_a_ratio_of_medians_to_the_faster_peer(monkeypatch: 
     assert "reach" not in env_transport.ratios("4 KB", measured)
 
 
+def test_prototype_takes_every_step_once_and_its_ratio_is_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    import env_transport
+    from steppers import start
+
+    (entry,) = [entry for entry in env_transport.against_prototype("100 B") if entry.name == "prototype, 2 workers"]
+    stepper = start(dataclasses.replace(entry.side, num_envs=3))
+    stepper.run(7)
+    stepper.run(300)
+    try:
+        assert stepper.observations()[:, 0].tolist() == [307 % 256] * 3
+    finally:
+        stepper.close()
+    us = {env_transport.our_name("native SimEnv", workers, False): [3.0, 8.0, 5.0] for workers in (1, 2, 4)}
+    us |= {env_transport.prototype_name(workers): [2.0, 4.0, 5.0] for workers in (1, 2, 4)}
+    # By hand: 1.5, 2 and 1, whose median is 1.5.
+    rows = columns(env_transport.prototype_report("100 B", measured_of(**us)).splitlines(), below="100 B")
+    assert rows["2"] == ["5.00", "4.00", "1.50x", "kept"]
+
+
+def test_auto_is_held_against_the_best_fixed_number() -> None:
+    import auto_workers
+
+    rows = [
+        auto_workers.Row("quick", 8, {1: 200.0, 2: 100.0}, chosen=1, start_s=3.5, plain_start_s=2.0),
+        auto_workers.Row("slow", 16, {1: 100.0, 2: 160.0}, chosen=1, start_s=9.0, plain_start_s=9.0),
+    ]
+    text = auto_workers.report(rows)
+    found = columns(text.splitlines(), below="simulator")
+    assert found["quick"] == ["8", "200", "100", "1", "1.00", "1.5"]
+    assert found["slow"] == ["16", "100", "160", "1", "0.62", "0.0"]  # 100 / 160
+    assert text.endswith("figure: auto reaches 95% of the best fixed number with 1 of 2 simulators")
+
+
 def test_default_is_what_a_user_gets_who_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import env_transport
 

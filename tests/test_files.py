@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 import torch
 from embodied_rl.config.language import LanguageConfig
-from embodied_rl.hybrid.sharded_checkpoint import export_hugging_face, save_sharded
+from embodied_rl.learning.sharded_checkpoint import save_sharded
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.openvla.checkpoint import save_state
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
@@ -32,7 +32,6 @@ model = make_tiny_model(folder / "tiny", ["a b c"], shape=TinyShape(max_context=
 policy = build_language_policy(LanguageConfig(str(model), lora_rank=2, value_head="linear"))
 policy.save_model(folder / "whole")
 policy.save_adapter(folder / "adapter")
-export_hugging_face(policy.named_weights(), folder / "streamed", config={"model_type": "llama"})
 save_sharded(folder / "sharded", {"weight": torch.ones(4)})
 """
 
@@ -47,7 +46,7 @@ def test_files_have_the_mode_that_the_umask_says(umask: int, tmp_path: Path) -> 
     files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
     names = {path.name for path in files}
     assert {"policy.safetensors", "results.json", "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"} <= names
-    assert {"run", "whole", "adapter", "tiny", "streamed", "sharded"} <= {path.relative_to(tmp_path).parts[0] for path in files}
+    assert {"run", "whole", "adapter", "tiny", "sharded"} <= {path.relative_to(tmp_path).parts[0] for path in files}
     modes = {str(path.relative_to(tmp_path)): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
     expected = {0o022: "0o644", 0o077: "0o600"}[umask]
     assert {name: mode for name, mode in modes.items() if mode != expected} == {}

@@ -19,6 +19,7 @@ from embodied_rl.checkpoint import find_last, load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.train import train
+from tests.short_run import last_of
 
 COMMON = (
     *("video.enabled=no", "evaluation.num_episodes=2", "evaluation.interim_episodes=2", "stop_at_success=null", "hybrid.num_threads=1"),
@@ -86,7 +87,7 @@ def kill_at_random(run_dir: Path, overrides: tuple[str, ...], rng: random.Random
     However late we come to it, it has not ended by itself.
     """
     wanted = rng.randint(later_than + 1, num_rows - 1)
-    command = [sys.executable, "-c", HELD_BACK, str(num_rows - 1), *overrides, f"run_dir={run_dir}", "resume=auto"]
+    command = [sys.executable, "-c", HELD_BACK, str(num_rows - 1), *last_of(overrides), f"run_dir={run_dir}", "resume=auto"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + START_S
     while len(rows_of(run_dir)) < wanted and process.poll() is None and time.monotonic() < deadline:
@@ -171,7 +172,7 @@ def test_a_disk_that_fills_up_ends_the_run_in_one_line(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-Urm", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
         pytest.skip("file systems cannot be mounted here")
     overrides = (*PPO, "policy.hidden_sizes=[64,64]", "checkpoint.keep_last=99", "checkpoint.every_steps=64", "evaluation.every_steps=null")
-    words = [sys.executable, "-m", "embodied_rl.train", *overrides, f"run_dir={run}/it", "resume=auto"]
+    words = [sys.executable, "-m", "embodied_rl.train", *last_of(overrides), f"run_dir={run}/it", "resume=auto"]
     command = f'{mount} && {shlex.join(words)}; status=$?; cp -a "{run}/it" "{kept}" && exit $status'
     done = subprocess.run(["unshare", "-Urm", "sh", "-c", command], cwd=root, capture_output=True, text=True, check=False, timeout=START_S)
     assert done.returncode == 2, done.stdout + done.stderr

@@ -24,6 +24,7 @@ GROUND = {
     "paths",
     "bounds",
     "files",
+    "memory",
     "reading",
     "statistics",
     "stopping",
@@ -42,6 +43,7 @@ FLOORS: dict[str, set[str]] = {
     "registry": {"errors"},
     "paths": {"errors"},
     "files": {"errors"},
+    "memory": {"errors"},
     "reading": {"errors"},
     "trust": {"errors", "paths", "registry"},
     "timeline": {"errors", "files"},
@@ -69,7 +71,8 @@ FLOORS: dict[str, set[str]] = {
     "proxy": GROUND | {"config", "generation", "http_server", "policies"},
     "agents": GROUND | {"config", "generation", "sandbox", "text_search"},
     "rollout": GROUND | {"agents", "config", "episodes", "generation", "proxy", "sandbox", "sim"},
-    "hybrid": GROUND | {"config", "episodes", "generation", "policies", "algorithms"},
+    "learning": GROUND | {"config", "episodes", "policies", "algorithms"},
+    "hybrid": GROUND | {"config", "generation", "learning", "policies", "algorithms"},
     "report_page": GROUND | {"config", "loggers"},
     "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},
     "filming": GROUND | {"config", "episodes", "generation", "sim", "video"},
@@ -77,14 +80,14 @@ FLOORS: dict[str, set[str]] = {
     "evaluation_output": GROUND | {"config", "checkpoint", "comparison", "reporting"},
     "evaluation_play": GROUND | {"config", "evaluation_output", "generation", "progress", "reporting", "rollout", "sim"},
     "evaluate_untrained": GROUND
-    | {"cli", "compose", "config", "checkpoint", "evaluation_output", "evaluation_play", "generation", "hybrid", "methods", "policies"}
+    | {"cli", "compose", "config", "checkpoint", "evaluation_output", "evaluation_play", "generation", "learning", "methods", "policies"}
     | {"progress", "rollout", "sim"},
     "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies", "resuming"},
     "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
     "offline_report": GROUND | {"episodes", "video"},
     "run_folder": GROUND | {"config", "checkpoint", "loggers"},
-    "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "hybrid", "policies", "rollout", "sim"},
-    "roles": GROUND | {"agents", "algorithms", "config", "generation", "hybrid", "methods", "policies", "rollout", "sim"},
+    "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "learning", "policies", "rollout", "sim"},
+    "roles": GROUND | {"agents", "algorithms", "config", "generation", "hybrid", "learning", "methods", "policies", "rollout", "sim"},
     "trainer": GROUND
     | {
         "config",
@@ -102,7 +105,7 @@ FLOORS: dict[str, set[str]] = {
         "rollout",
         "sim",
     },
-    "resuming": GROUND | {"config", "checkpoint", "hybrid", "policies"},
+    "resuming": GROUND | {"config", "checkpoint", "learning", "methods", "policies"},
     "probes": GROUND | {"config", "sandbox", "sim"},
     "measuring": GROUND | {"config", "methods", "sim", "trainer"},
 }
@@ -208,7 +211,7 @@ def test_floors_themselves_are_acyclic() -> None:
 
 
 def test_sim_and_policies_never_meet() -> None:
-    assert not reachable(FLOORS, "sim") & {"policies", "algorithms", "generation", "hybrid", "rollout"}
+    assert not reachable(FLOORS, "sim") & {"policies", "algorithms", "generation", "hybrid", "learning", "rollout"}
     assert not reachable(FLOORS, "policies") & {"sim", "hybrid", "rollout"}
     assert "hybrid" not in reachable(FLOORS, "rollout")
     assert "rollout" not in reachable(FLOORS, "hybrid")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from embodied_rl.algorithms.fitted_q import FittedQConfig, RecordedSteps, fit_q
 from embodied_rl.cli import run_command
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.learner import resolve_device
+from embodied_rl.learning.devices import resolve_device
+from embodied_rl.learning.offline_learner import OfflineLearner
+from embodied_rl.policies import actor_critic
 from embodied_rl.policies.build import build_policy
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
@@ -33,7 +37,7 @@ SPEC = SimSpec("t", {"state": TensorSpec((8,))}, ActionSpec.discrete(3))
         ("sim.num_slots=" + "9" * 5000, r"^'?sim\.num_slots\b.*9999"),
         ("sim.num_slots=100000000000000000000", r"^sim\.num_slots must be between 1 and 1,000,000, got 1"),
         ("algorithm.learning_rate=nan", r"^algorithm\.learning_rate must be above 0 and at most 1,000, got nan"),
-        ("algorithm.advantage_options.x=inf", r"^algorithm\.advantage_options\.x must be a finite number, got inf"),
+        ("algorithm.advantage_options.x=inf", r"^algorithm\.advantage_options\.x must be a finite number between .*, got inf"),
     ],
 )
 def test_overrides(override: str, message: str) -> None:
@@ -53,13 +57,45 @@ def test_a_policy_larger_than_the_machine_says_how_large_it_would_be() -> None:
         build_policy(config, SPEC)
 
 
+def test_critics_larger_than_the_machine_say_how_large_they_would_be() -> None:
+    h, observation, choices = 999_999, 8, 3
+    sizes = ["sim=cartpole", "algorithm=rlpd", "algorithm.off_policy.hidden_sizes=[999999,999999]", "algorithm.off_policy.num_critics=2"]
+    config = load_train_config(["policy.hidden_sizes=[16]", *sizes])
+    # Of each critic weights, and scales and shifts of its layer norms; four times float32 for training, once for the target.
+    weights = (observation + choices) * h + h + h * h + h + h + 1 + 4 * h
+    critics = 2 * 5 * 4 * weights / 2**30
+    with pytest.raises(
+        UserError, match=rf"^algorithm\.off_policy: .* takes {critics:,.0f} GiB .* weights\.1 \[2, 999999, 999999\]"
+    ) as caught:
+        OfflineLearner(actor_critic.build_policy(config.policy, SPEC), config.algorithm)  # type: ignore[arg-type]
+    assert len(str(caught.value)) <= 400
+
+    nothing = torch.zeros(2, dtype=torch.int64)
+    steps = RecordedSteps(
+        features=torch.zeros(2, observation), state=nothing, next_state=nothing, action=torch.zeros(2, choices), reward=torch.zeros(2),
+        continues=torch.ones(2, dtype=torch.bool), episode=nothing, first_state=nothing[:1], draws=torch.zeros(2, 1, choices),
+    )  # fmt: skip
+    needed = 8 * 5 * 4 * ((observation + choices + 1) * h + (h + 1) * h + h + 1) / 2**30
+    with pytest.raises(UserError, match=rf"^fqe\.hidden_sizes=\[999999, 999999\] takes {needed:,.0f} GiB .* is \[8, 999999, 999999\]\."):
+        fit_q(steps, 0.9, FittedQConfig(hidden_sizes=(h, h)))
+
+
+def test_what_the_system_has_no_memory_for_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for take in (lambda: np.empty(2**58, np.uint8), lambda: torch.empty(2**58, dtype=torch.uint8)):
+        with pytest.raises(SystemExit) as stopped:
+            run_command(take)
+        assert stopped.value.code == 1
+        told = capsys.readouterr().err
+        assert told.startswith("error: This machine has too little memory: ")
+        assert told.count("\n") == 1
+        assert len(told) <= 410
+
+
 def test_looking_at_a_policys_size_draws_no_random_numbers() -> None:
     config = load_train_config(["policy=mlp", "policy.normalize_observation=true"]).policy
     torch.manual_seed(3)
     first = build_policy(config, SPEC).state_dict()
     torch.manual_seed(3)
-    from embodied_rl.policies import actor_critic
-
     bare = actor_critic.build_policy(config, SPEC).state_dict()  # type: ignore[arg-type]
     assert first.keys() == bare.keys()
     assert all(torch.equal(first[name], bare[name]) for name in first)

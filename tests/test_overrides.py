@@ -80,6 +80,13 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
         (["~sim"], "takes away what a run needs"),
         (["seed=${nothing}"], "refers to a value that is not there"),
         (["+seed=5"], "leave out the '+'"),
+        (
+            ["sim=cartpole", "seed=1", "sim=fetch_reach"],
+            "'sim' is given twice: 'cartpole' and 'fetch_reach'. Leave one out. For a run with each",
+        ),
+        (["sim=cartpole", "sim=fetch_reach"], "type: -m sim=cartpole,fetch_reach"),
+        (["-m", "seed=1,2", "seed=3"], "'seed' is given twice"),
+        (["sim=cartpole", "sim.kwargs.a=1", "++sim.kwargs.a=2"], "'sim.kwargs.a' is given twice: '1' and '2'. Leave one out."),
     ],
 )
 def test_mistakes_are_told_in_our_words(words: list[str], part: str) -> None:

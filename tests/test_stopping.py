@@ -26,6 +26,7 @@ from embodied_rl.stopping import Stopper, WaitStopped, waiting
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, QUICK, TEXTS
+from tests.short_run import last_of
 
 DEADLINE_S = 240.0
 PATIENT = ["sim.step_timeout_s=9000", "sim.start_timeout_s=9000"]
@@ -78,7 +79,7 @@ class SilentProxy:
 
 @pytest.fixture
 def service() -> Iterator[EnvironmentService]:
-    made = EnvironmentService({"cartpole": load_train_config(["sim=cartpole"]).sim}, limits=ServiceLimits())
+    made = EnvironmentService({"cartpole": load_train_config(["sim=cartpole"]).sim}, token="none", limits=ServiceLimits())
     yield made
     made.close()
 
@@ -92,7 +93,7 @@ def proxies() -> Iterator[list[SilentProxy]]:
 
 
 def started(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "embodied_rl.train", *overrides, f"run_dir={folder}"]
+    command = [sys.executable, "-m", "embodied_rl.train", *last_of(overrides), f"run_dir={folder}"]
     return subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 

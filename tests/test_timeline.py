@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 from types import FrameType
 
@@ -13,7 +12,7 @@ import pytest
 
 from embodied_rl import timeline as module
 from embodied_rl.errors import UserError
-from embodied_rl.timeline import Timeline, counter, merge_timelines, read_events, shares_of, span, timeline_to
+from embodied_rl.timeline import Timeline, counter, read_events, span, timeline_to
 from tests.short_run import train_shortly
 
 
@@ -46,11 +45,6 @@ def test_shares_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert shares.devices == pytest.approx({"gpu0": 0.7, "cpu": 0.1})
     assert shares.bubble == pytest.approx(1 - (0.7 + 0.1) / 2)
     assert shares.metrics()["utilisation/device/gpu0"] == pytest.approx(0.7)
-    # A second way to the same figures: the union of the file's intervals.
-    again = shares_of(read_events(tmp_path / "t.json"), devices)
-    assert again.roles == pytest.approx(shares.roles)
-    assert again.devices == pytest.approx(shares.devices)
-    assert again.elapsed_s == pytest.approx(10)
 
 
 def test_the_file_is_a_chrome_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,16 +114,6 @@ def test_off_costs_next_to_nothing() -> None:
     finally:
         sys.setprofile(None)
     assert called == ["span", "__enter__", "__exit__", "setprofile"]
-
-
-def test_merge_keeps_all_events_in_time(tmp_path: Path) -> None:
-    for number in (1, 2):
-        with Timeline(tmp_path / f"{number}.json") as timeline, timeline.span("env", f"step {number}"):
-            time.sleep(0.001)
-    merged = read_events(merge_timelines([tmp_path / "1.json", tmp_path / "2.json"], tmp_path / "all.json"))
-    bars = [event for event in merged if event["ph"] == "X"]
-    assert [bar["name"] for bar in bars] == ["step 1", "step 2"]
-    assert bars[0]["ts"] + bars[0]["dur"] <= bars[1]["ts"], "both on the machine's clock"
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:

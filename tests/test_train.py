@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.short_run import last_of
 
 QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
 PENDULUM = ["sim=pendulum", *QUICK, "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"]
@@ -31,7 +33,9 @@ GROUPS = [
 
 
 def run_command(*overrides: str, cwd: Path, expect: int = 0, timeout: float = 500) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, "-m", "embodied_rl.train", *overrides], cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        [sys.executable, "-m", "embodied_rl.train", *last_of(overrides)], cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 
@@ -101,9 +105,13 @@ def test_other_seeds_give_other_runs(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
-    overrides = [*PENDULUM, "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null", "logger=quiet"]
+    overrides = [*PENDULUM, "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "embodied_rl.train", *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "embodied_rl.train", *last_of(overrides)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
@@ -217,6 +225,8 @@ def test_resume_with_another_run_dir_goes_on_there_with_the_history(tmp_path: Pa
     other = train(load_train_config([*whole, f"run_dir={tmp_path}/other", f"resume={first}"]))
     assert other == tmp_path / "other"
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    # Nothing is written where the checkpoint's run was.
+    assert all(load_checkpoint(path).config.run_dir == str(other) for path in (other / "checkpoints").glob("step_*512"))
     # The same curve from its first row on: the rows up to the checkpoint are copied, those after it trained again.
     assert without_clocks(curve(other)) == without_clocks(curve(run))
     assert (other / "checkpoints" / first.name / "policy.safetensors").read_bytes() == (first / "policy.safetensors").read_bytes()
@@ -230,7 +240,11 @@ def test_resume_with_another_run_dir_goes_on_there_with_the_history(tmp_path: Pa
 def test_a_run_whose_folder_is_removed_ends_with_a_checkpoint_elsewhere(tmp_path: Path) -> None:
     overrides = [*PENDULUM, "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null", "logger.names=[jsonl,plot]"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "embodied_rl.train", *overrides], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "embodied_rl.train", *last_of(overrides)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):

@@ -34,9 +34,9 @@ class Agent:
         Raises UserError as `Prompts` and `make_tools` do, and for a stop token that the tokenizer does not have."""
         self.config, self.tokenizer = config, tokenizer
         self.sight: Sight | None = None
-        """How it sees pictures; None: it reads texts alone."""
+        """How it sees pictures; None: it reads only text."""
         self.writes_messages = False
-        """Requests hold the whole conversation as messages; False: the observation alone."""
+        """Requests hold the whole conversation as messages; False: only the observation."""
         self.tools = ToolRunner.make(config.tools, config.tool_options) if config.tools else None
         """None: an answer is an action, whatever it says."""
         told = tools_text(self.tools.toolbox.schemas()) if self.tools is not None and config.tool_options.describe else ""

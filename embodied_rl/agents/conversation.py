@@ -96,7 +96,7 @@ class Prompts:
             tools: what is said about the tools, before the system's text.
 
         Raises:
-            UserError: the context leaves no room for a prompt, or less than `max_prompt_tokens`; system text and templates alone fill it;
+            UserError: the context leaves no room for a prompt, or less than `max_prompt_tokens`; system text and templates already fill it;
                 or the model has no (usable) chat template.
         """
         self.config, self.tokenizer = config, tokenizer
@@ -117,13 +117,13 @@ class Prompts:
         self._template = _template(config)
         self._system = tools + _about_summary(config) + config.system.format(instruction=self.instruction)
         self._check_room(max_context)
-        self.begin()  # a template that cannot be used is told now
+        self.begin()  # raises UserError now for a template that cannot be used
 
     def _check_room(self, max_context: int) -> None:
         """Raises UserError where nothing can be observed, because what stands around an observation fills every prompt."""
         try:
             needed = len(self.opening(self.message(".", 1)))
-        except UserError:  # of the chat template: told with the first prompt, for a program may write prompts without it
+        except UserError:  # of the chat template: raised with the first prompt, for a program may write prompts without it
             return
         if needed <= self.limit:
             return
@@ -257,7 +257,7 @@ class _Growing:
 
 
 class _Rendered:
-    """``memory`` and ``summarised``: one message, written anew for each turn; tools within a turn continue it token by token."""
+    """``memory`` and ``summarised``: one message, rewritten for each turn; tools within a turn continue it token by token."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts

@@ -1,6 +1,6 @@
 """How an agent that reads sees pictures: a placeholder in the text for each, which becomes as many tokens as the picture takes.
 
-Conversations know texts alone. A prompt shows the newest messages of an episode, so that its placeholders are those of the episode's newest
+Conversations hold only text. A prompt shows the newest messages of an episode, so that its placeholders are those of the episode's newest
 pictures, whatever the strategy keeps and drops.
 """
 

@@ -1,6 +1,6 @@
 """Tool calls in the text of an answer, and what is put back for the agent to read.
 
-The format is that of Hermes and Qwen: each call is a JSON object between tags, and each result comes back between tags of its own:
+The format is that of Hermes and Qwen: each call is a JSON object between tags, and each result comes back between its own tags:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>
     <tool_response>

@@ -5,11 +5,13 @@ The names are those of ``algorithm.advantage`` in the configuration.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from embodied_rl.algorithms.catalogue import MethodInfo
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.algorithms.catalogue import MethodInfo, described
+from embodied_rl.errors import UserError
+from embodied_rl.registry import Registry
 
 Need = Literal["critic", "groups", "greedy_baseline", "anchors", "trajectories", "chunks"]
 """critic: values of states. groups: several episodes from the same initial state. greedy_baseline: one more episode per initial state,
@@ -25,7 +27,7 @@ class AdvantageInfo(MethodInfo):
     """One way to assign credit."""
 
     unit: Unit = "episode"
-    """What gets a number of its own: a step, a chunk, a token, or a whole episode, whose action units then share one."""
+    """What gets a separate number: a step, a chunk, a token, or a whole episode, whose action units then share one."""
     layout: Literal["time", "rows"] = "rows"
     """time: arrays [T, N] of slots. rows: scores [B] or rewards [B, L]."""
     returns_value_target: bool = False
@@ -190,7 +192,7 @@ _ADVANTAGES = (
         source="Tang et al. 2025, arXiv:2503.19595",
         inputs=("score", "group"),
         optional_inputs=("mask",),
-        options=("std", "alone"),
+        options=("std",),
         needs=_GROUP,
     ),
     AdvantageInfo(
@@ -234,8 +236,45 @@ ADVANTAGES: dict[str, AdvantageInfo] = {info.name: info for info in _ADVANTAGES}
 """{name: advantage}; a configuration takes one."""
 
 
+_NEEDS: dict[str, tuple[Need, ...]] = {
+    "value": ("critic",),
+    "group": ("groups",),
+    "greedy_score": ("greedy_baseline",),
+    "chunk_id": ("chunks",),
+    "trajectory": ("trajectories",),
+    "step_return": ("anchors", "trajectories"),
+    "anchor_group": ("anchors", "trajectories"),
+}
+"""{array: what a run has to bring for an advantage of the user's own that takes it}"""
+
+_NAMES = Registry("advantage", "advantages", {name: info.target for name, info in ADVANTAGES.items()})
+
+
 def advantage_info(name: str) -> AdvantageInfo:
-    """The advantage of that name. Raises UserError with the nearest one."""
-    if name not in ADVANTAGES:
-        raise UserError(f"Advantage '{name}' is not known.{did_you_mean(name, ADVANTAGES)}")
-    return ADVANTAGES[name]
+    """The advantage of that name, of an installed package (entry points ``embodied_rl.advantages``), or at ``package.module:function``.
+
+    Raises UserError with the nearest name, or with what a function of the user's own lacks.
+    """
+    return ADVANTAGES[name] if name in ADVANTAGES else _own(name, _NAMES.target(name))
+
+
+@functools.cache
+def _own(name: str, target: str) -> AdvantageInfo:
+    """What a function takes says what it is: of time where it takes ends or values, with a critic where it takes ``value``."""
+    over_time = {*_GAE, "terminated", "truncated"} - {"reward"}
+    of_rows = {"score", "group", "length", "chunk_id", "greedy_score", "episode_return", "step_return", "trajectory", "anchor_group"}
+    fields = described(name, target, arrays=over_time | of_rows | {"reward", "mask"})
+    taken = {*fields["inputs"], *fields["optional_inputs"]}
+    if taken & over_time and taken & of_rows:
+        mixed = f"{sorted(taken & over_time)[0]} [T, N] and {sorted(taken & of_rows)[0]} [B]"
+        raise UserError(f"'{target}' takes {mixed}: an advantage sees either steps over time or rows.")
+    if not taken - {"mask"}:
+        raise UserError(f"'{target}' takes none of the arrays that an advantage is made of: reward, score, group, value, ….")
+    steps = bool(taken & (over_time | {"step_return", "anchor_group"}))
+    return AdvantageInfo(
+        **fields,
+        unit="step" if steps else "episode",
+        layout="time" if taken & over_time else "rows",
+        returns_value_target="value" in taken,
+        needs=frozenset(need for array in taken for need in _NEEDS.get(array, ())),
+    )

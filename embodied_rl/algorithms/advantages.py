@@ -10,7 +10,9 @@ tokens in `segments`.
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,8 @@ from embodied_rl.algorithms.arrays import Array, alike, as_numpy, check_final_va
 WHITEN_EPS = 1e-8
 
 _NO_MASK = np.zeros((0, 0), bool)
+_THREADS_FROM = 2**18
+"""Entries from which more threads than one pay: starting one takes as long as some ten thousand. Slots do not depend on one another."""
 _NO_DISCOUNT = np.zeros((0, 0), np.float64)
 
 
@@ -52,7 +56,7 @@ def gae(
         terminated, truncated: [T, N] bool.
         final_value: [K] values of the final observations, in the order of ``np.argwhere(truncated & ~terminated)``.
         mask: [T, N] bool; steps that count (None: all). The others, be they NaN, carry value and advantage through, and get 0;
-            their flags count for nothing either, so an episode's end must be told at a step that counts.
+            their flags count for nothing either, so an episode's end must be marked at a step that counts.
         discount: [T, N] gamma of each step, instead of the one for all; `chunk_gae` needs it.
 
     Returns:
@@ -89,7 +93,7 @@ def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tu
     cut_step, cut_slot = np.divmod(np.flatnonzero(truncated > terminated), max(value.shape[1], 1))
     check_final_value(final_value.shape, cut_step.size)
     advantage, returns = np.empty(value.shape, value.dtype), np.empty(value.shape, value.dtype)
-    gae_kernel(
+    given = (
         arrays["reward"],
         value,
         arrays["last_value"].astype(np.float64),
@@ -105,6 +109,15 @@ def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tu
         advantage,
         returns,
     )
+    num_slots = value.shape[1]
+    num_threads = min(torch.get_num_threads(), max(num_slots // 64, 1)) if value.size >= _THREADS_FROM else 1
+    bounds = [round(part * num_slots / num_threads) for part in range(num_threads + 1)]
+    others = [threading.Thread(target=gae_kernel, args=(*given, *part)) for part in itertools.pairwise(bounds[1:])]
+    for thread in others:
+        thread.start()
+    gae_kernel(*given, bounds[0], bounds[1])
+    for thread in others:
+        thread.join()
     return advantage, returns
 
 
@@ -163,7 +176,7 @@ def sum_chunks(*, reward: Array, executed: Array, gamma: float) -> tuple[Array, 
 
     Args:
         reward: [..., K]
-        executed: [..., K] bool; k counts executed steps alone.
+        executed: [..., K] bool; k counts only executed steps.
 
     Returns:
         sum_k gamma^k r_k and gamma^(number of executed steps), both [...] of the type of `reward`.

@@ -50,7 +50,7 @@ class Aggregation:
 
     mode: Mode = "token-mean"
     horizon: int | None = None
-    """Entries that a sequence may have; for ``seq-mean-token-sum-norm`` alone."""
+    """Entries that a sequence may have; only for ``seq-mean-token-sum-norm``."""
 
     def __post_init__(self) -> None:
         if self.mode not in AGGREGATION_MODES:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from embodied_rl.algorithms.advantages import returns_to_go
 from embodied_rl.algorithms.grouped import STD_EPS, Alone, check_finite, counted_rows, group_statistics, rounding_of, spread
+from embodied_rl.bounds import Coefficient
 
 Statistics = Literal["trajectory", "row"]
 Normalize = Literal["mean_std", "mean"]
 
 SAME_RETURN = 1e-5
-"""Relative difference up to which the episode returns told by the rows of one trajectory are the same."""
+"""Relative difference up to which the episode returns in the rows of one trajectory count as the same."""
 
 
 @torch.no_grad()
@@ -80,7 +81,7 @@ def anchor_groups(
         similarity: None: anchors must be equal. Otherwise strings are clustered: going through the rows in their order, each joins
             the first cluster of its group to whose *first member* its ``difflib.SequenceMatcher`` ratio, 0 to 1, is at least this;
             or opens a new one. The clusters then depend on the order of rows.
-        rows: [B] bool, rows that count; None: all. The others are alone in a cluster of their own.
+        rows: [B] bool, rows that count; None: all. Each of the others gets its own cluster.
         autojunk: difflib's heuristic, which leaves frequent characters of strings over 200 out. It is off, because nearly equal
             long texts can get a ratio near 0 with it; published code has it on.
 
@@ -112,7 +113,7 @@ def gigpo(
     group: Tensor,
     trajectory: Tensor,
     anchor_group: Tensor,
-    step_weight: float = 1.0,
+    step_weight: Coefficient = 1.0,
     statistics: Statistics = "trajectory",
     normalize: Normalize = "mean_std",
     mask: Tensor | None = None,
@@ -121,8 +122,8 @@ def gigpo(
     """GiGPO: A = A_E + step_weight · A_S (arXiv:2505.10978).
 
     A_E compares the episode's return with those of its group, as `grouped.grpo` does. A_S compares the step's discounted return
-    with those of the steps taken from the same anchor in the same group; a step that is alone there, and steps of equal returns,
-    get exactly 0.
+    with those of the steps taken from the same anchor in the same group. A step that shares its anchor with no other step, and steps of
+    equal returns, get exactly 0.
 
     Args:
         episode_return: [B] of the row's episode: the same number in all rows of a trajectory.
@@ -133,7 +134,7 @@ def gigpo(
         step_weight: omega.
         statistics: "trajectory": each episode enters the mean and deviation of A_E once, as in the paper; "row": once for each of
             its steps, the default of the published code, so that long episodes weigh more.
-        normalize: "mean_std", or "mean" alone (the paper's F_norm = 1); of both parts.
+        normalize: "mean_std", or only "mean" (the paper's F_norm = 1); for both parts.
         mask: [B, L] bool.
         alone: what A_E is where a group has one trajectory (one row, with ``statistics="row"``): its return, or 0.
 

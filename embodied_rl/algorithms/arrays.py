@@ -37,7 +37,7 @@ def check_final_value(shape: tuple[int, ...], num_cut: int) -> None:
 
 def as_numpy(array: Any) -> np.ndarray:
     """The same numbers, contiguous; shared where possible. The tensor lies on the CPU."""
-    # One memory layout: numba compiles the kernel anew for each.
+    # One memory layout: numba recompiles the kernel for each.
     return np.ascontiguousarray(array.detach().numpy() if isinstance(array, Tensor) else array)
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from embodied_rl.algorithms.advantage_table import AdvantageInfo, advantage_info
 from embodied_rl.algorithms.catalogue import MethodInfo
 from embodied_rl.algorithms.loss_table import LossInfo, loss_info
-from embodied_rl.config import AlgorithmConfig, RewardConfig
+from embodied_rl.config import AlgorithmConfig, CorrectionConfig, RewardConfig
+from embodied_rl.config.building import check_arguments
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.registry import load_target
 
 OF_CONFIG = {"gamma", "gae_lambda", "clip_low", "clip_high", "dual_clip"}
 """Options that have a key of their own in the configuration."""
@@ -20,6 +22,7 @@ class Composition:
 
     advantage: AdvantageInfo
     loss: LossInfo
+    correction: CorrectionConfig
 
     @property
     def needs_critic(self) -> bool:
@@ -28,7 +31,7 @@ class Composition:
     @property
     def needs_proximal(self) -> bool:
         """Log-probabilities of the policy as it is when the update begins."""
-        return "proximal_log_prob" in self.loss.inputs or "old_log_prob" in self.loss.inputs
+        return needs_present(self.loss, self.correction)
 
 
 def compose(config: AlgorithmConfig) -> Composition:
@@ -40,7 +43,22 @@ def compose(config: AlgorithmConfig) -> Composition:
         _check_without_groups(config, advantage, loss)
     else:
         _check_with_groups(config, advantage, loss)
-    return Composition(advantage, loss)
+    _check_correction(config, loss)
+    return Composition(advantage, loss, config.correction)
+
+
+def needs_present(loss: LossInfo, correction: CorrectionConfig) -> bool:
+    """Whether an update reads log-probabilities of the policy as it is when the update begins."""
+    return "proximal_log_prob" in loss.inputs or "old_log_prob" in loss.inputs or correction.enabled
+
+
+def correction_of(config: AlgorithmConfig) -> CorrectionConfig:
+    """What weighs the rows of fixed rollouts: `algorithm.correction`, or decoupled PPO's options, which say the same."""
+    if config.loss != "decoupled_ppo":
+        return config.correction
+    names = {"weight_low": "low", "weight_high": "high", "weight_mode": "mode"}
+    given = {own: config.loss_options[name] for name, own in names.items() if name in config.loss_options}
+    return CorrectionConfig(**{"mode": "mask", **given})
 
 
 def method_options(info: MethodInfo, given: dict[str, object], config: AlgorithmConfig) -> dict[str, object]:
@@ -59,11 +77,13 @@ def _check_options(info: MethodInfo, given: dict[str, object], where: str, confi
     missing = [name for name in info.required_options if name not in OF_CONFIG and name not in given]
     if missing:
         raise UserError(f"'{info.name}' needs {where}.{missing[0]}.")
+    if given:
+        check_arguments(load_target(info.target), given, where)
 
 
 def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: LossInfo) -> None:
     """Fixed rollouts are PPO's: a critic, and a ratio for each step."""
-    if advantage.name not in ("gae", "gae_chunk", "gae_action"):
+    if advantage.name not in ("gae", "gae_chunk", "gae_action") and not (advantage.own and advantage.returns_value_target):
         raise UserError(
             f"algorithm.advantage='{advantage.name}' works on whole episodes, and algorithm.groups is null: "
             "choose a method with groups (algorithm=grpo, say), or advantage=gae."
@@ -79,15 +99,29 @@ def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, los
         raise UserError(
             f"algorithm.loss='{loss.name}' is offered on whole episodes: set algorithm.groups, or loss=ppo_clip or decoupled_ppo."
         )
-    if loss.name == "decoupled_ppo":
-        _check_decoupled_rollouts(config)
+    if loss.name == "decoupled_ppo" or config.correction.enabled:
+        _check_weighed_rollouts(config)
     if config.kl.coef > 0:
         raise UserError("algorithm.kl is offered on whole episodes: set algorithm.groups, or algorithm.kl.coef=0.")
     if config.reward != RewardConfig():
         raise UserError("algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.")
 
 
-def _check_decoupled_rollouts(config: AlgorithmConfig) -> None:
+def _check_correction(config: AlgorithmConfig, loss: LossInfo) -> None:
+    if not config.correction.enabled:
+        return
+    if loss.name == "decoupled_ppo":
+        raise UserError(
+            "algorithm.loss='decoupled_ppo' brings weights of its own: set loss=ppo_clip with algorithm.correction, or mode=none."
+        )
+    if config.ratio != "chunk":
+        raise UserError(
+            f"algorithm.correction weighs whole decisions, and algorithm.ratio={config.ratio} tells apart what they are made of: "
+            "set algorithm.ratio=chunk."
+        )
+
+
+def _check_weighed_rollouts(config: AlgorithmConfig) -> None:
     """A decision of a fixed rollout has one weight."""
     level = config.loss_options.get("weight_level", "token")
     wrong = {
@@ -95,10 +129,11 @@ def _check_decoupled_rollouts(config: AlgorithmConfig) -> None:
         "algorithm.normalize_advantage=minibatch": config.normalize_advantage == "minibatch",
         f"algorithm.loss_options.weight_level={level}": level != "token",
     }
+    weighs = "algorithm.correction" if config.correction.enabled else "algorithm.loss='decoupled_ppo'"
     for what, given in wrong.items():
         if given:
             raise UserError(
-                f"algorithm.loss='decoupled_ppo' on fixed rollouts weighs whole decisions, and {what} does not: set algorithm.ratio=chunk, "
+                f"{weighs} on fixed rollouts weighs whole decisions, and {what} does not: set algorithm.ratio=chunk, "
                 "algorithm.normalize_advantage=batch and leave weight_level out."
             )
 
@@ -130,8 +165,10 @@ def _check_with_groups(config: AlgorithmConfig, advantage: AdvantageInfo, loss: 
         raise UserError(f"algorithm.loss='gpg' is a policy gradient with GPG's advantages: set advantage=gpg, not '{advantage.name}'.")
     if loss.name == "ipa" and advantage.name != "ipa":
         raise UserError(f"algorithm.loss='ipa' reads success from the sign of IPA's returns: set advantage=ipa, not '{advantage.name}'.")
-    if config.kl.coef > 0 and config.kl.place == "loss" and config.kl.kind == "k1":
+    if config.kl.coef > 0 and config.kl.place == "loss" and config.kl.kind == "k1" and not config.kl.straight_through:
         raise UserError("algorithm.kl.kind='k1' as a loss has the gradient 0: take k2 or k3, or kl.place=reward.")
+    if config.anchor_similarity is not None and "anchors" not in advantage.needs:
+        raise UserError(f"algorithm.anchor_similarity is about equal observations, which advantage='{advantage.name}' does not compare.")
     if groups.max_staleness > 0 and loss.name in ("policy_gradient", "gpg"):
         raise UserError(
             f"algorithm.loss='{loss.name}' has no ratio and takes old episodes for new ones: set algorithm.groups.max_staleness=0, "

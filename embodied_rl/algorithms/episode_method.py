@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.kl import KlCoefficient, make_kl_coefficient
-from embodied_rl.algorithms.reward_shaping import clip_reward, kl_in_reward, penalize_length
+from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate, make_kl_coefficient
+from embodied_rl.algorithms.off_policy import correction_weights
+from embodied_rl.algorithms.reward_shaping import clip_reward, kl_in_reward, penalize_length, penalize_overlong
 from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward
 from embodied_rl.config import AlgorithmConfig
+from embodied_rl.errors import UserError
 
 
 class EpisodeMethod:
@@ -34,53 +38,101 @@ class EpisodeMethod:
             else make_kl_coefficient("adaptive", kl.coef, target=kl.target, horizon=kl.horizon)
         )
 
-    def prepare(self, batch: EpisodeBatch, values: EpisodeValues, log_prob: Tensor | None, reference: Tensor | None) -> Credit:
+    def divergence(self, log_prob: Tensor | None, reference: Tensor | None) -> Tensor | None:
+        """The estimate of KL(present || first policy), entry by entry; None where the reward has no KL term."""
+        if self.config.kl.coef == 0 or self.config.kl.place != "reward":
+            return None
+        assert log_prob is not None, "the learner computes both"
+        assert reference is not None, "the learner computes both"
+        return kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind=self.config.kl.kind)
+
+    def corrected(
+        self, advantage: Tensor, log_prob: Tensor | None, *, behaviour_log_prob: Tensor, mask: Tensor, chunk_id: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Advantages times the importance weights that are configured, and their metrics.
+
+        Args:
+            log_prob: as `advantage`, of the policy as it is when the update begins; None where nothing is corrected.
+        """
+        if not self.config.correction.enabled:
+            return advantage, {}
+        assert log_prob is not None, "the learner computes it"
+        given = {"log_prob": log_prob, "behaviour_log_prob": behaviour_log_prob, "mask": mask, "chunk_id": chunk_id}
+        weight, metrics = correction_weights(self.config.correction, **given)
+        return advantage * weight.to(advantage.dtype), metrics
+
+    def prepare(self, batch: EpisodeBatch, values: EpisodeValues, kl: Tensor | None = None, *, present: Tensor | None = None) -> Credit:
         """Credit of every step.
 
         Args:
             values: of the critic, where `composition.needs_critic`.
-            log_prob, reference: [B, L] of the present and of the first policy; for a KL term in the reward.
+            kl: [B, L] what `divergence` gives, for a step of several tokens their sum; needed for a KL term in the reward.
+            present: [B, L] log-probabilities of decisions under the policy as it is, to correct for who sampled; None: the caller corrects
+                what a decision is made of.
         """
-        reward, metrics = self._reward(batch, log_prob, reference)
-        counted = batch.mask & ~batch.greedy[:, None]
+        reward, metrics = self._reward(batch, kl)
+        counted = self._counted(batch)
         returns: Tensor | None = None
         info = self.composition.advantage
         options = method_options(info, self.config.advantage_options, self.config)
         if info.layout == "time":
             advantage, returns = self._over_time(batch, reward, values, options)
-        elif info.name == "gigpo":
+        elif "anchors" in info.needs:
             advantage = self._from_anchors(batch, reward, options)
         else:
             arrays = self._row_arrays(batch, reward)
-            wanted = (*info.inputs, *(name for name in info.optional_inputs if name in ("mask", "chunk_id", "length")))
-            advantage = info.load()(**{name: arrays[name] for name in wanted if name in arrays}, **options)
+            advantage = info.load()(**_wanted(info, arrays), **options)
+        _require_shape(info, advantage, batch.shape)
         if advantage.dim() == 1:
             advantage = advantage[:, None].expand(batch.shape)
-        if self.config.normalize_advantage == "batch" and info.unit == "step" and info.name != "gigpo":
+        if self.config.normalize_advantage == "batch" and info.layout == "time":
             advantage = whiten(advantage.contiguous(), counted)
+        if self.config.advantage_clip is not None:
+            advantage = advantage.clamp(-self.config.advantage_clip, self.config.advantage_clip)
         advantage = torch.where(counted, advantage, torch.zeros_like(advantage))
+        if present is not None:
+            columns = torch.arange(batch.shape[1]).expand(batch.shape)
+            sampled = {"behaviour_log_prob": batch.behaviour_log_prob, "mask": counted, "chunk_id": columns}
+            advantage, figures = self.corrected(advantage, present, **sampled)
+            metrics |= figures
         return Credit(advantage, counted, values.value, returns, batch.success, metrics)
+
+    def _counted(self, batch: EpisodeBatch) -> Tensor:
+        """[B, L] what is learned from and compared with."""
+        counted = batch.mask & ~batch.greedy[:, None]
+        return counted & ~self._cut_off(batch)[:, None] if self.config.reward.truncated == "mask" else counted
+
+    def _cut_off(self, batch: EpisodeBatch) -> Tensor:
+        """[B] bool: episodes that the step limit ended, or with an answer that took all the tokens it may have."""
+        most = self.config.reward.overlong_tokens
+        if most is None or batch.num_tokens is None:
+            return batch.truncated
+        return batch.truncated | (batch.mask & (batch.num_tokens >= most)).any(1)
 
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
-    def _reward(self, batch: EpisodeBatch, log_prob: Tensor | None, reference: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def _reward(self, batch: EpisodeBatch, kl: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """[B, L] as it is learned from, and what is worth telling about it."""
         config, reward = self.config.reward, batch.reward
         metrics: dict[str, float] = {}
         if config.clip is not None:
             reward = clip_reward(reward=reward, low=-config.clip, high=config.clip, mask=batch.mask)
         reward = reward * config.scale
-        if self.config.kl.coef > 0 and self.config.kl.place == "reward":
-            assert log_prob is not None, "the learner computes both"
-            assert reference is not None, "the learner computes both"
-            reward, told = kl_in_reward(
+        if config.truncated == "zero":
+            reward = torch.where(self._cut_off(batch)[:, None], torch.zeros_like(reward), reward)
+        if config.overlong_penalty and batch.num_tokens is not None:
+            assert config.overlong_tokens is not None, "the configuration was checked"
+            reward = penalize_overlong(
                 reward=reward,
-                log_prob=log_prob,
-                reference_log_prob=reference,
-                coefficient=self.kl_coefficient.value,
-                kind=self.config.kl.kind,
+                length=batch.num_tokens,
+                max_length=config.overlong_tokens,
+                buffer=config.overlong_buffer,
+                penalty=config.overlong_penalty,
                 mask=batch.mask,
             )
+        if self.config.kl.coef > 0 and self.config.kl.place == "reward":
+            assert kl is not None, "`divergence` gives it"
+            reward, told = kl_in_reward(reward=reward, kl=kl, coefficient=self.kl_coefficient.value, mask=batch.mask)
             metrics = {name: float(value) for name, value in told.items()}
             self.adapt(metrics["kl"], int(batch.mask.sum()))
         if config.length_penalty:
@@ -95,7 +147,7 @@ class EpisodeMethod:
     def _normalized(self, batch: EpisodeBatch, reward: Tensor) -> Tensor:
         """Returns are normalised as numbers of whole episodes, and the difference is spread evenly over the steps."""
         config, whole = self.config.reward, reward.sum(1)
-        counted = ~batch.greedy
+        counted = self._counted(batch).any(1)
         if "running" in (config.mean, config.std):
             self.moments = self.moments.merge(Moments.of(whole, counted))
         rows = [
@@ -115,16 +167,16 @@ class EpisodeMethod:
         return reward + batch.mask * ((normalized - whole) / lengths)[:, None]
 
     def adapt(self, kl: float, num_samples: int) -> None:
-        """Tell the KL coefficient what divergence was measured."""
+        """Update the KL coefficient with the measured divergence."""
         self.kl_coefficient.update(kl, num_samples)
 
     # ---- credit -----------------------------------------------------------------------------------------------------
 
     def _row_arrays(self, batch: EpisodeBatch, reward: Tensor) -> dict[str, Tensor]:
         score = reward.sum(1)
-        mask = batch.mask & ~batch.greedy[:, None]
+        mask = self._counted(batch)
         arrays = {"score": score, "group": batch.group, "mask": mask, "reward": reward, "length": batch.mask.sum(1)}
-        arrays["chunk_id"] = torch.arange(batch.shape[1]).expand(batch.shape)  # every step is a decision of its own
+        arrays["chunk_id"] = torch.arange(batch.shape[1]).expand(batch.shape)  # every step is a separate decision
         if batch.greedy.any():
             of_group = {int(number): float(score[row]) for row, number in enumerate(batch.group) if batch.greedy[row]}
             arrays["greedy_score"] = torch.tensor([of_group[int(number)] for number in batch.group], dtype=score.dtype)
@@ -152,27 +204,36 @@ class EpisodeMethod:
                 "last_value": torch.zeros(batch.shape[0]),
                 "final_value": values.final_value[cut[:, 1]].contiguous(),
             }
-        result = info.load()(**arrays, **options)
+        result = info.load()(**_wanted(info, arrays), **options)
+        if info.returns_value_target and not (isinstance(result, tuple) and len(result) == 2):
+            raise UserError(f"'{info.name}' takes values and must return (advantage, returns), the critic's target.")
         if info.returns_value_target:
             return result[0].T.contiguous(), result[1].T.contiguous()
         return result.T.contiguous(), None
 
     def _from_anchors(self, batch: EpisodeBatch, reward: Tensor, options: dict[str, Any]) -> Tensor:
         """GiGPO's rows are steps: [M], scattered to [B, L]."""
-        kept = (~batch.greedy)[batch.row]
+        kept = self._counted(batch).any(1)[batch.row]
         flat_reward = reward[batch.row, batch.column]
         group = batch.group[batch.row]
-        anchors = [{key: part[step] for key, part in batch.observation.items()} for step in range(len(batch.row))]
-        advantage = self.composition.advantage.load()(
-            episode_return=reward.sum(1)[batch.row],
-            step_return=step_returns(reward=flat_reward, trajectory=batch.row, step=batch.column, gamma=self.config.gamma, rows=kept),
-            group=group,
-            trajectory=batch.row,
-            anchor_group=anchor_groups(anchor=anchors, group=group, rows=kept),
-            mask=kept[:, None],
-            **options,
-        )
-        return batch.scatter(advantage[:, 0])
+        anchors: list[Any] = [{key: part[step] for key, part in batch.observation.items()} for step in range(len(batch.row))]
+        similarity = self.config.anchor_similarity
+        if similarity is not None:
+            if any(set(anchor) != {"text"} for anchor in anchors):
+                raise UserError("algorithm.anchor_similarity compares texts, and these observations are none: set it to null.")
+            anchors = [str(anchor["text"]) for anchor in anchors]
+        arrays = {
+            "episode_return": reward.sum(1)[batch.row],
+            "step_return": step_returns(reward=flat_reward, trajectory=batch.row, step=batch.column, gamma=self.config.gamma, rows=kept),
+            "group": group,
+            "trajectory": batch.row,
+            "anchor_group": anchor_groups(anchor=anchors, group=group, rows=kept, similarity=similarity),
+            "mask": kept[:, None],
+        }
+        info = self.composition.advantage
+        advantage: Tensor = info.load()(**_wanted(info, arrays), **options)
+        _require_shape(info, advantage, (len(batch.row), 1))
+        return batch.scatter(advantage if advantage.dim() == 1 else advantage[:, 0])
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
@@ -186,3 +247,15 @@ class EpisodeMethod:
 
     def restart_episodes(self) -> None:
         """Nothing is carried from one batch's episodes to the next."""
+
+
+def _wanted(info: AdvantageInfo, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those arrays that a method takes."""
+    return {name: arrays[name] for name in (*info.inputs, *info.optional_inputs) if name in arrays}
+
+
+def _require_shape(info: AdvantageInfo, advantage: Tensor, shape: tuple[int, int]) -> None:
+    """Raises UserError unless a method gave a number for each row or for each entry."""
+    if not isinstance(advantage, Tensor) or tuple(advantage.shape) not in (shape[:1], shape):
+        got = list(advantage.shape) if isinstance(advantage, Tensor) else type(advantage).__name__
+        raise UserError(f"'{info.name}' must return one advantage for each row {list(shape[:1])} or entry {list(shape)}, got {got}.")

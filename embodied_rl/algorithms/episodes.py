@@ -47,8 +47,10 @@ class EpisodeBatch:
     success: Tensor
     """[B] bool"""
     greedy: Tensor
-    """[B] bool: played by the mode of the policy, for a baseline alone."""
+    """[B] bool: played by the mode of the policy, only for a baseline."""
     groups: tuple[EpisodeGroup, ...] = field(repr=False)
+    num_tokens: Tensor | None = field(repr=False, default=None)
+    """[B, L] int64 sampled tokens of each answer of a language agent; None: other policies."""
     unit_log_prob: Tensor | None = field(repr=False, default=None)
     """[M, U] of each action unit under the policy that acted; None: not kept."""
     unit_mask: Tensor | None = field(repr=False, default=None)

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from embodied_rl.bounds import Score, Share
+from embodied_rl.config.building import check_arguments
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import EpisodeGroup
 
@@ -22,12 +24,12 @@ Over = Literal["mean", "all", "any"]
 """How the values of a group's episodes are held against a rule: their mean, each of them, or at least one."""
 
 
-def zero_variance(*, tolerance: float = 1e-6) -> GroupFilter:
+def zero_variance(*, tolerance: Share = 1e-6) -> GroupFilter:
     """Drop groups whose scores are all equal: their group-relative advantages are 0.
 
     Args:
         tolerance: largest difference between scores, relative to the largest magnitude among them (at least 1), that counts as
-            equal. Sums of float32 rewards differ by rounding alone; exact comparison would let such groups pass.
+            equal. Sums of float32 rewards that should be equal differ by rounding; exact comparison would let such groups pass.
 
     Raises (when applied):
         UserError: the group has one episode, so that every group would be dropped.
@@ -45,7 +47,7 @@ def zero_variance(*, tolerance: float = 1e-6) -> GroupFilter:
     return apply
 
 
-def mean_score(*, minimum: float | None = None, maximum: float | None = None) -> GroupFilter:
+def mean_score(*, minimum: Score | None = None, maximum: Score | None = None) -> GroupFilter:
     """Keep groups with minimum <= mean score <= maximum (None: no bound): neither too hard nor too easy. A NaN is dropped.
 
     With success as reward, (0.1, 0.9) is RLinf-VLA's setting for LIBERO (arXiv:2510.06710).
@@ -54,7 +56,7 @@ def mean_score(*, minimum: float | None = None, maximum: float | None = None) ->
     return lambda group: None if inside(group.mean_score) else "mean_score"
 
 
-def path(*, path: str, minimum: float | None = None, maximum: float | None = None, equals: Any = None, over: Over = "mean") -> GroupFilter:
+def path(*, path: str, minimum: Score | None = None, maximum: Score | None = None, equals: Any = None, over: Over = "mean") -> GroupFilter:
     """Keep groups by any value of theirs or of their episodes, named by a dotted path.
 
     ``success_rate`` or ``number`` is looked up in the group; ``episode.num_steps`` or ``episode.metadata.judge.score`` in each of its
@@ -115,10 +117,10 @@ FILTERS: dict[str, Callable[..., GroupFilter]] = {"zero_variance": zero_variance
 def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, ...]:
     """Filters from a configuration: ``[{name: zero_variance}, {name: mean_score, minimum: 0.1, maximum: 0.9}]``.
 
-    Raises UserError for a name or an argument that is not known.
+    Raises UserError for a name or an argument that is not known, or does not fit.
     """
     built = []
-    for setting in settings:
+    for number, setting in enumerate(settings):
         name, arguments = str(setting.get("name")), {key: value for key, value in setting.items() if key != "name"}
         if name not in FILTERS:
             raise UserError(f"Group filter '{name}' is not known.{did_you_mean(name, FILTERS)}")
@@ -129,6 +131,7 @@ def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, .
         missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in arguments]
         if missing:
             raise UserError(f"Group filter '{name}' needs {', '.join(missing)}.")
+        check_arguments(FILTERS[name], arguments, f"algorithm.groups.filters[{number}]")
         built.append(FILTERS[name](**arguments))
     return tuple(built)
 

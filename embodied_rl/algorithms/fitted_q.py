@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from embodied_rl.bounds import LearningRate, PositiveShare, Rows, Seed, Size
 from embodied_rl.config.building import Config
+from embodied_rl.memory import TRAINED, require_memory
 
 _CHUNK_ROWS = 16_384
-"""Rows of one forward pass over everything; limits memory alone."""
+"""Rows of one forward pass over everything; affects only memory."""
 _WARM_SHARE = 0.1
 """Of the steps, those at the beginning that regress on the recorded returns (see `fit_q`)."""
 _DRIFT_SHARE = 0.2
@@ -74,7 +75,7 @@ class FittedQConfig(Config, place="fqe"):
     num_members: Size = 8
     """E; each is fitted to its own resample of the episodes."""
     num_steps: Size = 6000
-    """The following copy needs hundreds of its time constants (1 / `target_rate`) where much is bootstrapped; `FittedQ.drift` tells."""
+    """The following copy needs hundreds of its time constants (1 / `target_rate`) where much is bootstrapped; `FittedQ.drift` shows it."""
     batch_size: Rows = 128
     """Rows of each member in one step."""
     learning_rate: LearningRate = 3e-3
@@ -93,9 +94,9 @@ class FittedQ:
     values: np.ndarray
     """[E] float64 each member's mean value of the first states in its own resample; their spread is the bootstrap's."""
     q: np.ndarray
-    """[M] float64 Q of the recorded steps, and …"""
+    """[M] float64 Q of the recorded steps, from the same members as `v`."""
     v: np.ndarray
-    """[S] float64 … V of the states, both by the members alone whose resample does not hold the episode: independent of it."""
+    """[S] float64 V of the states, only from members whose resample does not hold the episode: independent of it."""
     member_q: np.ndarray
     """[E, M] float64 Q of the recorded steps, and …"""
     member_v: np.ndarray
@@ -195,8 +196,12 @@ class _Regression:
         self.row_starts = self.row_counts.cumsum(dim=0) - self.row_counts
         num_actions = 0 if steps.probability is None else int(steps.probability.shape[1])
         width = steps.features.shape[1] + (0 if num_actions else int(steps.action.shape[1]))
-        self.online = QEnsemble(config.num_members, (width, *config.hidden_sizes, num_actions or 1), self.generator)
-        self.target = QEnsemble(config.num_members, (width, *config.hidden_sizes, num_actions or 1), self.generator)
+        sizes = (width, *config.hidden_sizes, num_actions or 1)
+        layers = {f"[{config.num_members}, {fan_in}, {fan_out}]": (fan_in + 1) * fan_out for fan_in, fan_out in itertools.pairwise(sizes)}
+        parts = {shape: (TRAINED + 1) * 4 * config.num_members * weights for shape, weights in layers.items()}  # float32, and the targets
+        require_memory(f"fqe.hidden_sizes={list(config.hidden_sizes)}", parts, "fqe.hidden_sizes or fqe.num_members")
+        self.online = QEnsemble(config.num_members, sizes, self.generator)
+        self.target = QEnsemble(config.num_members, sizes, self.generator)
         self.target.load_state_dict(self.online.state_dict())
 
     def run(self, on_step: Callable[[int], object] | None) -> FittedQ:
@@ -318,10 +323,10 @@ def _returns_to_go(steps: RecordedSteps, gamma: float) -> Tensor:
 def _resamples(num_episodes: int, num_members: int, seed: int) -> np.ndarray:
     """[E, N] how often each episode is in each member's resample.
 
-    Each episode is left out by at least one member, so that somebody can judge it who has not seen it; only where there are too few
-    episodes or members for that, some are in all.
+    At least one member's resample leaves out each episode, so that a member that has not seen it can judge it. Where there are too few
+    episodes or members for that, some episodes are in every resample.
     """
-    # A stream of its own: whoever made the data may have used the plain seed.
+    # A separate random stream: the data may have been made with the plain seed.
     random = np.random.default_rng([seed, _RESAMPLING])
     counts = random.multinomial(num_episodes, np.full(num_episodes, 1 / num_episodes), size=num_members).astype(np.float64)
     for episode in np.flatnonzero((counts > 0).all(axis=0)):

@@ -1,4 +1,4 @@
-"""Credit by comparison within a group: episodes from the same initial state, told apart by their scores alone; no critic.
+"""Credit by comparison within a group: episodes from the same initial state, compared only by their scores; no critic.
 
 Rows [B] carry one score each and belong to a group by an integer id [B]; rows of a group need not be adjacent, and ids are arbitrary.
 With a mask [B, L] the results are [B, L], the row's number at every action unit that counts and 0 elsewhere; without one, [B].
@@ -8,7 +8,7 @@ A row of which nothing counts is padding: it enters no statistic, and its score 
 - Statistics are float64, results of the type of the score (float32 for integers).
 - A group whose scores are all equal gives exactly 0. "Equal" is up to rounding, ``1e-6`` of the largest score in float32: the noise of
   equal scores that were summed in different orders, divided by a standard deviation of the same noise, would look like a signal.
-- A group of one has nobody to be compared with. It keeps its raw score as the published implementations do (a baseline of 0), or
+- A group of one has no other row to compare with. It keeps its raw score as the published implementations do (a baseline of 0), or
   gets 0 with ``alone="zero"``.
 """
 
@@ -187,12 +187,18 @@ def gpg(
 
 
 @torch.no_grad()
-def pass_at_k(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool = False, alone: Alone = "raw") -> Tensor:
+def pass_at_k(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool = False) -> Tensor:
     """Only the best row of a group is credited, with best - second best (Tang et al. 2025, arXiv:2503.19595, leave-one-out of the max).
 
-    Where two are best, nobody is credited. ``std=True`` divides by the group's standard deviation + 1e-6.
+    Where two are best, none is credited. ``std=True`` divides by the group's standard deviation + 1e-6.
+
+    Raises:
+        ValueError: a group of one: it has no second best.
     """
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
+    if bool(statistics.alone.any()):
+        single = int(group[statistics.alone][0])
+        raise ValueError(f"pass_at_k compares the best row of a group with the second best, and group {single} has one row.")
     exact = torch.where(statistics.rows, score.detach().double(), -torch.inf)
     # By group, then by score, descending.
     order = exact.argsort(descending=True, stable=True)
@@ -206,7 +212,7 @@ def pass_at_k(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: 
     advantage = torch.zeros_like(exact).index_copy(0, order, torch.where(credited, gap, 0.0))
     if std:
         advantage = advantage / (statistics.std[statistics.index] + STD_EPS)
-    return _result(advantage, statistics, score, mask, alone)
+    return spread(advantage, like=score, mask=mask)
 
 
 @torch.no_grad()

@@ -19,12 +19,14 @@ def _gae_row(
     advantage: np.ndarray,
     returns: np.ndarray,
 ) -> None:
-    """One step of all slots. There is no branch in the loop, so that it runs on whole vectors: five times as fast."""
+    """One step of all slots. There is no branch in the loop, so that it runs on whole vectors: five times as fast.
+
+    `following` are the values after the step, of any type; they are read only, so that they can be the next row of `value` itself.
+    """
     for n in range(reward.size):
-        bootstrap = 0.0 if terminated[n] else following[n]
+        bootstrap = 0.0 if terminated[n] else np.float64(following[n])
         carry = 0.0 if terminated[n] | truncated[n] else carried[n]
         carried[n] = reward[n] + gamma * bootstrap - value[n] + gamma * gae_lambda * carry
-        following[n] = value[n]
         advantage[n] = carried[n]
         returns[n] = advantage[n] + value[n]
 
@@ -70,32 +72,39 @@ def gae_kernel(
     gae_lambda: float,
     advantage: np.ndarray,
     returns: np.ndarray,
+    first: int,
+    stop: int,
 ) -> None:
-    """Fill `advantage` and `returns` [T, N]; see `embodied_rl.algorithms.advantages.gae`. Sums are float64 whatever the arrays are.
+    """Fill slots [first, stop) of `advantage` and `returns` [T, N]; see `embodied_rl.algorithms.advantages.gae`.
 
-    `cut_step`, `cut_slot` and `final_value` [K] tell where steps were truncated, ascending, and what came after. `mask` and
-    `discount` are [T, N] or empty: all steps count; every step is discounted by gamma.
+    Sums are float64 whatever the arrays are. `cut_step` and `cut_slot` [K] say where steps were truncated, ascending;
+    `final_value` [K] is what came after. `mask` and `discount` are [T, N] or empty: all steps count; every step is discounted by gamma.
     """
-    num_steps, num_slots = reward.shape
+    num_steps, num_slots = len(reward), stop - first
     masked, varying = mask.size > 0, discount.size > 0
-    following = last_value.astype(np.float64)
+    following = last_value[first:stop].astype(np.float64)
     carried = np.zeros(num_slots, np.float64)
     all_count = np.ones(num_slots, np.bool_)
     same_discount = np.full(num_slots, gamma)
     k = final_value.size
     for t in range(num_steps - 1, -1, -1):
+        cut = k > 0 and cut_step[k - 1] == t
+        if cut and not (masked or varying) and t + 1 < num_steps:
+            following[:] = value[t + 1, first:stop]
         while k > 0 and cut_step[k - 1] == t:
             k -= 1
-            if not masked or mask[t, cut_slot[k]]:
-                following[cut_slot[k]] = final_value[k]
+            if first <= cut_slot[k] < stop and (not masked or mask[t, cut_slot[k]]):
+                following[cut_slot[k] - first] = final_value[k]
+        row = (reward[t, first:stop], value[t, first:stop], terminated[t, first:stop], truncated[t, first:stop])
+        filled = (advantage[t, first:stop], returns[t, first:stop])
         if masked or varying:
-            mask_row = mask[t] if masked else all_count
-            discount_row = discount[t] if varying else same_discount
-            row = (reward[t], value[t], terminated[t], truncated[t])
-            _gae_row_masked(*row, mask_row, discount_row, gae_lambda, following, carried, advantage[t], returns[t])
+            mask_row = mask[t, first:stop] if masked else all_count
+            discount_row = discount[t, first:stop] if varying else same_discount
+            _gae_row_masked(*row, mask_row, discount_row, gae_lambda, following, carried, *filled)
+        elif cut or t + 1 == num_steps:
+            _gae_row(*row, gamma, gae_lambda, following, carried, *filled)
         else:
-            row = (reward[t], value[t], terminated[t], truncated[t])
-            _gae_row(*row, gamma, gae_lambda, following, carried, advantage[t], returns[t])
+            _gae_row(*row, gamma, gae_lambda, value[t + 1, first:stop], carried, *filled)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -9,27 +9,34 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
-from embodied_rl.algorithms.ratios import clamp_log_ratio
 from embodied_rl.errors import did_you_mean
 
 KlKind = Literal["k1", "k2", "k3"]
+
+K3_SLOPE = 10.0
+"""The steepest slope of k3: beyond d = -ln(1 + K3_SLOPE) = -2.4 it is continued by its tangent."""
+_K3_FAR = math.log1p(K3_SLOPE)
 
 
 def kl_estimate(*, log_prob: Tensor, reference_log_prob: Tensor, kind: str) -> Tensor:
     """Estimators of KL(pi || reference) from samples of pi, entry by entry (Schulman, "Approximating KL divergence", 2020).
 
-    With d = log pi - log reference: k1 = d (unbiased), k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased, never negative).
+    With d = log pi - log reference: k1 = d (unbiased), k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased, never negative). k3 grows
+    exponentially with -d: at d = -10 one entry would weigh 22,015 and take over a clipped gradient. Where its slope would exceed
+    `K3_SLOPE` its tangent takes its place, so that value and gradient stay finite and a far entry is still pulled back.
 
     Raises:
         ValueError: another `kind`.
     """
-    d = clamp_log_ratio(log_prob - reference_log_prob)
+    d = log_prob - reference_log_prob
     if kind == "k1":
         return d
     if kind == "k2":
         return 0.5 * d * d
     if kind == "k3":
-        return torch.expm1(-d) + d
+        # The exponential is taken of a clamped d: an infinity in the branch that is not chosen would be NaN in the gradient.
+        near = torch.expm1(-d.clamp(min=-_K3_FAR)) + d
+        return torch.where(d < -_K3_FAR, K3_SLOPE - _K3_FAR - K3_SLOPE * (d + _K3_FAR), near)
     raise ValueError(f"kind must be k1, k2 or k3, got {kind!r}.")
 
 
@@ -46,12 +53,12 @@ def kl_loss(
     """KL(pi || reference) as a loss; multiply it by the coefficient.
 
     An unbiased value does not make an unbiased gradient. On samples of pi, the gradient of k2, E[d grad log pi], is that of the
-    divergence. That of k3 is the gradient of KL(reference || pi) (weights 1 - exp(-d)), which agrees with it near d = 0 and is
-    bounded above. That of k1 is E[grad log pi] = 0: noise and nothing else, so it is refused unless `straight_through` is set,
+    divergence. That of k3 is the gradient of KL(reference || pi) (weights 1 - exp(-d)), which agrees with it near d = 0 and lies
+    between -`K3_SLOPE` and 1. That of k1 is E[grad log pi] = 0: noise and nothing else, so it is refused unless `straight_through` is set,
     which takes the value of `kind` with the gradient of k2 (Tang and Munos 2025, arXiv:2506.09477).
 
     Args:
-        log_prob, reference_log_prob: [B, L] or [B]; the gradient goes into the former alone.
+        log_prob, reference_log_prob: [B, L] or [B]; the gradient goes only into the former.
 
     Returns:
         The loss, and ``kl``, a mean over entries (token-mean) or over sequences' means (the other aggregations).
@@ -62,7 +69,7 @@ def kl_loss(
     if kind == "k1" and not straight_through:
         raise ValueError(
             "k1 as a loss has the gradient E[grad log pi] = 0, which regularises nothing. Take k2 or k3, set straight_through=True, "
-            "or put k1 in the reward (embodied_rl.algorithms.rewards.kl_in_reward)."
+            "or put k1 in the reward (algorithm.kl.place=reward)."
         )
     new, reference = visible_entries(mask, log_prob=log_prob, reference_log_prob=reference_log_prob.detach())
     per_entry = kl_estimate(log_prob=new, reference_log_prob=reference, kind=kind)
@@ -80,7 +87,7 @@ class KlCoefficient(Protocol):
     def value(self) -> float: ...
 
     def update(self, kl: float, num_samples: int) -> float:
-        """Take the divergence of the last step, measured over `num_samples` samples; return the coefficient from now on."""
+        """Take the divergence of the last step, measured over `num_samples` samples; return the coefficient from now on. Never raises."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -109,8 +116,9 @@ class FixedKlCoefficient:
 class AdaptiveKlCoefficient:
     """Follow a target divergence (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    e = clip(KL / target - 1, -0.2, 0.2) and value <- value (1 + e n / horizon), with n the samples of the step: a proportional
-    controller on the logarithm of the coefficient.
+    e = clip(KL / target - 1, -0.2, 0.2) and value <- value (1 + e min(n / horizon, 1)), with n the samples of the step: a proportional
+    controller on the logarithm of the coefficient. One measurement moves it by a fifth at most, however many samples it is of: beyond
+    five horizons the paper's factor 1 + e n / horizon would fall to 0, which it never leaves.
 
     Args:
         value: to begin with; > 0, since a factor never leaves 0.
@@ -129,16 +137,11 @@ class AdaptiveKlCoefficient:
         self.horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> float:
-        """Raises ValueError when the divergence is NaN or infinite, or the step is so long that the factor could fall to 0."""
-        if not math.isfinite(kl):
-            raise ValueError(f"The measured KL divergence is {kl}; the adaptive coefficient cannot follow it.")
-        if not 0 <= num_samples < self.horizon / self.MAX_ERROR:
-            raise ValueError(
-                f"num_samples must be >= 0 and below {1 / self.MAX_ERROR:g} x horizon ({self.horizon:g}), got {num_samples}: "
-                "the coefficient would fall to 0 or below. Take a larger horizon."
-            )
-        error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
-        self.value *= 1.0 + error * num_samples / self.horizon
+        """A divergence that is NaN changes nothing: the loss or the reward that it spoiled is refused where it is made."""
+        if not math.isnan(kl):
+            error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
+            # In this order for steps within the horizon, so that older runs go on bit for bit.
+            self.value *= 1.0 + (error * num_samples / self.horizon if num_samples <= self.horizon else error)
         return self.value
 
     def state_dict(self) -> dict[str, Any]:

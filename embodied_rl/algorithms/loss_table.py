@@ -5,11 +5,17 @@ The names are those of ``algorithm.loss`` in the configuration. `LossInfo.load` 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from embodied_rl.algorithms.catalogue import MethodInfo
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.algorithms.catalogue import MethodInfo, described
+from embodied_rl.errors import UserError
+from embodied_rl.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Need = Literal[
     "critic", "groups", "old_log_prob", "behaviour_log_prob", "proximal_log_prob", "reference_log_prob", "chunk_id", "demonstrations"
@@ -28,6 +34,11 @@ class LossInfo(MethodInfo):
     """What a ratio belongs to. An entry is a token, an action dimension, or a whole action where log-probabilities are summed first."""
     needs: frozenset[Need] = frozenset()
     default_aggregation: str = "token-mean"
+
+    def load(self) -> Callable[..., Any]:
+        """The function, without `fixed`; what one of the user's own returns is checked."""
+        function = super().load()
+        return functools.partial(_checked, function, self.target) if self.own else function
 
 
 _PPO_OPTIONS = ("clip_low", "clip_high", "dual_clip")
@@ -97,8 +108,8 @@ _POLICY_LOSSES = (
         summary="A >= 0: -A log pi; A < 0: -sg(clip(pi / behaviour, 0, 1)) A log pi, the ratio that of the sequence",
         unit="sequence",
         inputs=("log_prob", "behaviour_log_prob", "advantage"),
-        optional_inputs=("weight", "chunk_id"),
-        options=("ratio_low", "ratio_high", "level"),
+        optional_inputs=("weight", "chunk_id", "positive"),
+        options=("ratio_low", "ratio_high", "level", "sign"),
         needs=frozenset({"behaviour_log_prob"}),
         source="Le Roux et al. 2025, arXiv:2503.14286",
     ),
@@ -177,8 +188,40 @@ LOSS_TERMS: dict[str, LossInfo] = {info.name: info for info in _TERMS}
 """{name: term}; a configuration adds any of them with a coefficient."""
 
 
+ARRAYS = ("log_prob", "old_log_prob", "proximal_log_prob", "behaviour_log_prob", "advantage", "chunk_id", "positive", "weight")
+"""Arrays that a loss of the user's own takes by these names; `LossInfo.inputs` of the table say what they are."""
+SHARED = ("mask", "denominator", "aggregation")
+"""Arguments of every loss, so that parts of a batch add up, on ranks too."""
+
+_NAMES = Registry("loss", "losses", {name: info.target for name, info in LOSSES.items()})
+
+
 def loss_info(name: str) -> LossInfo:
-    """The policy loss of that name. Raises UserError with the nearest one."""
-    if name not in LOSSES:
-        raise UserError(f"Loss '{name}' is not known.{did_you_mean(name, LOSSES)}")
-    return LOSSES[name]
+    """The policy loss of that name, of an installed package (entry points ``embodied_rl.losses``), or at ``package.module:function``.
+
+    Raises UserError with the nearest name, or with what a function of the user's own lacks.
+    """
+    return LOSSES[name] if name in LOSSES else _own(name, _NAMES.target(name))
+
+
+@functools.cache
+def _own(name: str, target: str) -> LossInfo:
+    info = LossInfo(**described(name, target, arrays=ARRAYS, shared=SHARED))
+    if "log_prob" not in info.inputs:
+        raise UserError(f"'{target}' does not take 'log_prob', the log-probabilities [B, L] that a loss differentiates.")
+    return info
+
+
+def _checked(function: Callable[..., Any], target: str, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss of the user's own returns: one number that has a gradient, and metrics, detached."""
+    import torch
+
+    result = function(**arguments)
+    right = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor) and isinstance(result[1], Mapping)
+    if not right or result[0].dim() != 0:
+        raise UserError(f"'{target}' must return (loss, metrics): a tensor of one number and a mapping of names to numbers.")
+    loss, metrics = result
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UserError(f"The loss of '{target}' has no gradient: it must be computed from log_prob, which must not be detached.")
+    own = {str(key): torch.as_tensor(value, device=loss.device).detach() for key, value in metrics.items()}
+    return loss, {"policy_loss": loss.detach(), **own}

@@ -1,6 +1,6 @@
 """Losses for rows that another policy made, and the weights and masks that correct for it.
 
-Three policies may be told apart: *behaviour* (the generator that sampled, perhaps old, perhaps of another numerical precision),
+Three policies may differ: *behaviour* (the generator that sampled, perhaps old, perhaps of another numerical precision),
 *proximal* (the trainer's weights before this update, around which PPO keeps), and the one in training. Shapes and denominators are
 those of `losses`. Weights are constants: no gradient flows through them.
 """
@@ -16,6 +16,8 @@ from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_
 from embodied_rl.algorithms.kl import kl_estimate
 from embodied_rl.algorithms.losses import Metrics, check_clip, ppo_clip_loss, weighted
 from embodied_rl.algorithms.ratios import Level, clamp_log_ratio, log_ratio_at
+from embodied_rl.bounds import Coefficient, Positive
+from embodied_rl.config import CorrectionConfig
 
 WeightMode = Literal["clamp", "mask"]
 
@@ -71,6 +73,45 @@ def importance_weights(
     return weight, metrics
 
 
+def correction_weights(
+    correction: CorrectionConfig,
+    *,
+    log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    mask: Tensor | None = None,
+    chunk_id: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """What the advantages of a whole batch are multiplied with, as `algorithm.correction` says, before its first step.
+
+    Every policy loss f(log pi, A) is proportional to a positive factor of A, so that this is the loss multiplied entry by entry:
+    w max(-A r, -A clip(r)) = max(-(w A) r, -(w A) clip(r)). An entry of weight 0 stays in the denominator.
+
+    With w of `importance_weights` and the sequences that `rejection_mask` keeps. ``batch_normalise`` divides by the mean of w over all
+    entries before rejection, so that the batch keeps its weight as a whole (self-normalised importance sampling: Owen 2013,
+    "Monte Carlo theory, methods and examples", section 9.2).
+
+    Args:
+        log_prob: [B, L] or [B] of the policy as it is when the update begins.
+        behaviour_log_prob: the same shape, of the policy that sampled; of all rows of the batch, since a mean is over them.
+
+    Returns:
+        Weights of the shape of `log_prob`, 0 outside the mask; the metrics of `importance_weights`, and ``rejected_fraction``.
+    """
+    given = {"log_prob": log_prob, "behaviour_log_prob": behaviour_log_prob, "mask": mask, "chunk_id": chunk_id}
+    weight = torch.ones_like(log_prob) if mask is None else mask.to(log_prob.dtype)
+    metrics: Metrics = {}
+    if correction.mode != "none":
+        bounds = {"low": correction.low, "high": correction.high}
+        weight, metrics = importance_weights(**given, **bounds, level=correction.level, mode=correction.mode)  # type: ignore[arg-type]
+        if correction.batch_normalise:
+            weight = weight / metrics["weight_mean"].clamp(min=torch.finfo(weight.dtype).tiny)
+    if correction.reject is not None:
+        kept = rejection_mask(**given, low=1.0 / correction.reject, high=correction.reject)  # type: ignore[arg-type]
+        weight = torch.where(kept, weight, torch.zeros_like(weight))
+        metrics["rejected_fraction"] = TOKEN_MEAN.mean((~kept).to(weight.dtype), mask)
+    return weight, {name: float(value) for name, value in metrics.items()}
+
+
 def rejection_mask(
     *,
     log_prob: Tensor,
@@ -113,8 +154,8 @@ def decoupled_ppo_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-    weight_high: float,
-    weight_low: float = 0.0,
+    weight_high: Positive,
+    weight_low: Coefficient = 0.0,
     weight_mode: WeightMode = "mask",
     weight_level: Level = "token",
     weight: Tensor | None = None,
@@ -191,9 +232,11 @@ def topr_loss(
     log_prob: Tensor,
     behaviour_log_prob: Tensor,
     advantage: Tensor,
-    ratio_low: float = 0.0,
-    ratio_high: float = 1.0,
+    ratio_low: Coefficient = 0.0,
+    ratio_high: Positive = 1.0,
     level: Level = "sequence",
+    sign: Literal["advantage", "score"] = "advantage",
+    positive: Tensor | None = None,
     weight: Tensor | None = None,
     mask: Tensor | None = None,
     chunk_id: Tensor | None = None,
@@ -204,18 +247,29 @@ def topr_loss(
 
     -A log pi where A >= 0, without a ratio: good rows are imitated however unlikely they have become.
     -sg(clip(pi / behaviour, ratio_low, ratio_high)) A log pi where A < 0: what the policy no longer does is not pushed down further.
-    The ratio is that of the whole sequence, as in the paper; `level` offers the others.
+    The ratio is that of the whole sequence, as in the paper; `level` offers the others. With ``sign="score"`` it is tapered in rows that
+    failed (`positive` [B] False), whatever their advantage: the paper separates good rows from bad ones by their reward.
 
     Returns:
-        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (among all entries, those of A < 0 with a clipped ratio).
+        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (among all entries, those that are tapered with a clipped
+        ratio).
+
+    Raises:
+        ValueError: bounds or shapes that make no sense, or ``sign="score"`` without `positive`.
     """
     _check_bounds(ratio_low, ratio_high)
     new, old, advantages = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob, advantage=advantage.detach())
     ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
     clipped = ratio.clamp(ratio_low, ratio_high)
-    taper = torch.where(advantages < 0, clipped, torch.ones_like(clipped))
+    if sign == "score":
+        if positive is None or positive.dtype != torch.bool or positive.shape != log_prob.shape[:1]:
+            raise ValueError(f"topr with sign='score' needs positive, bool of shape ({log_prob.shape[0]},): which rows succeeded.")
+        tapered = ~(positive if new.dim() == 1 else positive[:, None].expand_as(new))
+    else:
+        tapered = advantages < 0
+    taper = torch.where(tapered, clipped, torch.ones_like(clipped))
     loss = aggregation.reduce(weighted(-taper * advantages * new, weight, mask), mask, denominator)
-    return loss, _metrics(loss, new, old, (clipped != ratio) & (advantages < 0), mask, denominator, aggregation)
+    return loss, _metrics(loss, new, old, (clipped != ratio) & tapered, mask, denominator, aggregation)
 
 
 def _metrics(

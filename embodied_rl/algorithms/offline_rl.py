@@ -14,7 +14,7 @@ Metrics = dict[str, Tensor]
 
 
 def smallest_of(values: Tensor, members: Tensor | None = None) -> Tensor:
-    """min over the ensemble of Q̄ [E, B] → [B]; of these `members` [M] alone where given.
+    """min over the ensemble of Q̄ [E, B] → [B]; over `members` [M] only, where given.
 
     Clipped double Q-learning (Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1); a random subset of a larger ensemble is REDQ's
     (Chen et al. 2021, arXiv:2101.05982, algorithm 1), which RLPD takes over (Ball et al. 2023, arXiv:2302.02948, algorithm 1).

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.advantages import action_gae, gae, sum_chunks, whiten
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.off_policy import importance_weights
+from embodied_rl.algorithms.composition import method_options
+from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.rewards import ReturnNormalizer
 from embodied_rl.algorithms.units import unit_steps
-from embodied_rl.config import AlgorithmConfig
-from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.config import AlgorithmConfig, CorrectionConfig
+from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.types import Rollout
 
 
@@ -36,6 +37,7 @@ class PPO:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
+        self._advantage = advantage_info(config.advantage)
         self.reward_normalizer = ReturnNormalizer(config.gamma, config.reward_clip) if config.normalize_reward else None
 
     def prepare(
@@ -53,6 +55,8 @@ class PPO:
         of_actions = advantage.ndim == 3
         if self.config.normalize_advantage == "batch":
             advantage = whiten(advantage, rollout.executed if of_actions else None)
+        if self.config.advantage_clip is not None:
+            advantage = np.clip(advantage, -self.config.advantage_clip, self.config.advantage_clip)
         unit_mask = None
         if executed is not None:
             unit_mask = executed[:, unit_steps(rollout.log_prob.shape[-1], executed.shape[1], action_dim)]
@@ -77,17 +81,32 @@ class PPO:
             reward, discount = sum_chunks(reward=rollout.chunk_reward, executed=rollout.executed, gamma=config.gamma)
         if self.reward_normalizer is not None:
             reward = self.reward_normalizer(reward, rollout.terminated | rollout.truncated)
-        return gae(
-            reward=reward,
-            value=values.value,
-            last_value=values.last_value,
-            terminated=rollout.terminated,
-            truncated=rollout.truncated,
-            final_value=values.final_value,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
-            discount=discount,
-        )
+        arrays = {
+            "reward": reward,
+            "value": values.value,
+            "last_value": values.last_value,
+            "terminated": rollout.terminated,
+            "truncated": rollout.truncated,
+            "final_value": values.final_value,
+        }
+        if self._advantage.own:
+            return self._own_estimate(arrays)
+        return gae(**arrays, gamma=config.gamma, gae_lambda=config.gae_lambda, discount=discount)
+
+    def _own_estimate(self, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """By a function of the user's own: tensors in, (advantage, returns) [T, N] out."""
+        info, shape = self._advantage, arrays["reward"].shape
+        options = method_options(info, self.config.advantage_options, self.config)
+        wanted = {name: torch.from_numpy(arrays[name]) for name in (*info.inputs, *info.optional_inputs) if name in arrays}
+        result = info.load()(**wanted, **options)
+        if not (
+            isinstance(result, tuple)
+            and len(result) == 2
+            and all(isinstance(part, torch.Tensor) and tuple(part.shape) == shape for part in result)
+        ):
+            raise UserError(f"'{info.name}' must return (advantage, returns), two tensors {list(shape)} for this rollout.")
+        advantage, returns = (part.numpy().astype(np.float32, copy=False) for part in result)
+        return advantage, returns
 
     def _estimate_actions(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
         """[T, N, K] of the steps of chunks."""
@@ -126,8 +145,8 @@ class PPO:
             self.reward_normalizer.restart_episodes()
 
 
-def decoupled(batch: Batch, proximal_log_prob: torch.Tensor, options: Mapping[str, Any]) -> tuple[Batch, dict[str, float]]:
-    """The batch of which PPO's own loss is `decoupled_ppo_loss` of whole decisions (Hilton et al. 2021, arXiv:2110.00641).
+def corrected(batch: Batch, proximal_log_prob: torch.Tensor, correction: CorrectionConfig) -> tuple[Batch, dict[str, float]]:
+    """The batch of which PPO's own loss is weighed decision by decision: decoupled PPO (Hilton et al. 2021, arXiv:2110.00641).
 
     With w = sg(proximal / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the old policy becomes the proximal one,
     and the advantage is weighed. Decisions that the bounds reject keep their place in the mean, with an advantage of 0.
@@ -135,23 +154,20 @@ def decoupled(batch: Batch, proximal_log_prob: torch.Tensor, options: Mapping[st
     Args:
         batch: with advantages that are whitened already, and a `log_prob` of the policy that acted.
         proximal_log_prob: [B, L] of the policy as it is when the update begins.
-        options: ``weight_high``, ``weight_low`` (0), ``weight_mode`` (mask): see `decoupled_ppo_loss`.
 
     Returns:
-        The batch, and the metrics of `importance_weights`.
+        The batch, and the metrics of `correction_weights`.
     """
     assert batch.mask is None, "rollouts have no rows that do not count"
     assert batch.advantage.ndim == 1, "the configuration was checked: a decision has one advantage"
     units = torch.ones_like(batch.log_prob, dtype=torch.bool) if batch.unit_mask is None else batch.unit_mask
-    weight, metrics = importance_weights(
+    weight, metrics = correction_weights(
+        correction,
         log_prob=(proximal_log_prob * units).sum(-1),
         behaviour_log_prob=(batch.log_prob * units).sum(-1),
-        low=options.get("weight_low", 0.0),
-        high=options["weight_high"],
-        mode=options.get("weight_mode", "mask"),
     )
     weighed = batch.replaced(log_prob=proximal_log_prob, advantage=batch.advantage * weight.to(batch.advantage.dtype))
-    return weighed, {name: float(value) for name, value in metrics.items()}
+    return weighed, metrics
 
 
 def _rows(array: np.ndarray) -> torch.Tensor:

@@ -73,7 +73,7 @@ def log_ratio_at(
     Args:
         log_prob, old_log_prob: [B, L], or [B] (where all levels are the same).
         mask: bool; entries that count.
-        chunk_id: [B, L] integers, for ``chunk`` alone.
+        chunk_id: [B, L] integers, only for ``chunk``.
 
     Returns:
         The shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
-from embodied_rl.algorithms.kl import KlKind, kl_estimate
 
 
 def clip_reward(*, reward: Tensor, low: float = -math.inf, high: float = math.inf, mask: Tensor | None = None) -> Tensor:
@@ -81,7 +80,7 @@ def relative_reward(
     initial_level: float | Tensor = 0.0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """r_t = level_t - level_(t-1): rewards that tell how good a state is become rewards for making it better.
+    """r_t = level_t - level_(t-1): rewards that measure how good a state is become rewards for improving it.
 
     Over an episode they sum to the last level minus the initial one, so that lingering in a good state earns nothing more. It is
     the undiscounted potential-based form (Ng, Harada and Russell 1999) with the level as the potential and as the only reward.
@@ -147,31 +146,28 @@ def place_at_last(score: Tensor, mask: Tensor) -> Tensor:
 def kl_in_reward(
     *,
     reward: Tensor,
-    log_prob: Tensor,
-    reference_log_prob: Tensor,
+    kl: Tensor,
     coefficient: float,
-    kind: KlKind = "k1",
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = TOKEN_MEAN,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """reward - coefficient · KL estimate, entry by entry (Ziegler et al. 2019, arXiv:1909.08593); k1 is the paper's and unbiased.
+    """reward - coefficient · KL estimate, entry by entry (Ziegler et al. 2019, arXiv:1909.08593).
 
     Args:
-        reward: [B, L], such as `place_at_last` of a score; or [B] beside log-probabilities [B].
-        log_prob: of the policy that sampled, as the trainer computes it; `reference_log_prob`: of the reference on the same actions.
+        reward: [B, L], such as `place_at_last` of a score; or [B].
+        kl: the same shape, `kl.kl_estimate` of the policy that sampled, as the trainer computes it, from the reference on the same
+            actions; k1 is the paper's. An entry of several tokens has the sum of their estimates: an estimate of the tokens' summed
+            log-ratio spreads many times as far, exponentially in their number for k3.
         coefficient: >= 0; `kl.AdaptiveKlCoefficient` may steer it.
 
     Returns:
         Rewards, and ``kl`` and ``kl_penalty``, their means as `aggregation` takes them.
     """
     _require_not_negative("coefficient", coefficient)
-    visible, new, reference = visible_entries(
-        mask, reward=reward, log_prob=log_prob.detach(), reference_log_prob=reference_log_prob.detach()
-    )
-    kl = kl_estimate(log_prob=new, reference_log_prob=reference, kind=kind)
-    mean = aggregation.mean(kl, mask, denominator)
-    return (visible - coefficient * kl).to(reward.dtype), {"kl": mean, "kl_penalty": coefficient * mean}
+    visible, estimate = visible_entries(mask, reward=reward, kl=kl.detach())
+    mean = aggregation.mean(estimate, mask, denominator)
+    return (visible - coefficient * estimate).to(reward.dtype), {"kl": mean, "kl_penalty": coefficient * mean}
 
 
 def _require_not_negative(name: str, value: float) -> None:

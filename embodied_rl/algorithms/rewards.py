@@ -159,7 +159,7 @@ def normalize_reward(
 
     Args:
         reward: [B], one number per row (an episode's or a turn's).
-        group: [B] integers, any values, rows of a group anywhere; see `group_ids`. For ``group`` alone.
+        group: [B] integers, any values, rows of a group anywhere; see `group_ids`. Only for ``group``.
         mask: [B] bool; rows that count. The others get 0 and may be NaN.
         batch_moments: statistics of the global batch where this call sees a part of it: ``Moments.of(part, mask).over_ranks()``, or
             the parts' merged. None: of these rows.
@@ -261,7 +261,7 @@ def _lookup(row: Any, path: str, index: int) -> Any:
     while rest:
         names = [str(name) for name in node] if isinstance(node, Mapping) else [name for name in dir(node) if not name.startswith("_")]
         parts = rest.split(".")
-        # The longest name first: a key may have dots of its own.
+        # The longest name first: a key may itself contain dots.
         name = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in names), None)
         if name is None:
             raise UserError(f"Row {index} has no '{path}': no '{parts[0]}' in it.{did_you_mean(parts[0], names)}")

@@ -1,6 +1,6 @@
 """Credit by chunks of a row's action units: the tokens between two interactions with the environment, one turn of an agent.
 
-A row [L] is a whole episode here. `chunk_id` [B, L] integers tell which chunk each unit belongs to: units of a row with the same
+A row [L] is a whole episode here. `chunk_id` [B, L] integers give the chunk that each unit belongs to: units of a row with the same
 number, adjacent or not, and in the order in which they first appear. Without it, the chunks are the runs of the mask, for between two
 turns of an agent lie tokens that it did not write. Units outside the mask may hold any number, and chunks without a unit in the mask
 are not counted.
@@ -57,7 +57,7 @@ def segment_returns(*, reward: Tensor, gamma: float, mask: Tensor, chunk_id: Ten
     """Discounted returns chunk by chunk, shared by a chunk's units: G_k = r_k + gamma G_(k+1), r_k the sum of the chunk's rewards.
 
     This is ROLL's agentic REINFORCE (Wang et al. 2025, arXiv:2506.06122): one discount per turn, however many tokens it has. Rewards
-    anywhere inside a chunk count there, not those of its last token alone.
+    anywhere inside a chunk count there, not only those of its last token.
 
     Args:
         reward: [B, L] float32 or float64; anything outside the mask.
@@ -83,7 +83,7 @@ def chunk_returns(*, score: Tensor, gamma: float, mask: Tensor, chunk_id: Tensor
     """IPA's credit of chunks: G_k = gamma^(distance to the last chunk) · R_final (ROME, arXiv:2512.24873).
 
     The last chunk gets the whole score, the one before it gamma times that, and so on. It is `segment_returns` of a row that is
-    rewarded at its end alone. Where each chunk is a row of its own, `anchors.step_returns` gives the same.
+    rewarded only at its end. Where each chunk is a separate row, `anchors.step_returns` gives the same.
 
     Args:
         score: [B] the episode's final reward.

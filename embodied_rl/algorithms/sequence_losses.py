@@ -15,6 +15,7 @@ from embodied_rl.algorithms.aggregation import SEQUENCE_TOKEN_MEAN, TOKEN_MEAN, 
 from embodied_rl.algorithms.kl import kl_estimate
 from embodied_rl.algorithms.losses import Metrics, clipped_surrogate, weighted
 from embodied_rl.algorithms.ratios import clamp_log_ratio, segment_mean
+from embodied_rl.bounds import Positive
 
 
 def gspo_loss(
@@ -48,7 +49,7 @@ def gspo_loss(
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
     log_ratio = new - old
     if log_ratio.dim() == 2:
-        # The value is the mean over the sequence, the gradient that of the entry alone; the clamp ends both, as it does for PPO.
+        # The value is the mean over the sequence, the gradient only that of the entry; the clamp ends both, as it does for PPO.
         log_ratio = segment_mean(log_ratio, mask=mask) + (new - new.detach())
     ratio = clamp_log_ratio(log_ratio).exp()
     per_entry, clipped = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -71,7 +72,7 @@ def ipa_loss(
     advantage: Tensor,
     chunk_id: Tensor | None = None,
     positive: Tensor | None = None,
-    max_mismatch: float,
+    max_mismatch: Positive,
     weight: Tensor | None = None,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,

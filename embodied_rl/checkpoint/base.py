@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: what was trained alone, with a note of the model that it was trained on."""
+"""Checkpoints of adapters: only what was trained, with a note of the model that it was trained on."""
 
 from __future__ import annotations
 

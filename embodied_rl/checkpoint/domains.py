@@ -1,4 +1,4 @@
-"""One domain of a checkpoint of several, as if it were a run's of its own: to evaluate it, to film it, to record it."""
+"""One domain of a checkpoint of several, as the checkpoint of a separate run: to evaluate it, to film it, to record it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
         state.json            format version, step, the trainer's counters, the simulator's spec, metrics, SHA-256 of every file
         config.yaml           the whole resolved configuration
         MODEL_CARD.md         what this is, how it was made, how to use it
-        model/                where the configuration alone does not say what the policy is built from
-        sharded/              of a run on several ranks: the optimizer's state, each rank's part in a file of its own
+        model/                where the configuration does not fully say what the policy is built from
+        sharded/              of a run on several ranks: the optimizer's state, each rank's part in its own file
 
 Nothing is unpickled: safetensors holds plain arrays, and JSON plain values. What is read is held against its SHA-256 first.
 """
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 MODEL_FOLDER = "model"
-"""In a checkpoint: what the policy is built from, where the configuration alone does not say it."""
+"""In a checkpoint: what the policy is built from, where the configuration does not fully say it."""
 SHARDED_FOLDER = "sharded"
-"""In a checkpoint of a run on several ranks (`embodied_rl.hybrid.sharded_checkpoint`)."""
+"""In a checkpoint of a run on several ranks (`embodied_rl.learning.sharded_checkpoint`)."""
 PARTS = ".parts-"
 """Begins the name of a folder that ranks write into; it becomes `SHARDED_FOLDER`."""
 POLICY_FILE, LEARNER_FILE, STATE_FILE, CONFIG_FILE = "policy.safetensors", "learner.safetensors", "state.json", "config.yaml"
@@ -118,7 +118,7 @@ def save_checkpoint(
 
     The files are written in a temporary folder, flushed and renamed, so that a crash or a full disk at any moment leaves the earlier
     checkpoints and links as they were. `state` takes JSON values and numpy scalars; arrays belong into `learner`. `describe` writes what
-    the policy is built from into the folder ``model``, where the configuration alone does not say it. `base` is kept as it is. `parts`
+    the policy is built from into the folder ``model``, where the configuration does not fully say it. `base` is kept as it is. `parts`
     waits until the ranks have written their folder, which becomes ``sharded``.
 
     Returns:
@@ -216,7 +216,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
         with_learner: also read what only resuming needs.
         trust: code that its configuration may name beside what is registered here, ``package.module:Attribute``. A checkpoint that this
             user wrote on this machine may name anything.
-        replaced: keys in whose place the caller puts values of its own before anything is made of the configuration.
+        replaced: keys whose values the caller replaces before anything is built from the configuration.
 
     Raises:
         IncompatibleCheckpointError: it is missing, incomplete, damaged or of another format version; one line says which.
@@ -344,18 +344,18 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
     """Hold what will be read against what was written. Checkpoints of before there were sums pass, and so do parts of ranks: their index,
-    which is verified here, has sums of its own."""
+    which is verified here, has its own sums."""
     sums: FileSums = document.get(_SUMS, {})
     for name, told in sums.items():
         read_elsewhere = name.startswith(f"{SHARDED_FOLDER}/rank_") or (name == LEARNER_FILE and not with_learner)
         path = folder / name
-        # Each of them is told by its own reader when it is missing.
+        # Their own readers report them when they are missing.
         if read_elsewhere or (name in (POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
             continue
         if (fault := fault_of(path, told)) is None:
             continue
         if name == CONFIG_FILE:
-            _built(path, _read_file(path))  # somebody's edit may have a clearer answer
+            _built(path, _read_file(path))  # an edited configuration may raise a clearer error
         raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {fault}. {_way_out(folder)}")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Saves the checkpoints of one run, in a thread of its own where asked; one at a time, in order.
+    """Saves the checkpoints of one run, in a separate thread where asked; one at a time, in order.
 
     ```
      training:  save(1) ─ copies ─▶ goes on ………… save(2) ─ waits for 1, copies ─▶ goes on ………… wait()
@@ -62,7 +62,7 @@ class CheckpointWriter:
             try:
                 move = None if described is None else lambda folder: _move_files(described, folder)
                 save_checkpoint(self.run_dir, step, policy=copied[0], learner=copied[1], describe=move, **content)
-            except BaseException as error:  # told by `wait`, in the thread that asked
+            except BaseException as error:  # `wait` raises it, in the thread that asked
                 self._failure.append(error)
             finally:
                 if described is not None:

@@ -7,7 +7,7 @@ impossible combination is one `UserError` line with the choices. Derived quantit
 from __future__ import annotations
 
 from embodied_rl.config.agent import AgentConfig, ToolsConfig, WarmStartConfig
-from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, InitializedConfig, KlConfig, RewardConfig
+from embodied_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, GroupsConfig, InitializedConfig, KlConfig, RewardConfig
 from embodied_rl.config.domains import DomainConfig, PlayerConfig
 from embodied_rl.config.files import config_file, config_folders, group_names, load_sim_config
 from embodied_rl.config.flow import FlowNetworkConfig, FlowOptions, FlowPolicyConfig, PI0PolicyConfig
@@ -34,6 +34,7 @@ __all__ = [
     "AnyPolicyConfig",
     "CheckpointConfig",
     "CloningConfig",
+    "CorrectionConfig",
     "DomainConfig",
     "EvaluationConfig",
     "FlowNetworkConfig",

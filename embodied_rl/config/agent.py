@@ -21,7 +21,7 @@ from embodied_rl.bounds import (
     Temperature,
     Tokens,
 )
-from embodied_rl.config.building import Config, require
+from embodied_rl.config.building import Config, convert, require
 
 TEMPLATE_FIELDS = ("observation", "instruction", "step", "memory", "summary")
 MEMORY_FIELDS = ("observation", "action", "step")
@@ -63,10 +63,10 @@ class ToolsConfig(Config, place="agent.tool_options"):
             command = server.get("command")
             is_list = isinstance(command, (list, tuple)) and len(command) > 0 and all(isinstance(word, str) for word in command)
             require(is_list, f"{where}.command", "a list of words: the program and its arguments", command)
-            env, timeout_s = server.get("env") or {}, server.get("timeout_s", 30.0)
+            env = server.get("env") or {}
             is_env = isinstance(env, Mapping) and all(isinstance(value, str) for value in env.values())
             require(is_env, f"{where}.env", "a mapping of names to texts", env)
-            require(isinstance(timeout_s, (int, float)) and timeout_s > 0, f"{where}.timeout_s", "> 0", timeout_s)
+            convert(Seconds, server.get("timeout_s", 30.0), f"{where}.timeout_s")
 
 
 @dataclass(frozen=True)

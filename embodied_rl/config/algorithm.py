@@ -63,8 +63,54 @@ class RewardConfig(Config, place="algorithm.reward"):
     """What is subtracted from an episode's return."""
     std: Literal["none", "batch", "group", "running"] = "none"
     """What it is divided by."""
+    overlong_tokens: Size | None = None
+    """Most tokens of a language agent's answer, as agent.max_new_tokens: an answer that takes them all is cut off. null: not looked at."""
+    overlong_buffer: Size = 1
+    """The overlong penalty begins so many tokens before `overlong_tokens` and is whole there (DAPO: Yu et al. 2025)."""
+    overlong_penalty: Score = 0.0
+    """Taken from the reward of an answer of `overlong_tokens`; 0: nothing."""
+    truncated: Literal["keep", "zero", "mask"] = "keep"
+    """Episodes that were cut off, by the step limit or in an answer: as they are, without any reward, or not learned from."""
     group_by: str = "number"
     """Dotted key that makes a group for `mean` and `std`: number (the episode group), seed, domain, metadata.<key>."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most, buffer = self.overlong_tokens, self.overlong_buffer
+        require(most is not None or not self.overlong_penalty, "algorithm.reward.overlong_tokens", "given for overlong_penalty", most)
+        require(most is None or buffer <= most, "algorithm.reward.overlong_buffer", f"<= overlong_tokens ({most})", buffer)
+
+
+@dataclass(frozen=True)
+class CorrectionConfig(Config, place="algorithm.correction"):
+    """Importance weights for rows that another policy sampled: an older one, or the same in another precision. For every loss: they
+    multiply the advantage, and losses are proportional to it.
+
+    With w = pi / behaviour, pi the policy as it is when the update begins: ``mode=clamp`` is truncated importance sampling, ``mode=mask``
+    is IcePop, and with ``loss=ppo_clip`` decoupled PPO; ``reject`` drops whole sequences.
+    """
+
+    mode: Literal["none", "clamp", "mask"] = "none"
+    """What is done with weights outside [low, high]: clamp them, or give 0 to their entries. none: no weights."""
+    level: Literal["token", "chunk", "sequence", "geometric"] = "token"
+    """Whose ratio it is: the entry's, its chunk's by geometric mean, the whole sequence's, or the sequence's by geometric mean."""
+    low: Coefficient = 0.0
+    high: Positive = 2.0
+    batch_normalise: bool = False
+    """Divide the weights by their mean over the batch (self-normalised importance sampling)."""
+    reject: Annotated[float, Bounds(1, 10**9, above=True)] | None = None
+    """H > 1: a sequence whose geometric mean of w lies outside [1 / H, H] counts for nothing; null: none is dropped."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.mode != "none" or self.reject is not None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.low <= self.high, "algorithm.correction.low", f"<= algorithm.correction.high ({self.high:g})", self.low)
+        require(
+            not self.batch_normalise or self.mode != "none", "algorithm.correction.mode", "clamp or mask for batch_normalise", self.mode
+        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +120,8 @@ class KlConfig(Config, place="algorithm.kl"):
     coef: Coefficient = 0.0
     """0: none, and no reference is kept."""
     kind: Literal["k1", "k2", "k3"] = "k3"
+    straight_through: bool = False
+    """As a loss: the value of `kind` with the gradient of k2, that of the divergence (Tang and Munos 2025)."""
     place: Literal["loss", "reward"] = "loss"
     target: Positive | None = None
     """Adapt the coefficient to keep the divergence here (Ziegler et al. 2019); null: fixed."""
@@ -139,6 +187,7 @@ class AlgorithmConfig(Config, place="algorithm"):
     """Learn from whole episodes in groups; null: from `rollout_steps` of every slot."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     kl: KlConfig = field(default_factory=KlConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     initialized: InitializedConfig = field(default_factory=InitializedConfig)
     recorded: RecordedConfig = field(default_factory=RecordedConfig)
     cloning: CloningConfig | None = None
@@ -175,12 +224,19 @@ class AlgorithmConfig(Config, place="algorithm"):
     dual_clip: Annotated[float, Bounds(1, 10**9, above=True)] | None = None
     """c > 1 of dual-clip PPO (Ye et al. 2020); null: off."""
     value_clip: Positive | None = None
+    value_loss: Literal["mse", "huber"] = "mse"
+    huber_delta: Positive = 1.0
+    """Error from which on Huber's loss is linear."""
     value_coef: Coefficient = 0.5
     entropy_coef: Coefficient = 0.0
     max_grad_norm: Positive = 0.5
     target_kl: Positive | None = None
     """Stop an update's epochs when the approximate KL divergence to the acting policy exceeds this; null: never."""
     normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
+    advantage_clip: Positive | None = None
+    """Limit advantages to ± this, after they were normalised (not by minibatch); null: no limit."""
+    anchor_similarity: PositiveShare | None = None
+    """Of advantages by equal observations (gigpo): take texts for equal from this likeness on (difflib's ratio); null: equal ones only."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
     reward_clip: Positive = 10.0

@@ -6,11 +6,11 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
-from embodied_rl.bounds import Bounds
+from embodied_rl.bounds import Bounds, Free
 from embodied_rl.errors import UserError, did_you_mean, shown
 
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -80,16 +80,20 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         if value is None and type(None) in arguments:
             return None
         inner = [argument for argument in arguments if argument is not type(None)]
+        if len(inner) > 1 and (words := [argument for argument in inner if typing.get_origin(argument) is Literal]):
+            if isinstance(value, str):
+                return convert(words[0], value, where)
+            inner.remove(words[0])
         return convert(inner[0] if len(inner) == 1 else _kind(inner, value, where), value, where)
     if origin is Literal:
         if isinstance(value, str) and value in arguments:
             return value
         raise UserError(f"{where}={shown(value)} is not a choice.{did_you_mean(value, arguments)}")
-    if origin is tuple:
+    if origin in (tuple, list):
         if arguments[0] is str and isinstance(value, str):
             return (value,)
         require(isinstance(value, (list, tuple)), where, "a list", value)
-        return tuple(convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+        return origin(convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin is dict:
         require(isinstance(value, Mapping), where, "a mapping of keys to values", value)
         return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
@@ -98,6 +102,31 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(hint, value, where)
     return _plain(value, where) if hint is Any else _scalar(hint, value, where)
+
+
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], where: str) -> None:
+    """Hold what a configuration gives a function against the types in its signature, and the bounds in them: ``Annotated[…]``, as in
+    `embodied_rl.bounds`. Names that the signature lacks, and types that no configuration has, are left to the caller. Raises UserError."""
+    try:
+        hints = type_hints(function)
+    except NameError:  # a user's function, whose types are imported only for type checkers
+        return
+    for name, hint in hints.items():
+        if name in given and _is_known(hint):
+            convert(hint, given[name], f"{where}.{name}")
+
+
+def _is_known(hint: Any) -> bool:
+    """Whether `convert` has rules for a type in a signature."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return any(isinstance(note, Bounds) for note in arguments[1:]) and _is_known(arguments[0])
+    if origin in (Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return len(inner) == 1 and _is_known(inner[0])
+    if origin in (tuple, list, dict):
+        return bool(arguments) and _is_known(arguments[1 if origin is dict else 0])
+    return hint is Any or hint in _KINDS or origin is Literal
 
 
 def _scalar(kind: type, value: Any, where: str) -> Any:
@@ -118,8 +147,11 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
-    require(not isinstance(value, float) or math.isfinite(value), where, "a finite number", value)
+        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, (int, float)):
+        bounds = next(bounds_in(Free))
+        require(bounds.hold(value), where, f"a finite number {bounds}", value)
     return value
 
 
@@ -134,14 +166,19 @@ def _kind(kinds: list[Any], value: Any, where: str) -> Any:
 
 @cache
 def type_hints(cls: Any) -> dict[str, Any]:
-    """{field: its type, with the bounds in it}."""
+    """{field, or argument of a function: its type, with the bounds in it}."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
 @cache
 def _bounded(cls: Any) -> dict[str, Any]:
-    """The fields whose numbers have bounds, those of nested dataclasses left out."""
-    return {f.name: type_hints(cls)[f.name] for f in dataclasses.fields(cls) if any(bounds_in(type_hints(cls)[f.name]))}
+    """The fields whose numbers have bounds, free mappings among them, those of nested dataclasses left out."""
+    hints = {f.name: type_hints(cls)[f.name] for f in dataclasses.fields(cls)}
+    return {name: hint for name, hint in hints.items() if any(bounds_in(hint)) or _is_free(hint)}
+
+
+def _is_free(hint: Any) -> bool:
+    return hint is Any or any(_is_free(argument) for argument in typing.get_args(hint))
 
 
 def bounds_in(hint: Any) -> Iterator[Bounds]:

@@ -12,7 +12,7 @@ from embodied_rl.config.policy import AnyPolicyConfig
 from embodied_rl.config.sim import SimConfig
 
 CREDIT_KEYS = ("advantage", "advantage_options", "gamma", "gae_lambda", "reward", "warm_start")
-"""Of `algorithm`, what a domain that shares the run's policy may have of its own: how its episodes are valued, and whom it clones first."""
+"""The keys of `algorithm` that a domain sharing the run's policy may override: how its episodes are valued, and whom it clones first."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DomainConfig(Config, place="domains.…"):
 
 @dataclass(frozen=True)
 class PlayerConfig(Config, place="generation.mix.…"):
-    """Another player of a share of the groups: the same policy on another backend, or somebody else as a baseline."""
+    """Another player of a share of the groups: the same policy on another backend, or a baseline (another model, random actions)."""
 
     share: Fraction
     """Of the groups of each domain."""
@@ -82,7 +82,7 @@ class PlayerConfig(Config, place="generation.mix.…"):
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` in place of its own values, mapping within mapping."""
+    """`base` with `changes` in place of its values, mapping within mapping."""
     result = dict(base)
     for key, value in changes.items():
         own = result.get(key)

@@ -29,7 +29,7 @@ class ShardingConfig(Config, place="hybrid.sharding"):
     checkpoint_activations: bool = False
     """Compute each block's activations again in the backward instead of keeping them."""
     micro_batch_size: Rows | None = None
-    """Rows (or episodes) of one forward of one rank; gradients of a minibatch's parts are added up. null: the whole part of the rank."""
+    """Rows (of episodes: decisions) of one forward of one rank; gradients of a minibatch's parts are added up. null: its whole part."""
     start_timeout_s: Seconds = 180.0
     """A rank that is not there after so long is an error."""
 
@@ -79,7 +79,7 @@ class RayConfig(Config, place="hybrid.ray"):
 
 @dataclass(frozen=True)
 class RewardWorkerConfig(Config, place="hybrid.reward_worker"):
-    """Scores of whole episodes by somebody else than the simulator, while further ones are played."""
+    """Scores of whole episodes by a callable outside the simulator, while further episodes are played."""
 
     target: str
     """``package.module:name``, called with an `Episode`, returns a number; or, where `kwargs` are given, called with them once to make

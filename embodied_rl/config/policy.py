@@ -14,12 +14,15 @@ from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, 
 
 @dataclass(frozen=True)
 class PolicyConfig(Config, place="policy"):
-    """An actor-critic over a flat state or an image."""
+    """An actor-critic over a flat state, an image, or several of both."""
 
     name: Literal["actor_critic"] = "actor_critic"
-    encoder: Literal["mlp", "cnn"] = "mlp"
+    encoder: Literal["mlp", "cnn", "mixed"] = "mlp"
+    """mlp: one vector. cnn: one image. mixed: vectors and images together, each image with convolutions of its own."""
     observation_key: str = "state"
     """Which part of the observation the policy reads: 'state', or 'rgb' for the CNN."""
+    observation_keys: tuple[str, ...] = ()
+    """What encoder=mixed reads; empty: every vector and every image that the simulator shows."""
     hidden_sizes: tuple[Size, ...] = (256, 256)
     activation: Literal["tanh", "relu", "elu"] = "tanh"
     distribution: Literal["gaussian", "squashed"] = "gaussian"
@@ -34,6 +37,8 @@ class PolicyConfig(Config, place="policy"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        alone = self.encoder == "mixed" or not self.observation_keys
+        require(alone, "policy.observation_keys", f"empty for policy.encoder={self.encoder}, which reads one", self.observation_keys)
         for name in ("cnn_kernels", "cnn_strides"):
             sizes = getattr(self, name)
             require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)
@@ -46,7 +51,7 @@ class PolicyConfig(Config, place="policy"):
     @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
-        return (self.observation_key,)
+        return self.observation_keys if self.encoder == "mixed" else (self.observation_key,)
 
 
 AnyPolicyConfig = (

@@ -29,6 +29,8 @@ from embodied_rl.config.domains import DomainConfig, PlayerConfig, merged
 from embodied_rl.config.hybrid import HybridConfig
 from embodied_rl.config.policy import AnyPolicyConfig
 from embodied_rl.config.sim import SimConfig
+from embodied_rl.errors import UserError, did_you_mean, shown
+from embodied_rl.registry import installed_targets
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,29 @@ class VideoConfig(Config, place="video"):
     """auto: film the final policy where this machine can render, and say so where it cannot."""
     num_episodes: Size = 4
     fps: FramesPerSecond = 20
-    size: Pixels = 256
+    size: Pixels = 384
     """Pixels per side of the square picture."""
 
 
 @dataclass(frozen=True)
 class LoggerConfig(Config, place="logger"):
-    names: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "plot"], ...] = ("console", "jsonl", "tensorboard", "plot")
+    names: tuple[str, ...] = ("console", "jsonl", "tensorboard", "plot")
+    """console, jsonl, tensorboard, wandb and plot, those of installed packages, and ``package.module:Class`` of your own."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{logger of your own: arguments of its class}, by its name, or by the class of a ``package.module:Class``."""
     wandb_project: str = "embodied_rl"
     wandb_mode: Literal["online", "offline"] = "offline"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = ("console", "jsonl", "tensorboard", "wandb", "plot", *installed_targets("loggers"))
+        for index, name in enumerate(self.names):
+            if ":" not in name and name not in known:
+                raise UserError(f"logger.names[{index}]={shown(name)} is not a choice.{did_you_mean(name, known)}")
+        short = [name.rpartition(":")[2] for name in self.names]
+        for name in self.options:
+            if name not in short:
+                raise UserError(f"logger.options.{name} is of no logger in logger.names.{did_you_mean(name, short)}")
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,7 @@ class TrainConfig(Config):
             self.algorithm.minibatch_size,
         )
 
-        # What a domain has of its own is checked now too, not when its method is built.
+        # Each domain's overrides are checked now too, not when its method is built.
         for name in self.domains:
             self._own_parts(name)
 
@@ -192,7 +208,7 @@ class TrainConfig(Config):
         return agent, algorithm
 
     def for_domain(self, name: str) -> TrainConfig:
-        """The configuration of a run of one of the domains alone, with what is different there.
+        """The configuration of a run of only this domain, with the domain's overrides.
 
         Raises:
             UserError: a value of the domain makes no sense in its place.

@@ -22,8 +22,9 @@ class SimConfig(Config, place="sim"):
     extra: str | None = None
     """Which extra of the package brings the simulator."""
     num_slots: Slots = 16
-    num_workers: Processes | None = None
-    """Processes; null: as many as there are cores, at most one per slot."""
+    num_workers: Processes | Literal["auto"] | None = "auto"
+    """Processes; auto: as many as were the fastest when training with this simulator first began on this machine, as many as there are
+    cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""
     placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
     """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is ours alone,
     none elsewhere."""
@@ -38,7 +39,8 @@ class SimConfig(Config, place="sim"):
     start_timeout_s: Seconds = 180.0
     """The same for building and restoring."""
     reset_timeout_s: Seconds | None = None
-    """The same for a reset of all slots; null: ten times the longest so far, at least 20 s and at most sim.start_timeout_s."""
+    """The same for a reset of all slots; null: ten times the longest so far, or before the first of what building took; at least
+    20 s (60 s until every worker has reset once) and at most sim.start_timeout_s."""
     on_fault: Literal["restore", "restart", "stop"] = "restore"
     """When a worker fails: take its episodes up where they were (restore), begin new ones (restart), or end the run (stop)."""
     non_finite: Literal["stop", "recover"] = "stop"
@@ -52,6 +54,11 @@ class SimConfig(Config, place="sim"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        workers, slots = self.num_workers, self.num_slots
+        workers, slots = self.fixed_workers, self.num_slots
         require(workers is None or workers <= slots, "sim.num_workers", f"<= sim.num_slots ({slots})", workers)
         require(self.pipeline_groups <= slots, "sim.pipeline_groups", f"<= sim.num_slots ({slots})", self.pipeline_groups)
+
+    @property
+    def fixed_workers(self) -> int | None:
+        """`num_workers` where it is a number; None where the machine decides."""
+        return self.num_workers if isinstance(self.num_workers, int) else None

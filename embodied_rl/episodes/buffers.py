@@ -231,7 +231,7 @@ class VideoBuffer:
             self.append(rows[number])
 
     def take_over(self, video: Path, num_rows: int) -> None:
-        """Take a video that somebody else has encoded, in place of pictures. Raises RecordingError where there is none."""
+        """Take a video that another process has encoded, in place of pictures. Raises RecordingError where there is none."""
         if not video.is_file():
             raise RecordingError(f"Field '{self.column.name}': the video of {num_rows} pictures is not there ('{video}').")
         self.path, self.num_rows = video, num_rows
@@ -263,7 +263,7 @@ def _stuck() -> RecordingError:
 class Encoder:
     """A thread that encodes, so that simulators need not wait; libx264 runs without the interpreter's lock.
 
-    A picture waits in one of `QUEUED_PICTURES` rooms; where all are taken, whoever adds the next one waits.
+    A picture waits in one of `QUEUED_PICTURES` rooms; `put` blocks while all are taken.
     """
 
     def __init__(self) -> None:
@@ -311,7 +311,7 @@ class Encoder:
         return self._free[shape]
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
+        if sys.platform == "linux":  # where each thread has its own priority
             # Where all cores simulate, a simulator that has to stand back holds up its whole batch; a picture can wait.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ENCODER_NICENESS)
@@ -322,7 +322,7 @@ class Encoder:
             writer, room = item
             try:
                 writer.encode(room)
-            except Exception as error:  # handed to whoever adds the next picture
+            except Exception as error:  # raised by the next `put` or `wait`
                 self._error = error
             finally:
                 self._free[writer.shape].put(room)

@@ -3,33 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording, RecordingError
-from embodied_rl.episodes.writer import RecordingWriter
-
-
-def copy_episodes(source: Recording, writer: RecordingWriter, indices: Iterable[int] | None = None) -> list[int]:
-    """Write episodes of `source` into another recording, one at a time; videos that are stored alike are copied as files.
-
-    Task, instruction and policy of the source are written to each episode where the target's are others, so that nothing is said of
-    them afterwards that was not so.
-
-    Args:
-        source: where from.
-        writer: where to.
-        indices: numbers of the episodes; None: all.
-
-    Returns:
-        Their numbers in the target's part, `SKIPPED` for those that were there.
-
-    Raises:
-        RecordingError: the observations or actions are of another kind, an episode is damaged, or is there already.
-    """
-    require_compatible(source.info, writer.info, str(source.path), str(writer.folder))
-    numbers = range(len(source)) if indices is None else indices
-    return [writer.add(adopted(source.episode(number), source.info, writer.info)) for number in numbers]
+from embodied_rl.episodes.recording import RecordingError
 
 
 def require_compatible(source: RecordingInfo, target: RecordingInfo, source_name: str, target_name: str) -> None:

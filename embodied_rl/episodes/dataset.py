@@ -216,10 +216,10 @@ def _stack_actions(parts: list[np.ndarray]) -> np.ndarray:
 
 
 class EpisodeDataset:
-    """Steps of recorded episodes, in minibatches that are a function of (seed, number) alone: nothing to save for a resume.
+    """Steps of recorded episodes, in minibatches that depend only on (seed, number): nothing to save for a resume.
 
     Episodes that do not fit into `memory_mb` together are read in windows: random sets of episodes that do, new ones in each round over
-    the recording. A single episode that is larger than that is a window of its own.
+    the recording. A single episode that is larger than that is its own window.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class EpisodeDataset:
         return table.gather(rng.integers(table.num_units, size=size))
 
     def epoch(self, number: int, size: int) -> Iterator[Transitions]:
-        """Every unit once, in an order of its own for each epoch; minibatches of about `size`, never a tiny rest."""
+        """Every unit once, in a new order for each epoch; minibatches of about `size`, never a tiny rest."""
         for index in range(self._num_windows(number)):
             table = self._table(self._first_window(number) + index)
             rng = np.random.default_rng(np.random.SeedSequence([self._seed, _EPOCH, number, index]))

@@ -127,7 +127,7 @@ class Terms:
     def jackknife(self) -> np.ndarray:
         """[N] the estimate without the i-th episode."""
         numerator = self.numerator.sum(axis=0) - self.numerator
-        # What is left after a subtraction may be rounding alone.
+        # What is left after a subtraction may be only rounding.
         denominator = np.maximum(self.denominator.sum(axis=0) - self.denominator, 0.0)
         return _ratio_sums(numerator, denominator)
 
@@ -163,8 +163,8 @@ def weighted_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weig
 def per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
     """Per-decision importance sampling (PDIS): (1/N) Σᵢ Σₜ γᵗ wₜ rₜ.
 
-    Precup, Sutton & Singh 2000, section 3; "step-wise IS" in Jiang & Li 2016, section 3.1. Unbiased like IS; a reward is weighted by
-    the decisions before it alone, so that its variance is mostly smaller.
+    Precup, Sutton & Singh 2000, section 3; "step-wise IS" in Jiang & Li 2016, section 3.1. Unbiased like IS; a reward is weighted only by
+    the decisions before it, so that its variance is mostly smaller.
     """
     terms = _exp(log_weights(data, max_weight)) * data.reward
     return _mean((terms @ discounts(terms.shape[1], gamma))[:, None])

@@ -114,7 +114,7 @@ class Filming:
                 self._tools.give_back(rooms.pop())
 
     def finish(self) -> None:
-        """The episode is over: its videos are there for whoever records it."""
+        """The episode is over: close its videos and move them to where the recorder finds them."""
         self._encode()
         for column, writer in self._writers.values():
             writer.close()
@@ -174,6 +174,6 @@ def _remove_if_left(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        pass  # somebody is recording
+        pass  # another process is recording
     finally:
         os.close(lock)

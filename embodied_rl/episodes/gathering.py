@@ -5,37 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
+from embodied_rl.episodes.part import Gathered, PartWriter
 from embodied_rl.episodes.recording import RecordingError
-
-if TYPE_CHECKING:
-    from embodied_rl.episodes.part import PartWriter
-    from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.sink import EpisodeSink
 
 GATHER_S = 0.5
 """How long a finished episode waits for others, where it may."""
 _ENOUGH_EPISODES, _ENOUGH_BYTES = 16, 2**20
 """`advance` begins to write so many."""
 _MAX_EPISODES, _MAX_BYTES = 32, 2**22
-"""So many are written before there are more, whoever has to wait for it."""
+"""`add` writes so many before it takes another, and its caller waits."""
 _SLICE_S = 50e-6
 """How long `advance` takes, about: processes that simulate have work for some hundred microseconds, and while it takes longer they wait."""
 
-_Waiting = Sequence[tuple["EpisodeSink", Mapping[str, Any]]]
-
-
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """A finished episode all of whose columns are in memory."""
-
-    columns: list[list[np.ndarray]]
-    """Of each column of the part its rows, in pieces [t, *shape] of the column's dtype."""
-    about: Mapping[str, Any]
-    """``seed``, ``task``, ``instruction`` and ``metadata``."""
+_Waiting = Sequence[tuple[EpisodeSink, Mapping[str, Any]]]
 
 
 class Gathering:
@@ -44,7 +29,7 @@ class Gathering:
     def __init__(self, max_wait_s: float) -> None:
         self.max_wait_s = max_wait_s
         self.waiting: list[tuple[EpisodeSink, Mapping[str, Any]]] = []
-        """With what `summary_of` is to be told about each."""
+        """Each with the arguments of `summary_of` for it."""
         self.deadline = 0.0
         """When they are due (time.perf_counter seconds)."""
         self._part: PartWriter | None = None

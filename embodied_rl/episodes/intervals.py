@@ -48,14 +48,9 @@ def resample_counts(num_episodes: int, num_samples: int, seed: int) -> np.ndarra
     """
     if num_episodes < 1 or num_samples < 1:
         raise ValueError(f"resampling needs episodes and samples, got {num_episodes} and {num_samples}")
-    # A stream of its own: whoever made the data may have used the plain seed.
+    # A separate stream: the program that made the data may have used the plain seed.
     generator = np.random.default_rng([seed, _RESAMPLING])
     return generator.multinomial(num_episodes, np.full(num_episodes, 1.0 / num_episodes), size=num_samples).astype(np.float64)
-
-
-def leave_one_out_counts(num_episodes: int) -> np.ndarray:
-    """[N, N]: all episodes but the i-th in row i, for the jackknife."""
-    return 1.0 - np.eye(num_episodes)
 
 
 def percentile_interval(samples: np.ndarray, confidence: float = 0.95) -> Interval:

@@ -147,7 +147,7 @@ def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> 
         if value.dtype.kind in "OU" and name == "sampled_action":
             columns.append(Column(name, "text", per))
         elif text_action and name in ("sampled_action", "log_prob", "policy_version"):
-            # As many as the turn has tokens: a shape for the part would give nearly every episode a part of its own.
+            # As many as the turn has tokens: a shape for the part would give nearly every episode its own part.
             columns.append(Column(name, "arrays", per))
         else:
             pictures = name.startswith("images.")

@@ -1,9 +1,9 @@
 """Open loop: what a policy says to recorded observations, against what was done there; numpy only.
 
-The policy is asked every H steps, its own action horizon, and its whole chunk of H actions is compared; it never sees the consequences
-of its own actions. Figures are averaged over the steps of an episode first and over episodes then, so that long ones do not weigh more.
+The policy is asked every H steps, its own action horizon, and its whole chunk of H actions is compared; it never sees what its
+actions lead to. Figures are averaged over the steps of an episode first and over episodes then, so that long ones do not weigh more.
 
-Shape legend: T steps, Q queries, H action horizon, A action dimensions, L units with a log-probability of their own, N episodes.
+Shape legend: T steps, Q queries, H action horizon, A action dimensions, L units that each have a log-probability, N episodes.
 """
 
 from __future__ import annotations

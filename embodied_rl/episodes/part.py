@@ -7,13 +7,13 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embodied_rl.episodes.buffers import BlobBuffer, Buffer, Encoder, RowBuffer, VideoBuffer
-from embodied_rl.episodes.gathering import Gathered
 from embodied_rl.episodes.index import INDEX_FILE, Index, encode_entry, read_index
 from embodied_rl.episodes.layout import SNAPSHOTS, Column
 from embodied_rl.episodes.opening import LAYOUT_FILE, array_dtype, array_offsets, part_folders, read_columns
@@ -24,6 +24,16 @@ from embodied_rl.files import cannot_write, fsync, write_atomic
 
 _UNFINISHED = ".open-"
 _NEW = ".new-"
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """A finished episode all of whose columns are in memory."""
+
+    columns: list[list[np.ndarray]]
+    """Of each column of the part its rows, in pieces [t, *shape] of the column's dtype."""
+    about: Mapping[str, Any]
+    """``seed``, ``task``, ``instruction`` and ``metadata``."""
 
 
 class PartWriter:

@@ -116,7 +116,7 @@ class NativeRecording(Recording):
 
     def _block_ends(self, max_steps: int) -> list[int]:
         ends, first = list[int](), 0
-        # A part's rows lie in files of their own.
+        # Each part's rows lie in separate files.
         for stop in self._ends:
             ends += [first + end for end in cut_by_steps(self.lengths[first:stop], max_steps)]
             first = stop
@@ -382,7 +382,7 @@ class PartReader:
             video.close()
         self._videos.clear()
         self._blobs.clear()
-        # Views that somebody holds keep their mapping; without any it goes now.
+        # Views that callers still hold keep their mapping; without any it goes now.
         self._all_rows.clear()
         self._maps.clear()
 

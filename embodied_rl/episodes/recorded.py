@@ -63,7 +63,7 @@ class RecordedEpisode:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What else is known, JSON-able (reset options, final info, the player's name, …)."""
     same_lengths: InitVar[bool] = False
-    """Whoever makes it has made sure that the lengths agree: they are not looked at."""
+    """The caller has checked that the lengths agree, so that they are not checked again."""
 
     def __post_init__(self, same_lengths: bool) -> None:
         if not same_lengths:

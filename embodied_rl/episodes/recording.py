@@ -141,11 +141,11 @@ class Recording(ABC):
         return step_of(self.episode(number), time)
 
     def damage(self, number: int) -> list[str]:
-        """Contradictions to checksums of the format's own, one line each; most formats have none."""
+        """Contradictions to the format's own checksums, one line each; most formats have none."""
         return []
 
     def fingerprint(self, number: int) -> Hashable | None:
-        """Equal for episodes that are the same in everything; None where the format does not tell without comparing."""
+        """Equal for episodes that are the same in everything; None where the format cannot say it without a comparison."""
         return None
 
     def close(self) -> None:  # noqa: B027 (a reader that holds no file has nothing to do)
@@ -187,7 +187,7 @@ class Recording(ABC):
 
     @property
     def tasks(self) -> np.ndarray:
-        """[E] object: the task's name; the simulator's where the episode has none of its own."""
+        """[E] object: the task's name; the simulator's where the episode names none."""
         return np.array([self.spec.task if task is None else task for task in self.table.tasks], object)
 
     @property

@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from embodied_rl.episodes.buffers import SPILL_BYTES, BlobBuffer, Buffer, RowBuffer, VideoBuffer
 from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.layout import Column
+from embodied_rl.episodes.part import PartWriter
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.summary import SUMMED, summary_of
 
-if TYPE_CHECKING:
-    from embodied_rl.episodes.part import PartWriter
-    from embodied_rl.episodes.writer import RecordingWriter
+
+class EpisodeHome(Protocol):
+    """Where a sink's episode goes: a `RecordingWriter`."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether finished episodes may wait for others."""
+        ...
+
+    def columns_for(self, extras: Mapping[str, Any]) -> tuple[Column, ...]:
+        """The columns of an episode whose first step has these extras. Raises RecordingError."""
+        ...
+
+    def part_for(self, columns: tuple[Column, ...]) -> PartWriter:
+        """The part that takes episodes of these columns."""
+        ...
+
+    def room_in(self, part: PartWriter) -> tuple[dict[str, Buffer], BlobBuffer]:
+        """Room for an episode in progress, and for its snapshots."""
+        ...
+
+    def gather(self, sink: EpisodeSink, about: Mapping[str, Any]) -> int:
+        """Take a finished episode that may wait for others; its number."""
+        ...
+
+    def commit(
+        self, part: PartWriter, buffers: Mapping[str, Buffer], snapshots: BlobBuffer, marks: list[int], summary: Mapping[str, Any]
+    ) -> int:
+        """Append a finished episode to a part; its number."""
+        ...
+
+    def forget(self, sink: EpisodeSink) -> None:
+        """The episode is over, or given up."""
+        ...
 
 
 class EpisodeSink:
@@ -29,7 +61,7 @@ class EpisodeSink:
 
     def __init__(
         self,
-        writer: RecordingWriter,
+        writer: EpisodeHome,
         seed: int,
         task: str | None,
         instruction: str | None,

@@ -35,7 +35,7 @@ class SlotSinks:
     """
 
     def __init__(self, writer: RecordingWriter, num_slots: int, films: Films | None = None) -> None:
-        """`films`: columns whose pictures are encoded elsewhere; they are due at an episode's beginning alone, for their size."""
+        """`films`: columns whose pictures are encoded elsewhere; they are due only at an episode's beginning, for their size."""
         self._writer, self._num_slots, self._films = writer, num_slots, films
         self._gathering = writer.gathering
         self._sinks: list[EpisodeSink | None] = [None] * num_slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Places:
         for source, members in spans:
             size = len(source)
             room = np.empty(self.max_rows * size, np.uint8)
-            self.copies.append((memoryview(cast(Any, room)), source, [slice(t * size, (t + 1) * size) for t in range(self.max_rows)]))
+            self.copies.append((room.data, source, [slice(t * size, (t + 1) * size) for t in range(self.max_rows)]))
             for name, offset in members:
                 array = arrays[name]
                 block: np.ndarray = np.ndarray((self.max_rows, *array.shape), array.dtype, room, offset, (size, *array.strides))
@@ -90,7 +90,7 @@ class SteadyGroup:
         self._dtypes = [np.dtype(column.dtype) for column in there]
         self._given_bytes = given_bytes
         self._given_room = np.empty((self.max_rows, given_bytes), np.uint8)
-        self._given_rows = [memoryview(cast(Any, row)) for row in self._given_room]
+        self._given_rows = [row.data for row in self._given_room]
         self._given: dict[str, np.ndarray] = {}
         offset = 0
         for column in there:
@@ -186,7 +186,7 @@ def _spans(arrays: Mapping[str, np.ndarray]) -> list[tuple[memoryview, list[tupl
             low = max(root, run[0][0] // _ALIGNMENT * _ALIGNMENT)
             high = max(stop for _, stop, _ in run)
             high = min(root + memories[root].nbytes, -(-high // _ALIGNMENT) * _ALIGNMENT)
-            piece = memoryview(cast(Any, memories[root][low - root : high - root]))
+            piece = memories[root][low - root : high - root].data
             spans.append((piece, [(name, start - low) for start, _, name in run]))
     return spans
 

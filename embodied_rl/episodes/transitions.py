@@ -39,6 +39,11 @@ class Transitions:
         """B"""
         return len(self.reward)
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """``action``, ``reward``, ``discount`` and ``observation.<key>``, for files."""
+        own = {"action": self.action, "reward": self.reward, "discount": self.discount}
+        return {**own, **{f"observation.{key}": part for key, part in self.observation.items()}}
+
     @staticmethod
     def concatenate(parts: list[Transitions]) -> Transitions:
         """One after another; at least one."""
@@ -134,7 +139,7 @@ def normalise_actions(action: np.ndarray, spec: ActionSpec, *, margin: float = 0
     What lies beyond the bounds is clipped, as simulators do it; a dimension without extent becomes 0. Discrete choices pass through.
 
     Args:
-        margin: keeps a squashed policy's targets where tanh can reach them: it is 1 at infinity alone.
+        margin: keeps a squashed policy's targets where tanh can reach them: it is 1 only at infinity.
 
     Raises:
         UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.

@@ -42,7 +42,7 @@ class RecordingWriter:
     """Writes episodes into `folder`; a context manager, for one thread of one process.
 
     Every finished episode is readable from then on (or `gather_s` later), by any process, and stays so when this one is killed. Several
-    processes may write into one folder, each with `resume`; they write parts of their own. What a power failure does to the last seconds
+    processes may write into one folder, each with `resume`; each writes its own parts. What a power failure does to the last seconds
     is the file system's affair: files are flushed to the disk when the writer is closed.
 
     Args:
@@ -52,8 +52,8 @@ class RecordingWriter:
             slower; raw: both as arrays.
         resume: add to what is there.
         duplicates: what to do with an episode of a seed that this policy has played in this task already: refuse it, skip it
-            (its number is `SKIPPED`) or add it all the same. Whoever is called ``policy`` in the episode's metadata played it, else
-            the recording's.
+            (its number is `SKIPPED`) or still add it. The policy is the one that the episode's metadata name
+            (``policy``), else the recording's.
         gather_s: how long a finished episode of states may wait for others to be written together with, which takes a fraction of the
             time. One that waits is lost when the process is killed, as an episode in progress is. 0: every one is written at once.
 
@@ -93,7 +93,7 @@ class RecordingWriter:
 
     @property
     def seeds(self) -> AbstractSet[int]:
-        """Of the episodes that are recorded: those found at the beginning, whoever wrote them, and those written since by this one."""
+        """Seeds of the recorded episodes: those in the folder when this writer opened it, and those that it has written since."""
         return self._seeds
 
     def has(self, seed: int, task: str | None = None, policy: Any = None) -> bool:
@@ -173,7 +173,7 @@ class RecordingWriter:
     # ---- for `EpisodeSink` ----
 
     def part_for(self, columns: tuple[Column, ...]) -> PartWriter:
-        """The part that takes episodes of these columns: one of ours, one that nobody writes any more, or a new one."""
+        """The part that takes episodes of these columns: one of ours, one that no process writes any more, or a new one."""
         for part in self._parts:
             if part.columns == columns:
                 return part
@@ -264,7 +264,7 @@ def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:
         try:
             temporary.write_text(json.dumps(info.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
             fsync(temporary)
-            # Unlike a rename, a link fails where somebody else was first.
+            # Unlike a rename, a link fails where another process was first.
             os.link(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)

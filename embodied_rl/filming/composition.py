@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from embodied_rl.filming.episodes import FilmedEpisode
-from embodied_rl.filming.overlays import Overlays, annotate
+from embodied_rl.filming.overlays import Bands, Overlays, annotate
 from embodied_rl.video import GREEN, GREY, RED, TextLook, add_border, cut_text, tile
 
 BANDS = ((31, 91, 191), (168, 76, 8))
@@ -33,13 +33,14 @@ class Pictures(Sequence[np.ndarray]):
 
     Args:
         rows: one policy, whose episodes become a grid; or two, one above the other, each below a band with its name.
-        overlays: what is drawn into each tile.
+        overlays: what each tile shows beside its picture.
         reports_success: False: the frames are grey, for the task has no notion of success.
     """
 
     def __init__(self, rows: Sequence[Row], overlays: Overlays, *, reports_success: bool) -> None:
         self._rows, self._overlays, self._reports_success = rows, overlays, reports_success
         self._longest = max(len(episode.frames) for row in rows for episode in row.episodes)
+        self._bands = Bands.of((episode for row in rows for episode in row.episodes), overlays)
         self._finals: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -71,10 +72,10 @@ class Pictures(Sequence[np.ndarray]):
     def _tile(self, episode: FilmedEpisode, at: int) -> np.ndarray:
         last = len(episode.frames) - 1
         if at < last:
-            return annotate(episode.frames[at], episode, episode.moments[at], self._overlays)
+            return annotate(episode.frames[at], episode, episode.moments[at], self._overlays, self._bands)
         known = self._finals.get(id(episode))
         if known is None:
-            known = annotate(episode.frames[last], episode, episode.moments[last], self._overlays)
+            known = annotate(episode.frames[last], episode, episode.moments[last], self._overlays, self._bands)
             if "success" in self._overlays:
                 outcome = GREEN if episode.finished.success_once else RED
                 known = add_border(known, outcome if self._reports_success else GREY)

@@ -74,7 +74,7 @@ class FilmedEpisode:
     spoken: list[Spoken] = field(default_factory=list)
     """A language agent's answers; none of others."""
     final_text: str = ""
-    """What was seen last, of a task in words."""
+    """The last observation of a text environment."""
 
     @property
     def finished(self) -> EpisodeSummary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,16 @@ import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.filming.episodes import FilmedEpisode, Moment
+from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import ActionSpec
-from embodied_rl.video import GREEN, TextLook, cut_text, overlay
+from embodied_rl.video import BAND, GREEN, TextLook, cut_text, overlay
 
 NAMES = ("task", "instruction", "step", "reward", "value", "actions", "answer", "success")
-DEFAULT = ("task", "step", "answer", "success")
-_PANEL, _AXIS, _BAR, _OFF, _LETTERS = (0, 0, 0, 150), (255, 255, 255, 130), (88, 166, 255, 255), (255, 255, 255, 70), (255, 255, 255)
+DEFAULT = ("task", "instruction", "step", "answer", "success")
+_AXIS, _BAR, _OFF, _LETTERS = (140, 140, 140), (88, 166, 255), (80, 80, 80), (255, 255, 255)
 _INSTRUCTION_LINES = 2
-_BARS_WIDTH, _NARROWEST = 0.45, 2
-"""Share of a picture's side that bars may take, and pixels of the narrowest one."""
+_NARROWEST = 2
+"""Pixels of the narrowest bar."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +47,54 @@ def parse_overlays(text: str) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def annotate(frame: np.ndarray, episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> np.ndarray:
-    """A copy of a picture [H, W, 3] uint8 with everything that `overlays` names."""
-    above = [episode.task] if "task" in overlays else []
-    if "instruction" in overlays and episode.instruction:
-        above += _wrapped(episode.instruction, frame)
-    below = _numbers(episode, moment, overlays)
+@dataclass(frozen=True)
+class Bands:
+    """How many lines of text there is room for above and below a picture: the same in all tiles of a film."""
+
+    above: int
+    below: int
+
+    @staticmethod
+    def of(episodes: Iterable[FilmedEpisode], overlays: Overlays) -> Bands:
+        """What the fullest picture of `episodes` takes."""
+        above = below = 0
+        for episode in episodes:
+            above = max(above, len(_words(episode, overlays, episode.frames[0])))
+            below = max(below, *(len(_numbers(episode, moment, overlays)) for moment in episode.moments))
+        return Bands(max(above, 1 if "success" in overlays else 0), below)
+
+
+def annotate(frame: np.ndarray, episode: FilmedEpisode, moment: Moment, overlays: Overlays, bands: Bands | None = None) -> np.ndarray:
+    """A picture [H, W, 3] uint8 with everything that `overlays` names, in bands above and below it.
+
+    `bands` keeps lines free, so that all tiles of a film are of one size; None: what this picture takes.
+    """
+    above, below = _words(episode, overlays, frame), _numbers(episode, moment, overlays)
+    if bands is not None:
+        above, below = (lines + [""] * (room - len(lines)) for lines, room in ((above, bands.above), (below, bands.below)))
     badge = "success" if moment.success and "success" in overlays else ""
-    drawn = overlay(frame, above, below, badge, GREEN)
+    shown = frame
+    if "actions" in overlays and overlays.action.kind != "text":
+        shown = add_action(shown, moment.action, overlays.action)
     if len(overlays.cameras) > 1:
-        drawn = _name_cameras(drawn, overlays.cameras, TextLook.of(frame).strip(max(len(above), 1 if badge else 0)))
-    if "actions" in overlays and moment.action is not None:
-        drawn = draw_action(drawn, moment.action, overlays.action, TextLook.of(frame).strip(len(below)))
-    return drawn
+        shown = _name_cameras(shown, overlays.cameras, TextLook.of(frame))
+    return overlay(shown, above, below, badge, GREEN, TextLook.of(frame))
+
+
+def _words(episode: FilmedEpisode, overlays: Overlays, frame: np.ndarray) -> list[str]:
+    lines = [episode.task] if "task" in overlays else []
+    if "instruction" in overlays and episode.instruction:
+        lines += _wrapped(episode.instruction, frame)
+    return lines
+
+
+def seed_name(seed: int) -> str:
+    """``held-out seed 3`` for the fourth seed of evaluation, as the commands count them; ``seed 7`` for one that was given."""
+    return f"held-out seed {seed - HELD_OUT_START}" if seed >= HELD_OUT_START else f"seed {seed}"
 
 
 def _numbers(episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> list[str]:
-    lines = [f"seed {episode.seed}   step {moment.step}   return {moment.episode_return:.2f}"] if "step" in overlays else []
+    lines = [f"{seed_name(episode.seed)}   step {moment.step}   return {moment.episode_return:.2f}"] if "step" in overlays else []
     parts = []
     if "reward" in overlays:
         parts.append(f"reward {moment.reward:.3f}")
@@ -87,60 +119,55 @@ def _wrapped(text: str, frame: np.ndarray) -> list[str]:
     return kept
 
 
-def _name_cameras(frame: np.ndarray, cameras: Sequence[str], y: int) -> np.ndarray:
+def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> np.ndarray:
+    """Pictures of several cameras side by side below a band with their names."""
+    named = np.concatenate([np.full((look.strip(1), frame.shape[1], 3), BAND, np.uint8), frame])
     from PIL import Image, ImageDraw
 
-    image = Image.fromarray(frame)
-    draw: Any = ImageDraw.Draw(image, "RGBA")
-    look = TextLook.of(frame)
+    image = Image.fromarray(named)
+    draw: Any = ImageDraw.Draw(image)
     width = frame.shape[1] // len(cameras)
     for index, camera in enumerate(cameras):
         text = cut_text(draw, camera, look.font, width - 2 * look.left)
-        left = index * width + look.left
-        draw.rectangle(
-            (left - look.pad, y + look.pad, left + draw.textlength(text, font=look.font) + look.pad, y + look.pad + look.line), _PANEL
-        )
-        draw.text((left, y + look.pad), text, font=look.font, fill=_LETTERS)
+        draw.text((index * width + look.left, look.edge), text, font=look.font, fill=_LETTERS)
     return np.asarray(image).copy()
 
 
-def draw_action(frame: np.ndarray, action: np.ndarray, spec: ActionSpec, above: int) -> np.ndarray:
-    """A copy of a picture with the action in its lower right corner.
+def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -> np.ndarray:
+    """A picture above a band with an action.
 
     A vector is a bar for each dimension, up and down from the middle of its range; a choice is one filled square of a row.
 
     Args:
         frame: [H, W, 3] uint8.
-        action: [A] in the simulator's units; [1] the number of a choice.
-        spec: what the simulator takes.
-        above: pixels that are kept free below.
+        action: [A] in the simulator's units; [1] the number of a choice; None: there is none, and the band is empty.
+        spec: what the simulator takes: numbers.
     """
     from PIL import Image, ImageDraw
 
-    if spec.kind == "text":
-        return frame.copy()
-    image = Image.fromarray(frame)
-    draw: Any = ImageDraw.Draw(image, "RGBA")
     look, size = TextLook.of(frame), min(frame.shape[:2])
-    room = int(size * _BARS_WIDTH)
     # What has no room is left out: the first dimensions are shown.
+    room = frame.shape[1] - 2 * look.left
     count = max(1, min(spec.num_actions if spec.kind == "discrete" else spec.dim, room // _NARROWEST))
     step = max(_NARROWEST, min(size // 24, room // count))
     gap = 1 if step > 3 else 0
-    height = max(12, size // 5) if spec.kind == "continuous" else step + 2 * look.pad
-    right, bottom = frame.shape[1] - look.left, frame.shape[0] - above - look.pad - (look.edge if not above else 0)
-    left, top = right - count * step - 2 * look.pad, bottom - height
-    draw.rectangle((left, top, right, bottom), fill=_PANEL)
+    height = (max(12, size // 8) if spec.kind == "continuous" else step) + 2 * look.pad
+    top, bottom = frame.shape[0], frame.shape[0] + height
+    image = Image.fromarray(np.concatenate([frame, np.full((height, frame.shape[1], 3), BAND, np.uint8)]))
+    draw: Any = ImageDraw.Draw(image)
+    left = look.left
+    if action is None:
+        return np.asarray(image).copy()
     if spec.kind == "discrete":
         for index in range(count):
-            x = left + look.pad + index * step
+            x = left + index * step
             chosen = index == int(np.ravel(action)[0])
             draw.rectangle((x, top + look.pad, x + step - 1 - gap, bottom - look.pad), fill=_BAR if chosen else _OFF)
         return np.asarray(image).copy()
     middle, reach = (top + bottom) / 2, (height - 2 * look.pad) / 2
-    draw.line((left + look.pad, middle, right - look.pad, middle), fill=_AXIS)
+    draw.line((left, middle, left + count * step, middle), fill=_AXIS)
     for index, share in enumerate(normalised(action, spec)[:count]):
-        x, end = left + look.pad + index * step, middle - share * reach
+        x, end = left + index * step, middle - share * reach
         draw.rectangle((x, min(middle, end), x + step - 1 - gap, max(middle, end)), fill=_BAR)
     return np.asarray(image).copy()
 

@@ -10,7 +10,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.filming.episodes import FilmedEpisode, Moment, Spoken, beside_each_other, thinned
 from embodied_rl.filming.selection import Selection
-from embodied_rl.generation.base import EpisodicGenerator, Generator
+from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
@@ -45,10 +45,10 @@ class PolicyActor:
         self._played = np.zeros(num_slots, int)
 
     def act(self, observation: Observation, playing: Playing) -> np.ndarray:
-        """See `Actor.act`. Slots that stand still are rows of the batch all the same, as they are in evaluation."""
+        """See `Actor.act`. Slots that stand still are still rows of the batch, as they are in evaluation."""
         fresh = np.array([episode is None or episode[1] == 0 for episode in playing])
         if self._chunks is not None:
-            # A chunk is played to its end without another look, as it is in training; every step leaves its picture all the same.
+            # A chunk is played to its end without another look, as it is in training; every step still leaves its picture.
             due = fresh | (self._played >= self._chunks.shape[1])
             if not due.any():
                 return self._next_steps()
@@ -75,7 +75,7 @@ class PolicyActor:
 class EpisodicActor:
     """A generator that remembers its episodes, a language agent say. Implements `Actor`."""
 
-    def __init__(self, generator: EpisodicGenerator, num_slots: int) -> None:
+    def __init__(self, generator: Generator, num_slots: int) -> None:
         self._generator, self._num_slots = generator, num_slots
         self._spoken: dict[int, list[Spoken]] = {}
         if hasattr(generator, "on_answer"):
@@ -240,7 +240,7 @@ class _Studio:
         self._success[sent] |= outcome.success
 
     def _said(self, slot: int) -> list[Spoken]:
-        """What the last action was read from; empty where nobody speaks."""
+        """The answers that the last action was read from; empty unless the actor is a language agent."""
         return self._actor.spoken(slot) if isinstance(self._actor, EpisodicActor) else []
 
     def _finish(self, slot: int, summary: EpisodeSummary) -> None:

@@ -83,7 +83,7 @@ def moment_of(episode: RecordedEpisode, step: int) -> Moment:
 
 
 class PictureSink:
-    """Takes an episode that is played again, as an `EpisodeSink` would, and keeps the pictures alone."""
+    """Takes an episode that is played again, as an `EpisodeSink` would, and keeps only the pictures."""
 
     def __init__(self, recording: Recording, number: int, episode: RecordedEpisode, size: int, stride: int) -> None:
         self.filmed = _empty(recording, number, episode)

@@ -34,7 +34,7 @@ class Film(Config):
     cameras: tuple[str, ...] = ()
     """Names; none: the default one."""
     overlay: str = "default"
-    size: PictureSize = 256
+    size: PictureSize = 384
     fps: FilmRate = 20
     formats: tuple[str, ...] = FORMATS
     show_progress: bool = False

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from embodied_rl.config import GenerationConfig
     from embodied_rl.generation.base import Generator
-    from embodied_rl.policies.actor_critic import ActorCritic
+    from embodied_rl.policies.base import Policy
 
 
-def make_generator(config: GenerationConfig, policy: ActorCritic) -> Generator:
+def make_generator(config: GenerationConfig, policy: Policy) -> Generator:
     """The backend that the configuration names."""
     if config.backend == "random":
         from embodied_rl.generation.random_backend import RandomGenerator

@@ -1,4 +1,4 @@
-"""An asyncio loop in a thread of its own, for clients and engines that are asynchronous by nature."""
+"""An asyncio loop in its own thread, for clients and engines that are asynchronous by nature."""
 
 from __future__ import annotations
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from embodied_rl.types import ActionSpec, Observation
+from embodied_rl.errors import UserError
+from embodied_rl.types import ActionLayout, ActionSpec, Observation
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class ActedBatch:
     slots: np.ndarray
     """[n] int64"""
     action: np.ndarray
-    """[n, A] float32 normalised and unclipped; int64 [n, 1] for discrete actions; [n, W] of a policy with an `ActionLayout` of its own."""
+    """[n, A] float32 normalised and unclipped; int64 [n, 1] for discrete actions; [n, W] of a policy with its own `ActionLayout`."""
     log_prob: np.ndarray
     """[n, L] float32"""
     version: int
@@ -32,10 +33,15 @@ class ActedBatch:
         return given[:, None] if chunk_size > 1 and given.ndim == 2 else given
 
 
-class Generator(Protocol):
+class Generator:
     """`send` hands over observations, `recv` returns the oldest batch that has been acted on."""
 
-    version: int
+    version: int = 0
+    """Of the weights that act."""
+    remembers: bool = False
+    """Whether it remembers an episode's past: `begin` says where a new one begins, and it acts only for slots that play."""
+    has_values: bool = False
+    """Whether `value` estimates states."""
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """Ask for actions. Observations are read before this returns, so views into shared memory may be passed.
@@ -44,19 +50,43 @@ class Generator(Protocol):
             slots: [n] int64.
             observation: {key: [n, ...]}.
             noise: [n, A] float32: standard normal for continuous actions, uniform in [0, 1) for discrete ones (or as the policy's
-                `ActionLayout` says); the caller draws it so that a run's randomness depends on its seed alone. None: the mode.
+                `ActionLayout` says); the caller draws it so that a run's randomness depends only on its seed. None: the mode.
         """
-        ...
+        raise RuntimeError(f"{type(self).__name__} does not act in this process.")
 
-    def recv(self) -> ActedBatch: ...
+    def recv(self) -> ActedBatch:
+        """The oldest batch. Raises RuntimeError when nothing was sent."""
+        raise RuntimeError(f"{type(self).__name__} does not act in this process.")
 
     def publish(self, version: int) -> None:
         """Take the policy's present weights as `version`."""
-        ...
+        self.version = version
+
+    def begin(self, slots: Iterable[int]) -> None:
+        """The next observations of these slots are the first ones of new episodes."""
+
+    def value(self, observation: Observation) -> np.ndarray:
+        """State values [n] float32, where it `has_values`."""
+        raise NotImplementedError(f"{type(self).__name__} estimates no values")
+
+    def at_temperature(self, temperature: float) -> AbstractContextManager[ActionLayout]:
+        """Act at another temperature within, with noise as the layout that is given says. Training's is the policy's own.
+
+        Raises:
+            UserError: it does not draw action tokens.
+        """
+        raise UserError("evaluation.temperature is of action tokens; language agents have agent.evaluation_temperature. Set it null.")
+
+    def figures(self) -> dict[str, float]:
+        """Shares of answers since the last call, where there are any."""
+        return {}
+
+    def close(self) -> None:
+        """End what was started for it; may be called twice."""
 
 
-class WrappedGenerator:
-    """Passes everything on to another generator: the base of those that change how it is asked. Implements `Generator`."""
+class WrappedGenerator(Generator):
+    """Forwards every call to another generator: the base of wrappers that change how it is called."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -77,12 +107,3 @@ class WrappedGenerator:
 
     def publish(self, version: int) -> None:
         self._generator.publish(version)
-
-
-@runtime_checkable
-class EpisodicGenerator(Generator, Protocol):
-    """A generator that remembers an episode's past, and so must be told where a new one begins; it acts only for slots that play."""
-
-    def begin(self, slots: Iterable[int]) -> None:
-        """The next observations of these slots are the first ones of new episodes."""
-        ...

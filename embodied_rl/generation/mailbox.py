@@ -11,7 +11,7 @@ from embodied_rl.stopping import waiting
 
 
 class Mailbox:
-    """Counts what is in flight and hands out what is ready; for one thread that answers and any that ask."""
+    """Counts requests in flight and hands out completions; for one thread that answers and any number that ask."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -54,7 +54,7 @@ class Mailbox:
             self._condition.notify_all()
 
     def break_down(self, error: BaseException) -> None:
-        """The thread that answers has died; whoever asks gets its error."""
+        """The thread that answers has died: `take` raises RuntimeError from `error`."""
         with self._condition:
             self._broken = error
             self._condition.notify_all()

@@ -173,7 +173,7 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
     if not isinstance(choices, list):
         raise FailedAttemptError("bad_response", f"The answer has no choices: '{_short(json.dumps(event))}'", status=200)
     if not choices:
-        return  # the last event of a stream may hold usage alone
+        return  # the last event of a stream may hold only usage
     choice = choices[0]
     try:
         message = choice.get("delta") or choice.get("message") or {}

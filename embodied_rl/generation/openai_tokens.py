@@ -1,7 +1,7 @@
 """Any OpenAI-compatible HTTP server as a token backend.
 
-A server that takes and gives token ids with log-probabilities (vLLM's) serves training too, as far as somebody else keeps its weights up
-to date. Others answer in text: they serve evaluation, as a baseline or as another player; `Completion.trainable` is then False.
+A server that takes and gives token ids with log-probabilities (vLLM's) serves training too, provided that another program keeps its
+weights up to date. Others answer in text: they serve evaluation, as a baseline or as another player; `Completion.trainable` is then False.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OpenAIOptions:
     model: str
     """The server's name of the model."""
     api: Literal["token_ids", "completions", "chat"] = "token_ids"
-    """token_ids: completions of token ids, answered with token ids and log-probabilities (vLLM). completions, chat: text alone."""
+    """token_ids: completions of token ids, answered with token ids and log-probabilities (vLLM). completions, chat: only text."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key; None: no key."""
     stream: bool = True

@@ -11,11 +11,11 @@ from embodied_rl.generation.base import ActedBatch, Generator, WrappedGenerator
 from embodied_rl.types import Observation, SimSpec
 
 _erf = np.frompyfunc(math.erf, 1, 1)
-"""numpy has no error function of its own."""
+"""numpy has no error function."""
 
 
-class RandomGenerator:
-    """Uniform actions over the simulator's whole range, whatever it observes. Implements `Generator`.
+class RandomGenerator(Generator):
+    """Uniform actions over the simulator's whole range, whatever it observes.
 
     The caller's noise is where the randomness comes from: standard normal numbers are mapped through the normal
     distribution function onto [-1, 1], uniform ones onto the choices. Without noise (deterministic acting is asked for)
@@ -24,7 +24,6 @@ class RandomGenerator:
 
     def __init__(self, spec: SimSpec) -> None:
         self.spec = spec
-        self.version = 0
         self._acted: deque[ActedBatch] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
@@ -47,12 +46,9 @@ class RandomGenerator:
             raise RuntimeError("recv was called although no observation had been sent.")
         return self._acted.popleft()
 
-    def publish(self, version: int) -> None:
-        self.version = version
-
 
 class NoisyGenerator(WrappedGenerator):
-    """Draws the noise that a deterministic caller does not give, so that random actions are random. Implements `Generator`."""
+    """Draws the noise that a deterministic caller does not give, so that random actions are random."""
 
     def __init__(self, generator: Generator, spec: SimSpec, seed: int) -> None:
         super().__init__(generator)

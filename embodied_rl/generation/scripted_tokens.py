@@ -43,7 +43,7 @@ class _Instant:
         self._waiting += requests
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`: everything that waits, at once; while paused, what was aborted alone."""
+        """See `TokenBackend.poll`: everything that waits, at once; while paused, only what was aborted."""
         ready, self._aborted = self._aborted, []
         if self._paused:
             return ready

@@ -1,4 +1,4 @@
-"""One token backend for several askers: each sees its own requests alone, and numbers them as it likes."""
+"""One token backend for several callers: each `TokenView` sees only its own requests and numbers them freely."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBa
 
 
 class SharedTokens:
-    """A backend that is asked through `view`s; for one thread."""
+    """A backend that callers use through `view`s; for one thread."""
 
     def __init__(self, backend: TokenBackend) -> None:
         self.backend = backend
@@ -19,11 +19,11 @@ class SharedTokens:
         self._next_id = 0
 
     def view(self) -> TokenView:
-        """Another asker's side of it."""
+        """A `TokenView` for another caller."""
         return TokenView(self)
 
     def submit(self, view: TokenView, requests: Sequence[GenerationRequest]) -> dict[int, int]:
-        """{the asker's number: ours} of what is now in flight."""
+        """{the view's request id: the backend's} of what is now in flight."""
         numbers = {request.request_id: self._next_id + index for index, request in enumerate(requests)}
         self._next_id += len(requests)
         self.backend.submit([replace(request, request_id=numbers[request.request_id]) for request in requests])
@@ -31,14 +31,14 @@ class SharedTokens:
         return numbers
 
     def poll(self, timeout_s: float | None) -> None:
-        """Let the backend work until anything is ready, and give it to whoever asked."""
+        """Poll the backend until any completion is ready, and give each to the view that submitted it."""
         for completion in self.backend.poll(min_ready=1, timeout_s=timeout_s):
             view, own = self._owners.pop(completion.request_id)
             view.take(replace(completion, request_id=own))
 
 
 class TokenView:
-    """One asker's side of a shared backend. Implements `TokenBackend`."""
+    """One caller's view of a shared backend. Implements `TokenBackend`."""
 
     def __init__(self, shared: SharedTokens) -> None:
         self._shared = shared
@@ -82,16 +82,16 @@ class TokenView:
         self._shared.backend.abort([self._numbers[number] for number in request_ids if number in self._numbers])
 
     def pause(self) -> None:
-        """Pause the whole backend, for everybody."""
+        """Pause the whole backend, for all views."""
         self._shared.backend.pause()
 
     def resume(self) -> None:
-        """Go on, for everybody."""
+        """Resume the whole backend, for all views."""
         self._shared.backend.resume()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Load into the whole backend, for everybody."""
+        """Load into the whole backend, for all views."""
         self._shared.backend.load_weights(version, tensors)
 
     def close(self) -> None:
-        """Nothing: the backend is closed by whoever made it."""
+        """Does nothing: the backend's creator closes it."""

@@ -124,7 +124,7 @@ class SlabCache(Cache):
 
 
 def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype, additive: bool) -> Tensor:
-    """[n, 1, 1, w]: which columns each row's new token attends to, itself included; the last `window` alone where given."""
+    """[n, 1, 1, w]: which columns each row's new token attends to, itself included; only the last `window` where given."""
     columns = torch.arange(width, device=places.device)
     allowed = columns <= places[:, None]
     if window is not None:

@@ -61,7 +61,7 @@ class GenerationRequest:
     stop_ids: tuple[int, ...] = ()
     """Sampling one of these ends the completion; it is kept as the last token."""
     seed: int | None = None
-    """What is sampled depends on the seed, the prompt and the weights alone. None: the backend draws one."""
+    """What is sampled depends only on the seed, the prompt and the weights. None: the backend draws one."""
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each, for vision-language models; the prompt has as many placeholder tokens as they take (`VisionInputs.expand`)."""
     messages: tuple[Mapping[str, Any], ...] | None = None
@@ -129,7 +129,7 @@ class Completion:
 
     @property
     def trainable(self) -> bool:
-        """Whether there are tokens with log-probabilities: an answer in text alone serves evaluation only."""
+        """Whether there are tokens with log-probabilities: a text-only answer serves only evaluation."""
         return self.num_tokens > 0 and bool(np.isfinite(self.log_prob).all())
 
     @staticmethod
@@ -165,11 +165,11 @@ class Completion:
 
 
 class TokenBackend(Protocol):
-    """Continues prompts request by request; nobody waits for the slowest.
+    """Continues prompts request by request; finished requests do not wait for slower ones.
 
     Every submitted request comes back from `poll` exactly once, in whatever way it ended. A backend may also have
-    ``sampled_so_far(request_ids) -> {request_id: token ids}`` of those that are being sampled, for who shows an answer while it grows, and
-    ``watch(request_ids)``, where it must know before `submit` whose tokens will be asked for.
+    ``sampled_so_far(request_ids) -> {request_id: token ids}`` of those that are being sampled, for callers that show an answer while it
+    grows, and ``watch(request_ids)``, where it must know before `submit` whose tokens will be asked for.
     """
 
     @property
@@ -242,7 +242,7 @@ class ContextRoom:
 def context_room(request: GenerationRequest, max_context: int) -> ContextRoom | Failure:
     """How far a request can go in a context of `max_context` tokens, or the failure when not one new token fits.
 
-    A prompt is never cut here: `fit_prompt` does that for those who ask.
+    A prompt is never cut here.
     """
     used = len(request.prompt_ids)
     room = max_context - used
@@ -250,41 +250,11 @@ def context_room(request: GenerationRequest, max_context: int) -> ContextRoom | 
         return Failure(
             "prompt_too_long",
             f"The prompt has {used} tokens, but the model's context holds {max_context}, new ones included. "
-            "Shorten the history (fit_prompt, or a conversation strategy that forgets), or use a model with a longer context.",
+            "Shorten the history (a conversation strategy that forgets), or use a model with a longer context.",
         )
     if room < request.max_new_tokens:
         return ContextRoom(room, "context")
     return ContextRoom(request.max_new_tokens, "max_new_tokens")
-
-
-@dataclass(frozen=True, eq=False)
-class FittedPrompt:
-    """A prompt that fits, and what it cost."""
-
-    prompt_ids: np.ndarray
-    """[P'] int64"""
-    num_dropped: int
-    """Tokens that were left out; 0: nothing."""
-    dropped_from: int
-    """Where they stood: index of the first of them in the given prompt."""
-
-
-def fit_prompt(prompt_ids: np.ndarray, max_context: int, max_new_tokens: int, *, keep_first: int = 0) -> FittedPrompt:
-    """Drop the oldest tokens after the first `keep_first` (a system prompt, say) until `max_new_tokens` fit behind them.
-
-    Raises:
-        UserError: what is kept leaves no room.
-    """
-    allowed = max_context - max_new_tokens
-    num_dropped = max(len(prompt_ids) - allowed, 0)
-    if num_dropped == 0:
-        return FittedPrompt(prompt_ids, 0, keep_first)
-    if allowed <= keep_first:
-        raise UserError(
-            f"A context of {max_context} tokens has no room for {keep_first} kept ones, {max_new_tokens} new ones and any of the prompt. "
-            "Lower max_new_tokens, keep fewer, or use a model with a longer context."
-        )
-    return FittedPrompt(np.concatenate([prompt_ids[:keep_first], prompt_ids[keep_first + num_dropped :]]), num_dropped, keep_first)
 
 
 def derive_seed(base: int, request_id: int) -> int:

@@ -13,33 +13,33 @@ import torch
 from torch import nn
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import ActedBatch
+from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import Policy, given_action, layout_of, prepare_observation
 from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
 from embodied_rl.types import ActionLayout, Observation
 
 
-class TorchGenerator:
-    """Acts with the weights that the policy had at the last `publish`. Implements `Generator`.
+class TorchGenerator(Generator):
+    """Acts with the weights that the policy had at the last `publish`.
 
     `send` acts at once. A Gaussian MLP on the CPU is run by numpy, whose calls cost a fraction of torch's: with a few rows
     at a time the cost of a call is all there is. Values are not computed here; the learner does it in one batch.
     """
 
+    has_values = True
+
     def __init__(self, policy: Policy) -> None:
-        self.version = 0
         self._policy = policy
         self._actor: NumpyGaussianActor | ModuleActor
         is_small = isinstance(policy, ActorCritic) and NumpyGaussianActor.supports(policy)
         self._actor = NumpyGaussianActor(policy) if is_small else ModuleActor(policy)  # type: ignore[arg-type]
-        self._translates = hasattr(policy, "simulator_action")
         self._acted: deque[ActedBatch] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """See `Generator.send`."""
         action, log_prob = self._actor.act(observation, noise)
-        given = given_action(self._policy, action) if self._translates else None
+        given = given_action(self._policy, action) if self._policy.translates else None
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version, given))
 
     def recv(self) -> ActedBatch:
@@ -50,7 +50,7 @@ class TorchGenerator:
 
     @torch.inference_mode()
     def value(self, observation: Observation) -> np.ndarray:
-        """State values [n] float32 by the policy's present weights, for those who record them; training computes its own."""
+        """State values [n] float32 by the policy's present weights, for recording; training computes its own."""
         device = next(self._policy.parameters()).device
         tensors = {key: part.to(device) for key, part in prepare_observation(self._policy, observation).items()}
         return self._policy.value(tensors).cpu().numpy()
@@ -160,7 +160,7 @@ class NumpyGaussianActor:
             return mean, np.broadcast_to(self._log_prob_of_mode, mean.shape).copy()
         action = noise * self._std
         action += mean
-        # Of the rounded action, not of the noise: `Policy.evaluate` sees the action alone.
+        # Of the rounded action, not of the noise: `Policy.evaluate` sees only the action.
         z = np.subtract(action, mean, out=mean)
         z *= self._inverse_std
         z *= z

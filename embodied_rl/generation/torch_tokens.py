@@ -105,7 +105,7 @@ class TorchTokens(Stepwise):
             max_prefill_tokens: columns x rows of one forward of new prompts.
             context: tokens of prompt and answer together; None: what the model's configuration says.
             seed: of requests that bring none.
-            on_update: what becomes of the cache of requests in flight when weights change. recompute: it is made anew by the new weights,
+            on_update: what becomes of the cache of requests in flight when weights change. recompute: the new weights compute it again,
                 so that each token's log-probability is that of its version given all before it. keep: later tokens look at keys and
                 values of older versions (cheaper; their log-probabilities are then no version's own).
             vision: of a vision-language model.
@@ -117,7 +117,7 @@ class TorchTokens(Stepwise):
         self._config = model.config
         _check_layers(self._config)
         if model.config._attn_implementation not in ("sdpa", "eager"):
-            # Others take no mask with a length of its own for each row.
+            # Others take no mask with a separate length for each row.
             model.set_attn_implementation("sdpa")
         self._model = model.eval()
         self._vision = vision
@@ -197,7 +197,7 @@ class TorchTokens(Stepwise):
     def release_memory(self) -> int:
         """Let the key-value cache go, and sample nothing until `restore_memory`; returns the bytes that were freed.
 
-        Requests in flight stay: their keys and values are computed anew, by the weights of then.
+        Requests in flight stay: their keys and values are recomputed, by the weights of then.
         """
         with self._turn():
             if self._paused_before is not None:
@@ -264,7 +264,7 @@ class TorchTokens(Stepwise):
                     self._remove(index)
 
     def _groups(self, indices: list[int]) -> list[list[int]]:
-        """Rows whose prompts go through one forward: neighbours in length; one with images goes alone."""
+        """Rows whose prompts go through one forward: neighbours in length; a row with images gets its own forward."""
         groups: list[list[int]] = []
         longest = 0
         for index in sorted(indices, key=lambda index: -self._length(index)):

@@ -31,7 +31,7 @@ class Sleeper:
         return 0 if self.asleep and self.frees else self._bytes
 
     def sleep(self) -> int:
-        """Sample nothing until `wake`; returns the bytes of keys and values that were freed. They are computed anew afterwards."""
+        """Sample nothing until `wake`; returns the bytes of keys and values that were freed. They are recomputed afterwards."""
         if self.asleep:
             return 0
         before = self.cache_bytes
@@ -53,7 +53,7 @@ class Sleeper:
 
 
 class Sleeps:
-    """What a backend whose engine can sleep tells of it."""
+    """What a backend whose engine can sleep reports about it."""
 
     _sleeper: Sleeper
 

@@ -1,12 +1,11 @@
-"""vLLM as a token backend: its engine in this process, or in its own process behind an asyncio loop.
+"""vLLM as a token backend: its engine in this process.
 
-Both sample the policy's own tokens with continuous batching, keep what was sampled when a request is aborted, take new weights in place
-while requests are in flight, and stamp each token with the version that sampled it.
+It samples the policy's own tokens with continuous batching, keeps what was sampled when a request is aborted, takes new weights in place
+while requests are in flight, and stamps each token with the version that sampled it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.generation.background_loop import BackgroundLoop
-from embodied_rl.generation.mailbox import Mailbox
 from embodied_rl.generation.stepwise import Stepwise
 from embodied_rl.generation.tokens import (
     Completion,
@@ -127,7 +124,7 @@ def _start(make: Any, options: VLLMOptions) -> Any:
         raise UserError(f"vLLM cannot serve '{options.model}': {lines[0] if lines else type(error).__name__}") from error
 
 
-def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOptions, output_kind: str) -> Any:
+def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOptions) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -142,7 +139,7 @@ def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOption
         logprobs=1,
         detokenize=False,
         skip_special_tokens=False,
-        output_kind=getattr(RequestOutputKind, output_kind),
+        output_kind=RequestOutputKind.DELTA,
     )
 
 
@@ -256,7 +253,7 @@ class VLLMTokens(Stepwise, Sleeps):
                 if isinstance(room, Failure):
                     self._ready.append(Completion.failed(request.request_id, room))
                     continue
-                parameters = _sampling(request, room, self._options, "DELTA")
+                parameters = _sampling(request, room, self._options)
                 name = str(request.request_id)
                 self._engine.add_request(name, _prompt(request, self._version, self._vision), parameters)
                 self._answers[name] = _Answer(request, room)
@@ -324,164 +321,3 @@ class VLLMTokens(Stepwise, Sleeps):
                 self._engine.engine_core.shutdown()
                 self._engine = None
             self._answers, self._ready = {}, []
-
-
-class AsyncVLLMTokens(Sleeps):
-    """vLLM's asynchronous engine in a process of its own: it samples on while this process does other things. Implements `TokenBackend`."""
-
-    def __init__(self, options: VLLMOptions) -> None:
-        """Load the model and start the engine's process. Raises as `VLLMTokens` does."""
-        self._vision = _vision(options)
-        arguments = _engine_arguments(options, self._vision)
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        self._options, self._version = options, options.version
-        self._mailbox, self._paused_before = Mailbox(), False
-        self._watched: set[int] = set()
-        self._growing: dict[int, _Answer] = {}
-        self._loop = BackgroundLoop("vllm")
-
-        async def start() -> Any:
-            # Inside of the loop, which the engine's own tasks belong to.
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-            await engine.update_weight_version(str(options.version))
-            if self._vision is not None:
-                await engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
-            return engine
-
-        try:
-            self._engine: Any = _start(lambda: self._loop.call(start(), _START_S), options)
-        except BaseException:
-            self._loop.close()
-            raise
-        self._context = int(self._engine.model_config.max_model_len)
-
-        def call(name: str, *arguments: Any, **settings: Any) -> Any:
-            return self._loop.call(getattr(self._engine, name)(*arguments, **settings))
-
-        self._sleeper = Sleeper(call, on_processors=_on_processors())
-
-    @property
-    def version(self) -> int:
-        """Of the weights that sample now."""
-        return self._version
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests that are waited for."""
-        return self._mailbox.num_in_flight
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`: the engine begins at once."""
-        watched = self._watched.intersection(request.request_id for request in requests)
-        self._watched -= watched
-        for request in requests:
-            _check(request, self._vision)
-        self._mailbox.expect(requests)
-        for request in requests:
-            room = context_room(request, self._context)
-            if isinstance(room, Failure):
-                self._mailbox.put(Completion.failed(request.request_id, room))
-            else:
-                self._loop.start(self._answer(_Answer(request, room), request.request_id in watched))
-
-    def watch(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend`: the engine hands over every token of these by itself, which costs more than an answer as a whole."""
-        self._watched.update(request_ids)
-
-    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
-        """See `TokenBackend`; of those that are watched."""
-        growing = dict(self._growing)  # the loop's thread adds to it
-        return {number: list(growing[number].token_ids) for number in request_ids if number in growing}
-
-    async def _answer(self, answer: _Answer, watched: bool) -> None:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        number = answer.request.request_id
-        try:
-            parameters = _sampling(answer.request, answer.room, self._options, "DELTA" if watched else "FINAL_ONLY")
-            if watched:
-                self._growing[number] = answer
-            prompt = _prompt(answer.request, self._version, self._vision)
-            async for output in self._engine.generate(prompt, parameters, str(number)):
-                if self._vision is not None:
-                    self._vision.check_read(answer.request, output.prompt_token_ids)
-                part = output.outputs[0]
-                answer.add(part)
-                for span in part.weight_versions or ():
-                    answer.version += [int(span.version)] * (span.end - span.start)
-                if output.finished:
-                    self._mailbox.put(answer.completion(_REASONS[part.finish_reason]))
-        except EngineDeadError as error:
-            self._mailbox.break_down(error)
-        except Exception as error:  # whatever one request raises must not silence the others
-            self._mailbox.put(Completion.failed(number, Failure("server_error", f"{type(error).__name__}: {error}")))
-        finally:
-            self._growing.pop(number, None)
-
-    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`. Raises RuntimeError when the engine's process has died."""
-        return self._mailbox.take(min_ready, timeout_s)
-
-    def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`."""
-        self._loop.call(self._abort(list(request_ids)))
-
-    async def _abort(self, request_ids: list[int]) -> None:
-        # Again until it is answered: a request that is just being handed over cannot be aborted yet.
-        while left := self._mailbox.expects(request_ids):
-            await self._engine.abort([str(request_id) for request_id in left])
-            await asyncio.sleep(0.005)
-
-    def pause(self) -> None:
-        """See `TokenBackend.pause`: returns when the step that runs has ended."""
-        self._loop.call(self._engine.pause_generation(mode="keep", clear_cache=False))
-        self._mailbox.set_paused(True)
-
-    def resume(self) -> None:
-        """See `TokenBackend.resume`."""
-        self._mailbox.set_paused(False)
-        self._loop.call(self._engine.resume_generation())
-
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`: sampling pauses meanwhile. Tensors travel through files in shared memory, a bucket at a time."""
-        self._sleeper.wake_weights()
-        was_paused = self._loop.call(self._engine.is_paused())
-        if not was_paused:
-            self._loop.call(self._engine.pause_generation(mode="keep", clear_cache=False))
-        try:
-            load_files(tensors, lambda path: self._loop.call(self._engine.collective_rpc("embodied_load_file", args=(path,))))
-            if self._options.on_update == "recompute":
-                self._loop.call(self._engine.reset_prefix_cache(reset_running_requests=True))
-            if self._vision is not None:
-                self._loop.call(self._engine.reset_encoder_cache())
-            self._loop.call(self._engine.update_weight_version(str(version)))
-            self._version = version
-        finally:
-            if not was_paused:
-                self._loop.call(self._engine.resume_generation())
-
-    def release_memory(self) -> int:
-        """See `VLLMTokens.release_memory`."""
-        if self._sleeper.asleep:
-            return 0
-        self._paused_before = self._mailbox.paused
-        self._mailbox.set_paused(True)
-        return self._sleeper.sleep()
-
-    def restore_memory(self) -> None:
-        """Go on where `release_memory` stopped."""
-        if self._sleeper.asleep:
-            self._sleeper.wake()
-            if self._paused_before:
-                self.pause()
-            else:
-                self._mailbox.set_paused(False)
-
-    def close(self) -> None:
-        """End the engine's process."""
-        if self._engine is not None:
-            self._engine.shutdown()
-            self._engine = None
-            self._loop.close()

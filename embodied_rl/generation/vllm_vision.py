@@ -1,4 +1,4 @@
-"""Vision-language models behind vLLM: what the engine is told, how pictures travel, and what is checked.
+"""Vision-language models behind vLLM: arguments of the engine, how pictures reach it, and what is checked.
 
 vLLM prepares pictures with the model's own transformers processor. Its own implementations of vision-language models import torchvision;
 its transformers implementation does not, and is what serves them here: log-probabilities are the trainer's.
@@ -37,7 +37,7 @@ class VLLMVision:
 
     @staticmethod
     def of(folder: Path) -> VLLMVision | None:
-        """Of a model folder; None: it reads texts alone. Raises UserError as the constructor."""
+        """Of a model folder; None: it reads only text. Raises UserError as the constructor."""
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not is_vision_language(config):
             return None

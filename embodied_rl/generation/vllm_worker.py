@@ -26,7 +26,7 @@ _forward = Sampler.forward
 
 def _of_sampled(log_probs: Any, num_logprobs: int, token_ids: Any) -> Any:
     """Both columns hold the sampled token's log-probability. vLLM's own sorts the vocabulary and compiles a count of ranks, half a minute
-    on a CPU, for figures that nobody asked for.
+    on a CPU, for ranks that are never read.
     """
     found = log_probs.gather(-1, token_ids[:, None])
     return LogprobsTensors(token_ids[:, None].int().repeat(1, 2), found.repeat(1, 2), torch.zeros_like(token_ids))

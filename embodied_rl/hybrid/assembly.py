@@ -8,7 +8,7 @@ from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.engine import HybridEngine
-from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors, optimizer_tensors
+from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 
 
 class Simulators(Protocol):
@@ -23,7 +23,7 @@ def make_engine(config: HybridConfig, policy: Any, generator: Generator, method:
     """Engine with residency for a method's learner.
 
     Args:
-        method: its ``sharded`` (a `ShardedUpdater`) or ``trained_copy`` (a `TrainedCopy` elsewhere), where it has one, trains; else its
+        method: its ``sharded`` (a `RankExecutor`) or ``trained_copy`` (a `TrainedCopy` elsewhere), where it has one, trains; else its
             ``learner``.
 
     Raises:
@@ -40,23 +40,20 @@ def make_engine(config: HybridConfig, policy: Any, generator: Generator, method:
         residency.register("simulators", Hooks(simulators.offload, simulators.onload))
     if "kv_cache" in config.offload:
         residency.register("kv_cache", _cache_of(generator))
-    rank = getattr(sharded, "rank", None)
-    if rank is not None:
-        parameters, optimizer = list(rank.policy.parameters()), rank.optimizer
-    else:
-        updater = trained_by(method)
-        parameters, optimizer = list(policy.parameters()), getattr(updater, "optimizer", None)
+    # Several domains without ranks have several learners.
+    trains = getattr(method, "learner", None) if sharded is None else sharded
+    parameters = list(policy.parameters()) if trains is None else trains.trained()
     if "parameters" in config.offload:
         residency.register("parameters", Tensors(lambda: parameters))
     if "gradients" in config.offload:
         residency.register("gradients", Gradients(lambda: parameters))
     if "optimizer" in config.offload:
-        if optimizer is None:
+        if trains is None or trains.optimizer_tensors() is None:
             raise UserError(
                 "hybrid.offload=[optimizer]: this learner keeps its optimizer's state in arrays of its own on the CPU (small networks). "
                 "Leave it out; there is nothing to gain."
             )
-        residency.register("optimizer", Tensors(lambda: optimizer_tensors(optimizer)))
+        residency.register("optimizer", Tensors(trains.optimizer_tensors))
     elsewhere = getattr(method, "trained_copy", None)
     return HybridEngine(policy, generator, trained=sharded if elsewhere is None else elsewhere, residency=residency)
 
@@ -74,13 +71,3 @@ def _cache_of(generator: Any) -> Hooks:
         return 0
 
     return Hooks(release, backend.restore_memory, lambda: {str(backend.device): backend.cache_bytes})
-
-
-def trained_by(method: Any) -> Any:
-    """The object with the optimizer, wherever a learner keeps it; None where there is no single one."""
-    learner = getattr(method, "learner", None)
-    for name in ("_updater", "_adam"):
-        found = getattr(learner, name, None)
-        if found is not None:
-            return found
-    return None

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.residency import Residency
-from embodied_rl.hybrid.threads import compute_threads
+from embodied_rl.learning.devices import compute_threads
 
 
 class TrainedCopy(Protocol):
-    """Where training happens on a copy of the policy (`ShardedUpdater`)."""
+    """Where training happens on a copy of the policy (`RankExecutor`)."""
 
     def write_back(self, policy: Any) -> None:
         """Bring the trained weights into the policy."""

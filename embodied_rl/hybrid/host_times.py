@@ -12,7 +12,7 @@ Span: TypeAlias = tuple[str, str, int, int]
 
 
 class HostTimes:
-    """Adds up the time of each state, over all hosts; tell it of every change."""
+    """Adds up the time of each state, over all hosts; call `note` at every change."""
 
     def __init__(self, num_hosts: int, *, keep_spans: bool = False, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         """`keep_spans`: for a timeline; `take_spans` hands them out."""

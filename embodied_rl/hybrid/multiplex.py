@@ -127,7 +127,7 @@ class Multiplexer:
         self._check()
 
     def give_up(self, key: Key) -> Any:
-        """Nobody needs a parked episode any more: it counts as finished. Returns its state.
+        """Drop a parked episode that is not needed any more: it counts as finished. Returns its state.
 
         Raises ValueError for one that is not parked.
         """

@@ -1,4 +1,4 @@
-"""Roles and devices: what a configured placement means on a described cluster, and why it cannot be had there.
+"""Roles and devices: what a configured placement means on a described cluster, and why it is impossible there.
 
 Devices are named ``node/kind:index``, such as ``0/gpu:3`` or ``12/cpu``; a machine's cores are one device.
 """

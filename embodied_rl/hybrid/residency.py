@@ -6,7 +6,7 @@
  training          in           in         in           out             out          * of a trained copy (sharding)
 ```
 Only what is registered here moves. Tensors are moved by storage: every view, tied weight and sharded part of it goes along, and comes back
-in its place bit for bit. On a GPU the host side is pinned and copies run on a stream of their own. On a CPU, "out" is a store beside the
+in its place bit for bit. On a GPU the host side is pinned and copies run on a separate stream. On a CPU, "out" is a store beside the
 tensors, whose own memory is given back: reading a tensor that is out is an error of the caller, as it is on a GPU.
 """
 
@@ -203,7 +203,7 @@ class Gradients:
 
 
 class Hooks:
-    """What makes room in a way of its own: simulators (`EnvManager.offload` and `onload`), a generator's cache. Implements `Resident`."""
+    """Frees memory by given functions: simulators (`EnvManager.offload` and `onload`), a generator's cache. Implements `Resident`."""
 
     def __init__(
         self, offload: Callable[[], int], onload: Callable[[], Any], num_bytes: Callable[[], dict[str, int]] | None = None
@@ -234,11 +234,6 @@ class Hooks:
         self._onload()
         kept, self._kept = self._kept, None
         return kept
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every tensor of an optimizer's state."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

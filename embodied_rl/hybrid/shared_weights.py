@@ -3,8 +3,8 @@
 ```
  header │ layout (JSON) │ buffer 0: version v │ buffer 1: version v − 1, or v + 1 being written
 ```
-The publisher writes into the buffer that is not the newest and then says that it is. Who reads holds a lock on a buffer, so that it is
-never written under a reader; a lock goes when its process goes. A reader therefore sees one version as a whole, or the next one as a whole.
+The publisher writes into the buffer that is not the newest and then marks it as the newest. A reader holds a lock on its buffer, so
+that the publisher never writes under it; a lock goes when its process ends. A reader therefore sees one whole version or the next.
 The memory has no name (memfd): it goes with its last user.
 """
 
@@ -50,7 +50,7 @@ class _Place:
 
 
 class SharedWeightsPublisher:
-    """The side that trains. Implements `WeightTransport`; one process, one thread."""
+    """The side that trains; one process, one thread."""
 
     def __init__(self, specs: Mapping[str, Tensor], *, timeout_s: float = 60.0) -> None:
         """Lay out shared memory for tensors of these names, shapes and types, twice.
@@ -95,7 +95,7 @@ class SharedWeightsPublisher:
 
         Args:
             only_changed: compare first and write what differs from the version that this buffer held. Reading is cheaper than writing where
-                most is frozen; `num_bytes` tells what was written.
+                most is frozen; `num_bytes` reports what was written.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape; readers keep the version before.
@@ -127,7 +127,7 @@ class SharedWeightsPublisher:
         return Published(version, len(self._places), written, time.perf_counter() - started)
 
     def close(self) -> None:
-        """Tell readers that nothing follows; what they hold stays theirs. May be called twice."""
+        """Signal to readers that nothing follows; what they hold stays valid. May be called twice."""
         if self._fd >= 0:
             self._header[_CLOSED] = 1
             os.close(self._fd)

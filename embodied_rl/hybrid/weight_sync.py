@@ -1,20 +1,19 @@
-"""Publishing weights: a stream of (name, tensor) with a version, to whoever generates.
+"""Publishing weights: a stream of (name, tensor) with a version, to the generators.
 
 Sources stream parameter by parameter (`fsdp.gather_named`, `LanguagePolicy.named_weights`), so that a sharded model is never whole in one
-place. Destinations differ in where they live: this process (`SharedStorage`, `InProcess`), another process of this machine
-(`shared_weights`), other machines (`weight_transports`). What is sent may be everything, the LoRA weights alone, or what changed.
+place. Destinations differ in where they live: another process of this machine (`shared_weights`), other machines
+(`weight_transports`). What is sent may be everything, only the LoRA weights, or what changed.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 INDEX, VALUE, BASE = "::index", "::value", "::base_version"
@@ -31,75 +30,11 @@ class Published:
     """Written or sent; less than the model where only a part was."""
     seconds: float
 
-    @property
-    def gb_per_s(self) -> float:
-        """10^9 bytes a second."""
-        return self.num_bytes / max(self.seconds, 1e-12) / 1e9
-
-
-class WeightTransport(Protocol):
-    """A way to those who generate."""
-
-    def publish(self, version: int, tensors: NamedTensors) -> Published:
-        """Hand over `tensors` as `version`; they may be overwritten afterwards."""
-        ...
-
 
 class TakesWeights(Protocol):
     """Token backends, and whatever else loads weights in place."""
 
     def load_weights(self, version: int, tensors: NamedTensors) -> None: ...
-
-
-class InProcess:
-    """Generators of this process that own a copy each. Implements `WeightTransport`."""
-
-    def __init__(self, consumers: Sequence[TakesWeights]) -> None:
-        self._consumers = list(consumers)
-
-    def publish(self, version: int, tensors: NamedTensors) -> Published:
-        """See `WeightTransport.publish`. The stream is run through once: it is collected where there are several consumers."""
-        started, counter = time.perf_counter(), _Counter()
-        stream: NamedTensors = counter.count(tensors)
-        if len(self._consumers) > 1:
-            stream = list(stream)
-        for consumer in self._consumers:
-            consumer.load_weights(version, stream)
-        return counter.published(version, started)
-
-
-class SharedStorage:
-    """A generating module that reads the trained parameters where they lie: nothing is copied, ever.
-
-    For one process, turns that do not overlap, and a module that is not sharded. An optimizer writes in place, so the generator sees new
-    weights at once; `publish` makes sure that both sides still share every parameter.
-    """
-
-    def __init__(self, trained: nn.Module, generating: nn.Module) -> None:
-        """Let go of the generating module's own parameters. Raises ValueError where names, shapes or types differ."""
-        self._trained, self._generating = trained, generating
-        source, target = dict(trained.named_parameters()), dict(generating.named_parameters())
-        for name, parameter in target.items():
-            own = source.get(name)
-            if own is None or own.shape != parameter.shape or own.dtype != parameter.dtype:
-                raise ValueError(f"parameter '{name}' of the generating module has no equal in the trained one.")
-            parameter.data = own.data
-        self.version = 0
-
-    def publish(self, version: int) -> Published:
-        """Copy buffers (statistics), which modules may replace, and note the version. Raises RuntimeError where storage is not shared."""
-        started, source = time.perf_counter(), dict(self._trained.named_parameters())
-        for name, parameter in self._generating.named_parameters():
-            if parameter.data_ptr() != source[name].data_ptr():
-                raise RuntimeError(f"parameter '{name}' was replaced since it was shared: optimizers must write in place.")
-        moved = 0
-        with torch.no_grad():
-            trained_buffers = dict(self._trained.named_buffers())
-            for name, buffer in self._generating.named_buffers():
-                buffer.copy_(trained_buffers[name])
-                moved += buffer.nbytes
-        self.version = version
-        return Published(version, 0, moved, time.perf_counter() - started)
 
 
 # ---- what is sent -------------------------------------------------------------------------------------------------------
@@ -231,19 +166,3 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(_INTEGERS[tensor.element_size()])
-
-
-class _Counter:
-    """Counts what runs through a stream."""
-
-    def __init__(self) -> None:
-        self.num_tensors = self.num_bytes = 0
-
-    def count(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            self.num_tensors += 1
-            self.num_bytes += tensor.nbytes
-            yield name, tensor
-
-    def published(self, version: int, started: float) -> Published:
-        return Published(version, self.num_tensors, self.num_bytes, time.perf_counter() - started)

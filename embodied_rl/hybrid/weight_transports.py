@@ -1,4 +1,4 @@
-"""Weights to other machines: a collective broadcast (NCCL between GPUs, gloo between hosts), and Ray's object store."""
+"""Weights to other machines through Ray's object store."""
 
 from __future__ import annotations
 
@@ -10,65 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from embodied_rl.errors import MissingExtraError
 from embodied_rl.hybrid.weight_sync import NamedTensors, Published, buckets
 
 BUCKET_BYTES = 256 * 2**20
-_END = -1
-
-
-class CollectivePublisher:
-    """Rank `source` of a process group sends to all others. Implements `WeightTransport`."""
-
-    def __init__(self, group: Any = None, *, device: str | torch.device = "cpu", bucket_bytes: int = BUCKET_BYTES) -> None:
-        """`device`: where buckets are assembled: ``cuda`` for NCCL, ``cpu`` for gloo. `group` None: all ranks; this one is rank 0 of it."""
-        self._group, self._device, self._bucket_bytes = group, torch.device(device), bucket_bytes
-
-    def publish(self, version: int, tensors: NamedTensors) -> Published:
-        """See `WeightTransport.publish`; every other rank runs `receive`."""
-        started, count, size = time.perf_counter(), 0, 0
-        for bucket in buckets(tensors, self._bucket_bytes):
-            text, payload = pack_tensors(bucket, self._device)
-            self._broadcast(torch.tensor([len(text), payload.numel(), version], dtype=torch.int64))
-            self._broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            self._broadcast(payload)
-            count, size = count + len(bucket), size + payload.numel()
-        self._broadcast(torch.tensor([_END, 0, version], dtype=torch.int64))
-        return Published(version, count, size, time.perf_counter() - started)
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor.to(self._device), group=self._group, group_src=0)
-
-
-class CollectiveReceiver:
-    """Any other rank."""
-
-    def __init__(self, group: Any = None, *, device: str | torch.device = "cpu") -> None:
-        self._group, self._device = group, torch.device(device)
-        self.version = -1
-        """Of the last stream that was exhausted, or is being read."""
-
-    def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of one publication; `version` is set with the first. Exhaust it: the sender counts on it."""
-        while True:
-            text_bytes, payload_bytes, self.version = self._broadcast(3, torch.int64).tolist()
-            if text_bytes == _END:
-                return
-            text = bytes(self._broadcast(text_bytes, torch.uint8).cpu().numpy())
-            yield from unpack_tensors(text, self._broadcast(payload_bytes, torch.uint8))
-
-    def _broadcast(self, size: int, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(size, dtype=dtype, device=self._device)
-        dist.broadcast(tensor, group=self._group, group_src=0)
-        return tensor
 
 
 class RayPublisher:
-    """Buckets in Ray's object store: readers on one node share one copy. Implements `WeightTransport`.
+    """Buckets in Ray's object store: readers on one node share one copy.
 
-    `message` is what actors are told: (version, [reference, …]); `ray_tensors` reads it. The objects go when the next version is published.
+    `message` is what actors receive: (version, [reference, …]); `ray_tensors` reads it. The objects go when the next version is published.
     """
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -78,7 +30,7 @@ class RayPublisher:
         self.message: tuple[int, list[Any]] = (-1, [])
 
     def publish(self, version: int, tensors: NamedTensors) -> Published:
-        """See `WeightTransport.publish`."""
+        """Hand over `tensors` as `version`; they may be overwritten afterwards."""
         started, count, size, references = time.perf_counter(), 0, 0, []
         for bucket in buckets(tensors, self._bucket_bytes):
             text, payload = pack_tensors(bucket, torch.device("cpu"))

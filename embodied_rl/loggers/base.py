@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.registry import Registry
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
 LOGGERS = Registry(
     "logger",
+    "loggers",
     {
         "console": "embodied_rl.loggers.console:ConsoleLogger",
         "jsonl": "embodied_rl.loggers.jsonl:JsonlLogger",
@@ -22,11 +26,18 @@ LOGGERS = Registry(
         "wandb": "embodied_rl.loggers.wandb:WandbLogger",
     },
 )
+_BUILT_IN = frozenset(LOGGERS.built_in)
+_OFFERED = ("run_dir", "run_config", "total_steps", "resume_step")
 
 
-class Logger(Protocol):
-    """Takes a run's metrics. Names are grouped by a slash: ``episode/success``, ``speed/steps_per_s``, ``time/simulate_s``."""
+class Logger(ABC):
+    """Takes a run's metrics. Names are grouped by a slash: ``episode/success``, ``speed/steps_per_s``, ``time/simulate_s``.
 
+    A logger of the user's own is a subclass. Its constructor gets what it takes of ``run_dir`` (the run's folder), ``run_config`` (the
+    whole configuration, plain), ``total_steps`` and ``resume_step`` (None: a new run), and what ``logger.options`` gives it.
+    """
+
+    @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one iteration, after `step` environment steps. Values may be NaN or infinite."""
         ...
@@ -43,6 +54,7 @@ class Logger(Protocol):
         """The run's folder is gone: leave what is still known of the history in another. Those that know nothing leave nothing."""
         return
 
+    @abstractmethod
     def close(self) -> None:
         """Write what is pending. Nothing is logged afterwards."""
         ...
@@ -117,9 +129,43 @@ def make_loggers(
     try:
         # The plot reads the curve so far from metrics.jsonl, so that file is put right first.
         for name in sorted(config.names, key=lambda name: name != "jsonl"):
-            make = LOGGERS.load(name).from_config
-            loggers.append(make(config, run_dir, run_config, total_steps, resume_step, stream))
+            if name in _BUILT_IN:
+                make = LOGGERS.load(name).from_config
+                loggers.append(make(config, run_dir, run_config, total_steps, resume_step, stream))
+            else:
+                offered = {"run_dir": run_dir, "run_config": run_config, "total_steps": total_steps, "resume_step": resume_step}
+                loggers.append(_own(config, name, offered))
     except BaseException:
         LoggerGroup(loggers).close()
         raise
     return LoggerGroup(loggers)
+
+
+def check_loggers(config: LoggerConfig) -> None:
+    """Import the loggers of the user's own and hold their options against their signatures. Raises UserError."""
+    from embodied_rl.config.building import check_arguments
+
+    for name in config.names:
+        if name in _BUILT_IN:
+            continue
+        cls = LOGGERS.load(name)
+        if not (isinstance(cls, type) and issubclass(cls, Logger)):
+            raise UserError(f"'{name}' is no logger: it must be a subclass of embodied_rl.loggers.Logger.")
+        parameters = inspect.signature(cls).parameters
+        given, where = config.options.get(name.rpartition(":")[2], {}), f"logger.options.{name.rpartition(':')[2]}"
+        allowed = [key for key in parameters if key not in _OFFERED]
+        for key in given:
+            if key not in allowed:
+                raise UserError(f"{where}.{key} is no argument of '{name}'.{did_you_mean(key, allowed)}")
+        missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
+        if missing:
+            raise UserError(f"'{name}' needs {where}.{missing[0]}.")
+        check_arguments(cls.__init__, given, where)
+
+
+def _own(config: LoggerConfig, name: str, offered: Mapping[str, Any]) -> Logger:
+    """A logger of the user's own, of those arguments that it takes."""
+    check_loggers(config)
+    cls: type[Logger] = LOGGERS.load(name)
+    taken = {key: offered[key] for key in _OFFERED if key in inspect.signature(cls).parameters}
+    return cls(**taken, **config.options.get(name.rpartition(":")[2], {}))

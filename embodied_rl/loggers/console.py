@@ -90,7 +90,7 @@ class ConsoleLogger(Logger):
         from rich.live import Live
 
         if self._live is None:
-            # Redrawn when something is logged only: no thread of its own, no flicker.
+            # Redrawn only when something is logged: no separate thread, no flicker.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(Group(self._bar(), metrics_table(self._latest)), refresh=True)

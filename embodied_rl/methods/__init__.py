@@ -7,7 +7,7 @@ and fresh steps together (`off_policy.MixedMethod`, `cloning.DaggerMethod`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import build_filters
@@ -23,8 +23,8 @@ from embodied_rl.methods.groups import GroupMethod, make_starts, queue_config
 from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
 from embodied_rl.methods.programs import ProgramMethod, check_programs
 from embodied_rl.methods.rollout import RolloutMethod
-from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
 
 __all__ = [
@@ -122,7 +122,7 @@ def _check_warm_start(config: TrainConfig) -> None:
 
 
 def _check_chunks(config: TrainConfig) -> None:
-    """What a policy with actions of its own is not offered."""
+    """Reject options that a policy with its own actions does not support."""
     algorithm, policy = config.algorithm, config.policy
     if isinstance(policy, PolicyConfig):
         if algorithm.ratio == "action" or algorithm.advantage in ("gae_action", "gae_chunk"):
@@ -136,7 +136,7 @@ def _check_chunks(config: TrainConfig) -> None:
         return
     folder = getattr(policy, "path", None)
     if folder is not None and config.resume is None and not Path(folder).is_dir():
-        # Told before simulators are started, which may take a minute.
+        # Checked before simulators are started, which may take a minute.
         raise UserError(f"policy.path='{folder}' is no folder. Give the folder of a checkpoint: config.json, safetensors and a tokenizer.")
     who = f"policy.name='{policy.name}'"
     if algorithm.off_policy is not None:
@@ -176,13 +176,13 @@ def _check_off_policy(config: TrainConfig) -> None:
         raise UserError("algorithm.off_policy.recorded_share is about minibatches with fresh steps: leave it at 0 with fresh=false.")
 
 
-def make_method(config: TrainConfig, manager: Any, policy: Any, generator: Generator, run_dir: Path) -> Method:
+def make_method(config: TrainConfig, manager: Simulators, policy: Any, generator: Generator, run_dir: Path) -> Method:
     """What the configuration asks for. Raises UserError for a combination that makes no sense."""
     algorithm = config.algorithm
-    if isinstance(policy, LanguagePolicy):
-        if isinstance(manager, ProgramManager):
-            assert isinstance(generator, ProgramGenerator), "programs have a proxy"
-            return ProgramMethod(config, manager, policy, generator, run_dir)
+    if config.policy.name == "language":
+        if is_program(config.sim):
+            programs, served = cast("ProgramManager", manager), cast("ProgramGenerator", generator)
+            return ProgramMethod(config, programs, policy, served, run_dir)
         return AgentMethod(config, manager, policy, generator, run_dir)
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod

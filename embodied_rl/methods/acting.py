@@ -12,7 +12,7 @@ from embodied_rl.types import Observation, SimSpec
 
 
 class SwitchedGenerator(WrappedGenerator):
-    """Passes on to `generator`, to random actions where `way` is "random", and without noise where it is "mode". Implements `Generator`."""
+    """Passes on to `generator`, to random actions where `way` is "random", and without noise where it is "mode"."""
 
     def __init__(self, generator: Generator, spec: SimSpec, way: Literal["noisy", "mode", "random"] = "noisy") -> None:
         super().__init__(generator)

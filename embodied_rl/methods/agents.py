@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +13,25 @@ from torch import Tensor
 
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, rows_of
-from embodied_rl.algorithms.composition import Composition, compose
+from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.language_learner import LanguageLearner, ReferenceLogProbs, TokenBatch
-from embodied_rl.hybrid.rank_group import RankGroup
-from embodied_rl.hybrid.sharded_language import ShardedLanguageLearner
-from embodied_rl.methods.base import Experience
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.objectives import TokenObjective
+from embodied_rl.learning.rows import TokenBatch
+from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.groups import queue_config
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.agent_generator import AgentGenerator
-from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import EpisodeGroup
 
 DIALOGUES = "dialogues.html"
@@ -45,48 +44,38 @@ class PreparedTurns:
     """Turns with their credit, as tokens."""
 
     tokens: TokenBatch
-    log_probs: ReferenceLogProbs
     num_turns: int
     """Those that are learned from."""
     metrics: dict[str, float]
 
 
-class AgentMethod:
-    """Groups of text episodes → credit of turns → tokens. Implements `Method`."""
+class AgentMethod(Method):
+    """Groups of text episodes → credit of turns → tokens."""
 
-    def __init__(self, config: TrainConfig, manager: Any, policy: LanguagePolicy, generator: Any, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: LanguagePolicy, generator: Any, run_dir: Path) -> None:
         """
         Args:
-            manager: an `EnvManager`, or the player in another process.
-            generator: an `AgentGenerator`; anything else: who plays is elsewhere, and the one who connects them sets `collector`.
+            manager: simulators that are stepped here; or a player in another process, whose connection sets `collector`.
+            generator: an `AgentGenerator` where the simulators are stepped here.
             run_dir: gets the dialogues of the last episodes, `DIALOGUES`, when the run ends.
         """
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config = config
         self.algorithm = EpisodeMethod(config.algorithm)
-        composition = self.algorithm.composition
         # In the same precision by the same code, of the weights of this very version.
-        trust = config.generation.backend == "tokens_torch" and groups.max_staleness == 0
-        self.learner, self.sharded = make_token_learner(config, policy, composition, trust_sampled=trust)
+        self._trust_sampled = config.generation.backend == "tokens_torch" and groups.max_staleness == 0
+        self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid)
+        self.sharded = self.learner.ranks
         self._queue_config = queue_config(groups)
         self._filters = build_filters(groups.filters)
         self._domains = DomainMixture.single(manager.spec.task)
         self._tokenizer = policy.tokenizer
         self.queue = self._new_queue()
         self.collector: Any = self._new_collector(manager, generator)
-        self.warm_start = WarmStart(config, manager, self.learner, generator)
+        self.warm_start: WarmStart = WarmStart(config, manager, self.learner, generator)
         self._run_dir, self._task = run_dir, manager.spec.task
         self._last: list[AgentEpisode] = []
-
-    @property
-    def finished(self) -> bool:
-        return False
-
-    @property
-    def times(self) -> CollectorTimes:
-        times: CollectorTimes = self.collector.times
-        return times
 
     def collect(self, iteration: int) -> Experience:
         groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
@@ -96,13 +85,12 @@ class AgentMethod:
         return Experience(sum(episode.num_messages for episode in episodes), finished, {}, groups)
 
     def prepare(self, experience: Experience) -> PreparedTurns:
-        return prepare_turns(self.algorithm, self.learner, experience.data)
+        return prepare_turns(self.algorithm, self.learner, experience.data, trust_sampled=self._trust_sampled)
 
     def update(self, prepared: PreparedTurns, *, iteration: int, steps: int) -> dict[str, float]:
         num_turns = max(prepared.num_turns, 1)
         stats = self.learner.update(
             prepared.tokens,
-            prepared.log_probs,
             minibatch_rows=round(self.config.algorithm.minibatch_size * prepared.tokens.num_rows / num_turns),
             progress=steps / self.config.total_steps,
             seed=[self.config.seed, iteration],
@@ -137,9 +125,7 @@ class AgentMethod:
             )
 
     def metrics(self) -> dict[str, float]:
-        wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
-        counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
-        return {**counts, **self.collector.metrics(), **self.warm_start.metrics()}
+        return {**self.queue.counts().figures(), **self.collector.metrics(), **self.warm_start.metrics()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()
@@ -160,12 +146,12 @@ class AgentMethod:
     def _new_queue(self) -> GroupQueue:
         return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._domains, filters=self._filters)
 
-    def _new_collector(self, manager: Any, generator: Any) -> Any:
+    def _new_collector(self, manager: Simulators, generator: Any) -> Any:
         """None: it is elsewhere."""
-        return make_agent_collector(self.config, manager, generator, self.queue) if isinstance(generator, AgentGenerator) else None
+        return make_agent_collector(self.config, manager, generator, self.queue) if not manager.plays_itself else None
 
 
-def make_agent_collector(config: TrainConfig, manager: EnvManager, generator: AgentGenerator, queue: GroupQueue) -> AgentCollector:
+def make_agent_collector(config: TrainConfig, manager: Simulators, generator: AgentGenerator, queue: GroupQueue) -> AgentCollector:
     """The collector that a configuration describes, in whatever process the simulators are."""
     groups = config.algorithm.groups
     assert groups is not None, "the configuration was checked"
@@ -178,18 +164,6 @@ def make_agent_collector(config: TrainConfig, manager: EnvManager, generator: Ag
         min_ready=1 if groups.max_staleness else None,
         greedy_member="greedy_baseline" in compose(config.algorithm).advantage.needs,
     )
-
-
-def make_token_learner(
-    config: TrainConfig, policy: LanguagePolicy, composition: Composition, *, trust_sampled: bool
-) -> tuple[LanguageLearner, RankGroup | None]:
-    """The learner, and its ranks where it has several."""
-    hybrid = config.hybrid
-    if hybrid.sharding is None:
-        arguments = (policy, config.algorithm, composition, hybrid.device, hybrid.num_threads)
-        return LanguageLearner(*arguments, trust_sampled=trust_sampled), None
-    sharded = ShardedLanguageLearner(policy, config.algorithm, composition, hybrid, trust_sampled=trust_sampled)
-    return sharded, sharded.sharded
 
 
 def check_agent(config: TrainConfig) -> None:
@@ -218,18 +192,30 @@ def check_agent(config: TrainConfig) -> None:
         raise UserError("algorithm.initialized is offered for robots' policies: set algorithm.initialized.share=0.")
 
 
-def prepare_turns(algorithm: EpisodeMethod, learner: LanguageLearner, groups: Sequence[EpisodeGroup]) -> PreparedTurns:
-    """Credit of the turns of groups, and its tokens."""
+def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> PreparedTurns:
+    """Credit of the turns of groups, and its tokens.
+
+    Args:
+        trust_sampled: the log-probabilities of sampled tokens are those of the policy as it is when an update begins (the generator
+            computes as the trainer does, and nothing is stale), so that they need not be computed again.
+    """
     turns, (rows, owner) = turn_batch(groups), token_rows(agent_episodes(groups))
     # The sequences are the same whatever the credit is, and a KL term in the reward needs their log-probabilities first.
     everything = Credit(torch.zeros(turns.shape), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
-    log_probs = learner.log_probs(token_batch(rows, owner, everything))
+    tokens = token_batch(rows, owner, everything)
+    present = reference = None
+    if learner.has_reference:
+        reference = learner.token_log_probs(tokens.sequences, of_reference=True)
+    if learner.needs_present:
+        present = tokens.behaviour_log_prob if trust_sampled else learner.token_log_probs(tokens.sequences)
     values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
-    kl = algorithm.config.kl
-    in_reward = kl.coef > 0 and kl.place == "reward"
-    present, reference = (of_turns(part, rows, owner, turns.shape) for part in (log_probs.present, log_probs.reference))
-    credit = algorithm.prepare(turns, values, present if in_reward else None, reference if in_reward else None)
-    return PreparedTurns(token_batch(rows, owner, credit), log_probs, int(credit.mask.sum()), dict(credit.metrics))
+    kl = of_turns(algorithm.divergence(present, reference), rows, owner, turns.shape)
+    credit = algorithm.prepare(turns, values, kl)
+    learned = token_batch(rows, owner, credit)
+    sampled = {"behaviour_log_prob": learned.behaviour_log_prob, "mask": learned.mask, "chunk_id": learned.chunk_id}
+    advantage, figures = algorithm.corrected(learned.advantage, present, **sampled)
+    learned = replace(learned, advantage=advantage, present=present, reference=reference)
+    return PreparedTurns(learned, int(credit.mask.sum()), {**credit.metrics, **figures})
 
 
 def agent_episodes(groups: Sequence[EpisodeGroup]) -> list[AgentEpisode]:
@@ -274,6 +260,7 @@ def turn_batch(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
         success=flags([episode.success for episode in episodes]),
         greedy=flags([bool(episode.metadata.get("greedy", False)) for episode in episodes]),
         groups=tuple(groups),
+        num_tokens=padded([np.array([len(turn.token_ids) for turn in episode.turns]) for episode in episodes]).long(),
     )
 
 
@@ -304,12 +291,12 @@ def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) 
     )
 
 
-def of_turns(log_prob: Tensor | None, rows: Sequence[TokenRow], owner: Sequence[int], shape: tuple[int, int]) -> Tensor | None:
-    """[R, S] of tokens → [B, T] sums of turns: the log-probability of a whole answer."""
-    if log_prob is None:
+def of_turns(values: Tensor | None, rows: Sequence[TokenRow], owner: Sequence[int], shape: tuple[int, int]) -> Tensor | None:
+    """[R, S] of tokens → [B, T] sums over the sampled tokens of each turn."""
+    if values is None:
         return None
-    total = torch.zeros(shape, dtype=log_prob.dtype)
+    total = torch.zeros(shape, dtype=values.dtype)
     for number, (row, episode) in enumerate(zip(rows, owner, strict=True)):
         sampled = torch.from_numpy(np.flatnonzero(row.mask))
-        total[episode].index_add_(0, torch.from_numpy(row.turn)[sampled], log_prob[number, sampled])
+        total[episode].index_add_(0, torch.from_numpy(row.turn)[sampled], values[number, sampled])
     return total

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from embodied_rl.config import SimConfig
 from embodied_rl.policies.base import TensorObservation
-from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.collector import Collector, CollectorTimes
+from embodied_rl.types import SimSpec
 
 
 @dataclass(frozen=True)
@@ -23,55 +28,136 @@ class Experience:
     data: Any
 
 
-class Method(Protocol):
+class Ranks(Protocol):
+    """The processes that a policy is divided over (`hybrid.sharding`), as the engine and checkpoints know them."""
+
+    def take_weights(self) -> None:
+        """Train on with the weights of the whole policy in this process."""
+        ...
+
+    def save_parts(self, folder: Path) -> Callable[[], Path]:
+        """Have every rank write its part; returns what waits for them."""
+        ...
+
+    def load_parts(self, folder: Path) -> None:
+        """Have every rank read what `save_parts` wrote, by any number of ranks."""
+        ...
+
+    def apart(self) -> AbstractContextManager[object]:
+        """Within it `Method.state_tensors` leaves out what the ranks keep themselves."""
+        ...
+
+    def write_back(self, policy: Any) -> None:
+        """Bring the trained weights into the whole policy."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WarmStarts(Protocol):
+    """What comes before a run's first episodes."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a warm start is still to be made."""
+        ...
+
+    def run(self, version: int) -> None:
+        """Make it, and publish the weights it leaves as `version`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recordable:
+    """A collector whose episodes may be written down (`record.share`), and whose simulators they come from."""
+
+    collector: Collector
+    domain: str
+    """Its folder's name below that of the run's episodes; empty: the run has one domain."""
+    num_slots: int
+    spec: SimSpec
+    sim: SimConfig
+
+
+class Method:
     """How experience is collected and learned from; one iteration is `collect`, `prepare`, `update`."""
 
-    learner: Any
+    learner: Any = None
+    collector: Any = None
+    """A `Collector` of the method's kind of experience; None: nothing is played, or the player that connects sets it."""
+    sharded: Ranks | None = None
+    """The ranks that train; None: training happens in this process."""
+    trained_copy: Any = None
+    """Where the trained weights come from when they are in another process (`TrainedCopy`)."""
+    warm_start: WarmStarts | None = None
 
     @property
     def finished(self) -> bool:
         """Whether there is nothing more to learn (early stopping)."""
-        ...
+        return False
 
     @property
     def times(self) -> CollectorTimes:
         """Of the last `collect`."""
-        ...
+        times: CollectorTimes = CollectorTimes() if self.collector is None else self.collector.times
+        return times
 
     def collect(self, iteration: int) -> Experience:
         """Play with the weights that were published as version `iteration`. Raises SimFault (see EnvManager)."""
-        ...
+        raise NotImplementedError
 
     def prepare(self, experience: Experience) -> Any:
         """Rewards → advantages; no parameter changes."""
-        ...
+        return experience.data
 
     def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
         """Train; metrics. Raises NonFiniteLossError."""
-        ...
+        raise NotImplementedError
 
-    def published(self, version: int) -> None: ...
+    def published(self, version: int) -> None:
+        """The policy's weights are the generator's as `version`."""
 
     def restart(self, iteration: int) -> None:
-        """Begin new episodes, with seeds that depend on the run's seed and what was consumed alone: where a run can be resumed."""
-        ...
+        """Begin new episodes, with seeds that depend only on the run's seed and what was consumed: where a run can be resumed."""
+        raise NotImplementedError
+
+    def running_episodes(self) -> dict[str, Tensor]:
+        """{slot: the running episode as bytes [n] uint8}; empty where episodes are begun again from their seeds.
+
+        Raises UserError where the simulator's cannot be saved.
+        """
+        return {}
+
+    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
+        """Go on within what `running_episodes` gave. Raises SnapshotError."""
+        assert not episodes, "episodes of this method are begun again from their seeds"
 
     def finish(self) -> None:
         """The run is over: leave the policy as it is to be kept."""
-        ...
 
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> Sequence[Recordable]:
+        """Collectors whose episodes can be written down: by default the one there is, in simulators as the arguments say."""
+        return () if self.collector is None else (Recordable(self.collector, "", num_slots, spec, sim),)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What resuming needs beside the policy's own tensors: the learner's state, and data that only this run has."""
-        ...
+        raise NotImplementedError
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         """Continue exactly. Raises IncompatibleCheckpointError, KeyError or ValueError for the state of another run."""
-        ...
+        raise NotImplementedError
+
+    def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs beside tensors, JSON-able."""
-        ...
+        raise NotImplementedError
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly after `load_state_tensors`."""
+        raise NotImplementedError

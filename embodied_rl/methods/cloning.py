@@ -16,28 +16,28 @@ from embodied_rl.episodes.dataset import EpisodeDataset, split_episodes
 from embodied_rl.episodes.transitions import Transitions, normalise_actions
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.hybrid.cloning_learner import CloningLearner
+from embodied_rl.learning.cloning_learner import CloningLearner
 from embodied_rl.methods.acting import SwitchedGenerator
-from embodied_rl.methods.base import Experience
+from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
 from embodied_rl.policies.base import Policy, layout_of
 from embodied_rl.policies.heads import SquashedGaussian
-from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
+from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.instrumented import EXPERT
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Rollout
 
 _LABELS = 17
 """Stream of randomness."""
 
 
-class CloningMethod:
-    """Behaviour cloning (Pomerleau 1991): epochs over recorded episodes until the validation loss rises. Implements `Method`.
+class CloningMethod(Method):
+    """Behaviour cloning (Pomerleau 1991): epochs over recorded episodes until the validation loss rises.
 
     One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations.
     """
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         cloning = config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
@@ -47,19 +47,20 @@ class CloningMethod:
         self.demonstrations = Demonstrations(config, manager, policy, run_dir)
         self.train: EpisodeDataset | None = None
         self.validation: EpisodeDataset | None = None
-        self.times = CollectorTimes()
-        self.finished = False
+        self._finished = False
         self._epochs = self._waited = 0
         self._has_statistics = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the validation loss has risen for long enough."""
+        return self._finished
 
     def collect(self, iteration: int) -> Experience:
         """Nothing is played: the recorded steps are there."""
         assert self.train is not None, "restart() comes first"
         steps = self.config.algorithm.num_epochs * self.train.num_minibatches(self.config.algorithm.minibatch_size)
         return Experience(steps, [], nothing_seen(self.policy), None)
-
-    def prepare(self, experience: Experience) -> Any:
-        return experience.data
 
     def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
         algorithm = self.config.algorithm
@@ -70,7 +71,7 @@ class CloningMethod:
             figures.append(self.learner.epoch(self._minibatches(self._epochs), rate))
             self._epochs += 1
             figures[-1] |= self._validate()
-            if self.finished:
+            if self._finished:
                 break
         means = {name: float(np.mean([figure[name] for figure in figures])) for name in figures[-1]}
         return {**means, "learning_rate": rate, "epochs": float(self._epochs)}
@@ -86,15 +87,12 @@ class CloningMethod:
         figures = self.learner.validate(self.validation.epoch(0, 4096))
         if self.options.patience is not None:
             self._waited = 0 if self.learner.keep_if_best(figures["validation_loss"]) else self._waited + 1
-            self.finished = self._waited >= self.options.patience
+            self._finished = self._waited >= self.options.patience
         return figures
 
     def finish(self) -> None:
         """Take the weights with the lowest validation loss."""
         self.learner.restore_best()
-
-    def published(self, version: int) -> None:
-        pass
 
     def restart(self, iteration: int) -> None:
         if self.train is not None:
@@ -130,25 +128,25 @@ class CloningMethod:
         self.learner.load_state_tensors(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self._epochs, "waited": self._waited, "finished": self.finished}
+        return {"epochs": self._epochs, "waited": self._waited, "finished": self._finished}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epochs, self._waited, self._has_statistics = int(state["epochs"]), int(state["waited"]), True
         # A finished run that is resumed was given more steps, and with them more patience.
-        self.finished = False
+        self._finished = False
         if state["finished"]:
             self._waited = 0
 
 
 class DaggerMethod(CloningMethod):
-    """DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after). Implements `Method`.
+    """DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after).
 
     The first iteration clones the recorded episodes; each later one lets the policy play `rollout_steps` steps of every slot by its
     mode, adds what the expert would have done in each state, and learns from all of it. Steps are environment steps. Of a policy that
     acts in chunks the expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
     """
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
         self.collector = RolloutCollector(
             manager,
@@ -166,7 +164,6 @@ class DaggerMethod(CloningMethod):
         if iteration == 0:
             return Experience(0, [], nothing_seen(self.policy), None)
         rollout = self.collector.next_rollout(iteration)
-        self.times = self.collector.times
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         return Experience(rollout.num_steps, finished, nothing_seen(self.policy), rollout)
 

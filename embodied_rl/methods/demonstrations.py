@@ -22,8 +22,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.policies.base import Policy, TensorObservation
 from embodied_rl.rollout.schedule import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
-from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.experts import expert_target
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionSpec, SimSpec, StepBatch
 from embodied_rl.versions import versions
 
@@ -55,7 +55,7 @@ def expert_of(config: TrainConfig) -> str:
 class Demonstrations:
     """The recorded episodes of a run; `load` before the first update, and again after a resume."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, run_dir: Path) -> None:
         """Given recordings are opened and checked here. Raises UserError."""
         self.config, self.manager, self.policy = config, manager, policy
         self.spec = plain_spec(manager.spec)
@@ -88,7 +88,7 @@ class Demonstrations:
             n_step=n_step,
             reward=reward,
             action_margin=action_margin,
-            window=getattr(self.policy, "chunk_size", None),
+            window=self.policy.chunk_size if self.policy.translates else None,
         )
 
     def _record_expert(self) -> None:
@@ -139,7 +139,7 @@ def _warn_of_other_settings(recording: Recording, sim: SimConfig) -> None:
         )
 
 
-def play_expert(manager: EnvManager, seeds: Sequence[int], randomness: Sequence[float]) -> list[RecordedEpisode | None]:
+def play_expert(manager: Simulators, seeds: Sequence[int], randomness: Sequence[float]) -> list[RecordedEpisode | None]:
     """Episodes of these seeds, side by side, as the expert plays them (see `instrumented`), some steps at random.
 
     Args:

@@ -1,4 +1,4 @@
-"""A run with several domains from its configuration: who plays what on which backend, and who learns."""
+"""Builds a run with several domains from its configuration: players, their backends, and learners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embodied_rl.methods.agents import check_agent
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.domain_playing import seat_agents
 from embodied_rl.methods.domain_roles import LanguageRole, OwnRole, Role, RolePolicies
-from embodied_rl.methods.domains_apart import seats_elsewhere
+from embodied_rl.methods.domains_apart import PlayerElsewhere, seats_elsewhere
 from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.language_player import make_backend, make_language_policy
 from embodied_rl.methods.multi_domain import OWN_PLAYER, DomainGenerators, DomainManagers, DomainsMethod, Seat, policies_of
@@ -28,7 +28,7 @@ LANGUAGE = "language"
 
 
 def with_domains(config: TrainConfig) -> TrainConfig:
-    """The configuration as a run with several domains sees it: one with players alone has `sim` for its only domain."""
+    """The configuration as a run with several domains sees it: a run that has players but no domains has `sim` for its only domain."""
     if config.domains or not config.generation.mix:
         return config
     from embodied_rl.config import DomainConfig
@@ -67,12 +67,12 @@ def build_domains(
 
 
 def build_domains_apart(
-    config: TrainConfig, player: Any, run_dir: Path, checkpoint: Path | None, language: LanguagePolicy | None = None
+    config: TrainConfig, player: PlayerElsewhere, run_dir: Path, checkpoint: Path | None, language: LanguagePolicy | None = None
 ) -> tuple[RolePolicies, DomainsMethod]:
-    """Policies and learners of domains that are played in another process; whoever connects the two sets the method's `collector`.
+    """Policies and learners of domains that are played in another process; the caller sets the method's `collector`.
 
     Args:
-        player: a `RemotePlayer`, or what is known of one: its ``seats``.
+        player: where the simulators are.
         language: the language policy; None: of this configuration or `checkpoint`, with warm starts that play there.
 
     Raises:
@@ -95,7 +95,7 @@ def build_domains_apart(
 
 
 def _language_role(config: TrainConfig, policy: LanguagePolicy) -> LanguageRole:
-    """The run's language policy with its learner; somebody else plays."""
+    """The run's language policy with its learner; it does not play."""
     configs = {name: config.for_domain(name) for name, domain in config.domains.items() if domain.policy is None}
     groups = config.algorithm.groups
     assert groups is not None, "the configuration was checked"
@@ -105,7 +105,7 @@ def _language_role(config: TrainConfig, policy: LanguagePolicy) -> LanguageRole:
 
 
 def _alone(config: TrainConfig, domain: str) -> TrainConfig:
-    """Of a domain with a policy of its own: a small network is trained where it acts; the ranks are the language policy's."""
+    """Configuration of a domain with its own policy: no sharding, since only the language policy has ranks and this network is small."""
     own = config.for_domain(domain)
     return dataclasses.replace(own, hybrid=dataclasses.replace(own.hybrid, sharding=None))
 
@@ -113,7 +113,7 @@ def _alone(config: TrainConfig, domain: str) -> TrainConfig:
 def _policies(
     config: TrainConfig, seats: Sequence[Seat], run_dir: Path, checkpoint: Path | None, language: LanguagePolicy | None = None
 ) -> dict[str, Any]:
-    """{role: policy}, all of them before anything else draws random numbers: their first weights do not depend on who plays where.
+    """{role: policy}, all built before anything else draws random numbers: initial weights do not depend on where domains are played.
 
     `language`: the language policy, where it is there already.
     """

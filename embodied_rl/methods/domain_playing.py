@@ -1,4 +1,4 @@
-"""Who plays the domains of a run: a collector for each seat, in whatever process its simulators are."""
+"""Playing the domains of a run: a collector for each seat (domain, player), in the process of its simulators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeBackend = Callable[[TrainConfig], TokenBackend]
 
 
 def seat_agents(config: TrainConfig, managers: DomainManagers, speaking: Speaking, make_backend: MakeBackend) -> dict[str, TokenBackend]:
-    """Give every seat of the language policy its agent and its collector, which is told of its queue by `restart`.
+    """Give every seat of the language policy its agent and its collector, which receives its queue from `restart`.
 
     Args:
         config: the run's.
@@ -45,6 +45,7 @@ def seat_agents(config: TrainConfig, managers: DomainManagers, speaking: Speakin
         player = None if seat.player == OWN_PLAYER else config.generation.mix[seat.player]
         agent = make_agent(own.agent, speaking, seat.manager.spec)
         backend = _backend_of(own, player, agent, speaking, shared, managers, make_backend)
+        seat.agent = agent
         seat.collector = AgentCollector(
             seat.manager,
             agent,
@@ -70,7 +71,7 @@ def _backend_of(
     managers: DomainManagers,
     make_backend: MakeBackend,
 ) -> TokenBackend:
-    """A view of the one backend of its kind that has the policy's weights, or somebody else's own."""
+    """A view of the one backend of its kind that has the policy's weights; of a player with another model, that player's own backend."""
     kind = config.generation.backend if player is None else player.backend
     if player is not None and not player.is_policy:
         backend = _others_backend(player, agent, speaking, seed=config.seed)

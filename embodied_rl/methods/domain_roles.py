@@ -1,8 +1,9 @@
-"""Who learns in a run with several domains: one language policy for all of its domains, and a policy of its own for a robot's."""
+"""The learners of a run with several domains: one language policy for all of its domains, and a separate policy for each robot domain."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +13,15 @@ from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
-from embodied_rl.hybrid.language_learner import ReferenceLogProbs, TokenBatch
-from embodied_rl.hybrid.rank_group import RankGroup
-from embodied_rl.methods.agents import PreparedTurns, make_token_learner, prepare_turns
+from embodied_rl.learning.learner import make_learner
+from embodied_rl.learning.objectives import TokenObjective
+from embodied_rl.learning.ranks import RankExecutor
+from embodied_rl.learning.rows import TokenBatch
+from embodied_rl.methods.agents import PreparedTurns, prepare_turns
 from embodied_rl.methods.base import Experience
 from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.warm_start import WarmStart
-from embodied_rl.policies.base import TensorObservation
+from embodied_rl.policies.base import TensorObservation, TrainedModule
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.types import EpisodeGroup
 
@@ -28,9 +31,11 @@ class Role(Protocol):
 
     policy: Any
     domains: tuple[str, ...]
+    ranks: RoleRanks | None
+    """Where `hybrid.sharding` divides the policy."""
 
     def publish(self, version: int) -> None:
-        """Hand the present weights to whoever plays with them."""
+        """Hand the current weights to the generator or the player that acts with them."""
         ...
 
     def observation(self, groups: Sequence[EpisodeGroup]) -> TensorObservation:
@@ -64,14 +69,15 @@ class Role(Protocol):
 class RoleRanks:
     """The ranks of one role's policy among several, as the engine and checkpoints know those of a run."""
 
-    def __init__(self, group: RankGroup, policy: Any) -> None:
+    def __init__(self, group: RankExecutor, policy: Any) -> None:
         """`policy`: the role's own, whole."""
         self.group, self._policy = group, policy
         self.rank, self.close, self.apart = group.rank, group.close, group.apart
+        self.trained, self.optimizer_tensors = group.trained, group.optimizer_tensors
         self.take_weights, self.save_parts, self.load_parts = group.take_weights, group.save_parts, group.load_parts
 
     def write_back(self, policy: Any) -> None:
-        """See `RankGroup.write_back`: `policy` is that of all roles, whose others train where they are."""
+        """See `RankExecutor.write_back`: `policy` is that of all roles, whose others train where they are."""
         self.group.write_back(self._policy)
 
 
@@ -83,18 +89,18 @@ class LanguageRole:
         Args:
             config: the run's.
             configs: {domain: its own}.
-            trust_sampled: see `LanguageLearner`.
+            trust_sampled: see `prepare_turns`.
         """
         self.config, self.policy, self.domains = config, policy, tuple(configs)
         self.backends: list[TokenBackend] = []
         """Those that sample with the policy's weights, in this process."""
         self.player: Any = None
-        """Who plays in another process, with the weights of all roles (`RemotePlayer`); None: the backends are here."""
+        """The player in another process, with the weights of all roles (`RemotePlayer`); None: the backends are here."""
         self.warm_starts: dict[str, WarmStart] = {}
         self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
-        composition = EpisodeMethod(config.algorithm).composition
-        self.learner, ranks = make_token_learner(config, policy, composition, trust_sampled=trust_sampled)
-        self.ranks = None if ranks is None else RoleRanks(ranks, policy)
+        self._trust_sampled = trust_sampled
+        self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid)
+        self.ranks = None if self.learner.ranks is None else RoleRanks(self.learner.ranks, policy)
         """Where `hybrid.sharding` divides the policy."""
 
     def needs_of(self, domain: str) -> frozenset[str]:
@@ -118,12 +124,11 @@ class LanguageRole:
         for name in self.domains:
             own = [group for group in groups if domain_of(group) == name]
             if own:
-                parts.append(prepare_turns(self._methods[name], self.learner, own))
+                parts.append(prepare_turns(self._methods[name], self.learner, own, trust_sampled=self._trust_sampled))
         prepared = joined(parts)
         num_turns = max(prepared.num_turns, 1)
         stats = self.learner.update(
             prepared.tokens,
-            prepared.log_probs,
             minibatch_rows=round(self.config.algorithm.minibatch_size * prepared.tokens.num_rows / num_turns),
             progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],
@@ -140,7 +145,7 @@ class LanguageRole:
         return any(start.wanted for start in self.warm_starts.values())
 
     def begin(self, version: int) -> None:
-        """See `Role.begin`: the players' episodes of all domains are cloned together, lest one be forgotten for another."""
+        """See `Role.begin`: the players' episodes of all domains are cloned together, so that no domain is forgotten."""
         wanted = {name: start for name, start in self.warm_starts.items() if start.wanted}
         if wanted:
             before = {name: start.success() for name, start in wanted.items()}
@@ -194,11 +199,12 @@ class LanguageRole:
 
 
 class OwnRole:
-    """A policy of one domain alone. Implements `Role`."""
+    """The separate policy of one domain. Implements `Role`."""
 
     def __init__(self, domain: str, config: TrainConfig, policy: Any, generator: Generator | None, method: GroupMethod) -> None:
-        """`config`: the domain's own; `method`: its learner; `generator`: None where somebody plays in another process."""
+        """`config`: the domain's own; `method`: its learner; `generator`: None where a player in another process acts."""
         self.domains: tuple[str, ...] = (domain,)
+        self.ranks: RoleRanks | None = None
         self.config, self.policy, self.generator, self.method = config, policy, generator, method
 
     def publish(self, version: int) -> None:
@@ -261,10 +267,12 @@ class RoleWarmStarts:
             role.begin(version)
 
 
-class RolePolicies(nn.Module):
+class RolePolicies(TrainedModule):
     """All policies of a run as one module, for checkpoints and statistics."""
 
-    def __init__(self, policies: Mapping[str, nn.Module]) -> None:
+    has_description = True
+
+    def __init__(self, policies: Mapping[str, TrainedModule]) -> None:
         super().__init__()
         self.roles = nn.ModuleDict(dict(policies))
 
@@ -280,15 +288,13 @@ class RolePolicies(nn.Module):
         """The one language policy, where there is one."""
         return next((policy for policy in self.roles.values() if isinstance(policy, LanguagePolicy)), None)
 
-    def named_weights(self) -> dict[str, Tensor]:
-        """{``role/name``: tensor} of what acts: of a language policy the model alone, any adapter merged into it."""
-        named: dict[str, Tensor] = {}
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """(``role/name``, tensor) of what acts: of a language policy only the model, with any adapter merged."""
         for role, policy in self.roles.items():
-            own = policy.named_weights() if isinstance(policy, LanguagePolicy) else policy.state_dict().items()
-            named |= {f"{role}/{name}": tensor for name, tensor in own}
-        return named
+            for name, tensor in policy.named_weights():  # type: ignore[operator]  # every policy has it
+                yield f"{role}/{name}", tensor
 
-    def save_description(self, folder: Any) -> None:
+    def save_description(self, folder: Path) -> None:
         """What the language policy is built from, for a checkpoint's folder ``model``."""
         if self.language is not None:
             self.language.save_description(folder)
@@ -304,7 +310,7 @@ def of_roles(tensors: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def domain_of(group: EpisodeGroup) -> str:
-    """The configuration's domain of a group, whoever played it."""
+    """The configuration's domain of a group, without the player's name."""
     return group.domain.partition("@")[0]
 
 
@@ -320,13 +326,13 @@ def joined(parts: Sequence[PreparedTurns]) -> PreparedTurns:
         behaviour_log_prob=_stacked((part.tokens.behaviour_log_prob for part in parts), width),
         chunk_id=_stacked((part.tokens.chunk_id for part in parts), width),
         positive=torch.cat([part.tokens.positive for part in parts]),
+        present=_stacked_or_none([part.tokens.present for part in parts], width),
+        reference=_stacked_or_none([part.tokens.reference for part in parts], width),
     )
-    present, reference = [part.log_probs.present for part in parts], [part.log_probs.reference for part in parts]
-    log_probs = ReferenceLogProbs(_stacked_or_none(present, width), _stacked_or_none(reference, width))
     metrics: dict[str, float] = {}
     for part in parts:
         metrics |= part.metrics
-    return PreparedTurns(tokens, log_probs, sum(part.num_turns for part in parts), metrics)
+    return PreparedTurns(tokens, sum(part.num_turns for part in parts), metrics)
 
 
 def _stacked_or_none(parts: Sequence[Tensor | None], width: int) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from embodied_rl.config import CloningConfig, RecordedConfig, TrainConfig, WarmStartConfig
 from embodied_rl.episodes.dataset import EpisodeDataset
-from embodied_rl.hybrid.cloning_learner import CloningLearner
+from embodied_rl.learning.cloning_learner import CloningLearner
 from embodied_rl.methods.demonstrations import Demonstrations, expert_of
 from embodied_rl.policies.base import Policy
 from embodied_rl.sim.instrumented import instrumented
@@ -19,7 +19,7 @@ from embodied_rl.sim.seeding import EpisodeSeeds
 def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path) -> dict[str, float]:
     """Clone `algorithm.warm_start.episodes` successful episodes: those of `recording`, or of the expert, recorded into ``run_dir`` first.
 
-    The expert plays in simulators of its own, which end with it: the run's own are left as they are.
+    The expert plays in separate simulators, which end with it: the run's own are left as they are.
 
     Returns:
         ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.

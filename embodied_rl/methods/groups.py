@@ -12,20 +12,17 @@ from torch import Tensor
 
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
-from embodied_rl.algorithms.episodes import Credit, EpisodeBatch
+from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import GroupsConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.hybrid.episode_learner import EpisodeLearner
-from embodied_rl.hybrid.policy_episode_learner import PolicyEpisodeLearner
-from embodied_rl.hybrid.policy_updater import is_needed
-from embodied_rl.hybrid.sharded_episodes import ShardedEpisodeLearner
-from embodied_rl.methods.base import Experience
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.objectives import EpisodeObjective
+from embodied_rl.learning.rows import EpisodeRows
+from embodied_rl.methods.base import Experience, Method
 from embodied_rl.policies.base import Policy, layout_of, prepare_observation
 from embodied_rl.registry import load_target
-from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
@@ -35,6 +32,7 @@ from embodied_rl.rollout.start_sources import record_expert, shown_expert
 from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, EpisodeGroup, SimSpec
 
 _EXPERT_TRIES = 3
@@ -42,46 +40,34 @@ _EXPERT_TRIES = 3
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class PreparedEpisodes:
+    """Episodes with their credit, as rows of the learner."""
+
     batch: EpisodeBatch
     credit: Credit
-    log_prob: torch.Tensor | None
-    reference: torch.Tensor | None
+    rows: EpisodeRows
+
+    def minibatch_rows(self, minibatch_size: int) -> int:
+        """As many episodes as have about `minibatch_size` steps."""
+        return round(minibatch_size * int(self.credit.mask.any(1).sum()) / max(int(self.credit.mask.sum()), 1))
 
 
-class GroupMethod:
-    """Any advantage and loss of the tables, on whole episodes in groups. Implements `Method`."""
+class GroupMethod(Method):
+    """Any advantage and loss of the tables, on whole episodes in groups."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator) -> None:
         assert config.algorithm.groups is not None, "RolloutMethod is for runs without groups"
         self.config = config
         self.algorithm = EpisodeMethod(config.algorithm)
-        composition = self.algorithm.composition
-        self.learner: EpisodeLearner
-        hybrid = config.hybrid
-        self._prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None
-        self.sharded = None
-        if hybrid.sharding is not None:
-            self.learner = ShardedEpisodeLearner(policy, config.algorithm, composition, hybrid)
-            self.sharded = self.learner.sharded
-            self._prepare = functools.partial(prepare_observation, policy)
-        elif isinstance(policy, ActorCritic) and not is_needed(config.algorithm, hybrid.precision):
-            self.learner = EpisodeLearner(policy, config.algorithm, composition, hybrid.device, hybrid.num_threads)
-        else:
-            self.learner = PolicyEpisodeLearner(policy, config.algorithm, composition, hybrid.device, hybrid.num_threads, hybrid.precision)
-            self._prepare = functools.partial(prepare_observation, policy)
+        objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
+        self.learner = make_learner(objective, policy, config.algorithm, config.hybrid)
+        self.learner.keep_reference()
+        self.sharded = self.learner.ranks
+        self._prepare = functools.partial(prepare_observation, policy)
         self._task = manager.spec.task
         self.queue = self._new_queue()
         self.starts = make_starts(config, manager.spec)
         self.collector = make_group_collector(config, manager, generator, self.queue, layout_of(policy), self.starts)
-
-    @property
-    def finished(self) -> bool:
-        return False
-
-    @property
-    def times(self) -> CollectorTimes:
-        return self.collector.times
 
     def collect(self, iteration: int) -> Experience:
         groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
@@ -96,22 +82,18 @@ class GroupMethod:
         """Groups as `prepare` takes them, in an `Experience`."""
         return EpisodeBatch.of(groups, self._prepare)
 
-    def prepare(self, experience: Experience) -> _Prepared:
-        batch: EpisodeBatch = experience.data
-        log_prob, reference = self.learner.log_probs(batch)
-        credit = self.algorithm.prepare(batch, self.learner.values(batch), log_prob, reference)
-        return _Prepared(batch, credit, log_prob, reference)
+    def prepare(self, experience: Experience) -> PreparedEpisodes:
+        return prepare_episodes(self.algorithm, self.learner, experience.data)
 
-    def update(self, prepared: _Prepared, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: PreparedEpisodes, *, iteration: int, steps: int) -> dict[str, float]:
         stats = self.learner.update(
-            prepared.batch,
-            prepared.credit,
-            prepared.log_prob,
-            prepared.reference,
+            prepared.rows,
+            minibatch_rows=prepared.minibatch_rows(self.config.algorithm.minibatch_size),
             progress=steps / self.config.total_steps,
             seed=[self.config.seed, iteration],
             kl_coef=self.algorithm.kl_coefficient.value,
         )
+        stats |= prepared.credit.metrics
         if "kl" in stats and self.config.algorithm.kl.place == "loss":
             self.algorithm.adapt(stats["kl"], int(prepared.credit.mask.sum()))
             stats["kl_coef"] = self.algorithm.kl_coefficient.value
@@ -130,13 +112,8 @@ class GroupMethod:
         self.collector.restart(self.queue)
         self._record_expert()
 
-    def finish(self) -> None:
-        pass
-
     def metrics(self) -> dict[str, float]:
-        wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
-        counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
-        return {**counts, **({} if self.starts is None else self.starts.metrics()), **self.collector.metrics()}
+        return {**self.queue.counts().figures(), **({} if self.starts is None else self.starts.metrics()), **self.collector.metrics()}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()
@@ -169,12 +146,12 @@ class GroupMethod:
         if not needs_simulator(options.expert):
             self._record_with(self.collector.manager, load_target(options.expert))
             return
-        # It reads the simulator's state, in processes of its own: the run's simulators stay as they are.
+        # The expert reads the simulator's state, in separate processes: the run's simulators stay as they are.
         shown = instrumented(self.config.sim, expert=options.expert, reconfigure=False)
         with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False) as manager:
             self._record_with(manager, shown_expert)
 
-    def _record_with(self, manager: EnvManager, make_expert: Callable[[], Expert]) -> None:
+    def _record_with(self, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
         options = self.config.algorithm.initialized
         assert self.starts is not None, "somebody starts inside an expert's episodes"
         wanted, first = options.expert_episodes, 0
@@ -194,6 +171,22 @@ class GroupMethod:
         return make_group_queue(self.config, self._task)
 
 
+def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, batch: EpisodeBatch) -> PreparedEpisodes:
+    """Credit of every step, by what the learner's policy says of a batch before its update."""
+    objective = learner.objective
+    assert isinstance(objective, EpisodeObjective), "a learner of episodes"
+    ready, action = batch.observation, batch.action
+    present = learner.log_probs(ready, action) if learner.needs_present else None
+    reference = learner.log_probs(ready, action, of_reference=True) if learner.has_reference else None
+    values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(batch.shape[0]))
+    if algorithm.composition.needs_critic:
+        flat, final = learner.values(ready), learner.values(batch.final_observation)
+        values = EpisodeValues(batch.scatter(torch.from_numpy(flat)), torch.from_numpy(final))
+    whole, first = (objective.of_decisions(batch, log_prob) for log_prob in (present, reference))
+    credit = algorithm.prepare(batch, values, algorithm.divergence(whole, first), present=whole)
+    return PreparedEpisodes(batch, credit, objective.rows_of(batch, credit, present, reference))
+
+
 def make_group_queue(config: TrainConfig, task: str, share: Share = WHOLE) -> GroupQueue:
     """The queue that a configuration describes, for groups of one task; `share`: which of them."""
     groups = config.algorithm.groups
@@ -204,7 +197,7 @@ def make_group_queue(config: TrainConfig, task: str, share: Share = WHOLE) -> Gr
 
 def make_group_collector(
     config: TrainConfig,
-    manager: EnvManager,
+    manager: Simulators,
     generator: Generator,
     queue: GroupQueue,
     layout: ActionLayout,

@@ -89,7 +89,7 @@ class MergingTokens:
 
 
 def merged_there(config: TrainConfig, backend: TokenBackend, folder: Path) -> TokenBackend:
-    """The backend as `hybrid.publish` needs it: with ``adapter``, whoever plays merges what arrives. Raises UserError as `blank_policy`."""
+    """The backend that `hybrid.publish` needs: with ``adapter``, `MergingTokens` around it. Raises UserError as `blank_policy`."""
     if config.hybrid.publish != "adapter":
         return backend
     assert isinstance(config.policy, LanguageConfig), "the configuration was checked"

@@ -24,7 +24,7 @@ from embodied_rl.policies.model_folder import max_context
 from embodied_rl.policies.vision_inputs import VisionInputs
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.program_manager import ProgramGenerator
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
 
@@ -34,18 +34,18 @@ MODEL_FOLDER = "model"
 
 def make_language_policy(
     config: TrainConfig,
-    manager: EnvManager,
+    manager: Simulators,
     run_dir: Path,
     checkpoint: Path | None,
     base: Path | None = None,
-    further: Sequence[tuple[AgentConfig, EnvManager]] = (),
+    further: Sequence[tuple[AgentConfig, Simulators]] = (),
 ) -> LanguagePolicy:
     """The policy of a run; a resumed one's weights are loaded by the caller.
 
     Args:
         manager: shows the texts that a tiny model's tokenizer must know; its episodes are lost.
         checkpoint: the folder of the checkpoint that the run is continued from.
-        base: the model's folder, where that checkpoint holds an adapter alone.
+        base: the model's folder, where that checkpoint holds only an adapter.
         further: other domains that the policy plays: agents and their simulators.
 
     Raises:
@@ -136,7 +136,7 @@ def _make_sight(policy: Speaking, spec: SimSpec) -> Sight | None:
 
 def make_agent_generator(config: TrainConfig, policy: LanguagePolicy, spec: SimSpec, run_dir: Path) -> AgentGenerator:
     """The agent with its own token backend, which `publish` fills with the policy's weights."""
-    agent = make_agent(config.agent, policy, spec)  # first: what cannot be is told before an engine is started
+    agent = make_agent(config.agent, policy, spec)  # first: its errors come before an engine is started
     backend = make_backend(config.generation, policy, run_dir, seed=config.seed)
     if is_program(config.sim):
         return ProgramGenerator(agent, policy.tokenizer, backend, policy.named_weights, secrets.token_urlsafe(24))
@@ -189,19 +189,6 @@ def _make_tiny(config: TrainConfig, language: LanguageConfig, texts: Iterable[st
     return make_tiny_model(folder, (), shape=shape, seed=config.seed, tokenizer=word_tokenizer(texts))
 
 
-def first_texts(manager: Any) -> list[str]:
-    """What the first observations say; episodes that were begun are lost.
-
-    Args:
-        manager: an `EnvManager`, or whoever knows its ``texts()``: programs, a player in another process.
-    """
-    if not isinstance(manager, EnvManager):
-        return [str(text) for text in manager.texts()]
-    shown = [str(text) for text in manager.reset().observation["text"]]
-    manager.discard()
-    return shown
-
-
 def _about_tools(agent: AgentConfig) -> list[str]:
     """What is read and written about tools."""
     if not agent.tools:
@@ -213,9 +200,9 @@ def _about_tools(agent: AgentConfig) -> list[str]:
         tools.close()
 
 
-def _texts(agent: AgentConfig, manager: EnvManager) -> Iterable[str]:
+def _texts(agent: AgentConfig, manager: Simulators) -> Iterable[str]:
     """What will be read and written: first observations, instruction, templates and actions, in small letters too."""
-    told = [*first_texts(manager), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
+    told = [*manager.texts(), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
     told += [f"<{tag}></{tag}>" for tag in (agent.tag, agent.summary_tag)]
     told += _about_tools(agent)
     return [*told, *(action.lower() for action in agent.actions)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
@@ -21,18 +22,19 @@ from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.methods.agents import DIALOGUES
-from embodied_rl.methods.base import Experience
+from embodied_rl.methods.base import Experience, Method, Recordable
 from embodied_rl.methods.domain_roles import Role, RolePolicies, RoleWarmStarts, domain_of
 from embodied_rl.methods.groups import queue_config
-from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.domain_collector import DomainCollector
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, place_of, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.queue_pump import QueuePump
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, SimSpec
 
 OWN_PLAYER = "policy"
@@ -43,7 +45,7 @@ _DIALOGUES_SHOWN = 4
 
 @dataclass
 class Seat:
-    """Where one player plays one domain."""
+    """One player in one domain: its simulators and, where they are in this process, its generator, collector and agent."""
 
     domain: str
     """The configuration's."""
@@ -51,13 +53,15 @@ class Seat:
     """`OWN_PLAYER`, or a name of generation.mix."""
     sim: SimConfig
     """Of the domain."""
-    manager: Any
-    """An `EnvManager`; or, of simulators in another process, what is known of them here (`domains_apart.SimulatorsElsewhere`)."""
+    manager: Simulators
+    """An `EnvManager`; or, of simulators in another process, what is known of them here (`domains_apart.DomainElsewhere`)."""
     trained: bool
     generator: Generator | None = None
-    """Who plays held-out episodes; None: nobody here."""
-    collector: Any = None
-    """None: somebody elsewhere collects."""
+    """Plays held-out episodes; None: not in this process."""
+    collector: QueuePump | None = None
+    """None: it is elsewhere."""
+    agent: Agent | None = None
+    """Of a domain of text that is played here."""
 
     @property
     def name(self) -> str:
@@ -65,8 +69,10 @@ class Seat:
         return name_of(self.domain, self.player)
 
 
-class DomainManagers:
+class DomainManagers(Simulators):
     """The simulators of all seats, as the training loop knows one manager."""
+
+    plays_itself = True
 
     def __init__(self, config: TrainConfig, seats: Sequence[Seat]) -> None:
         self._config, self.seats = config, list(seats)
@@ -74,6 +80,7 @@ class DomainManagers:
         """To be closed at the end."""
         self._faults: list[FaultRecord] = []
         self._num_faults = [0] * len(self.seats)
+        self.num_slots = sum(seat.manager.num_slots for seat in self.seats)
         first = self.seats[0].manager.spec
         self.spec: SimSpec = dataclasses.replace(
             first, task="+".join(config.domains), reports_success=all(seat.manager.spec.reports_success for seat in self.seats)
@@ -87,18 +94,13 @@ class DomainManagers:
         with ExitStack() as stack:
             for domain, player in seats_of(config):
                 sim, other = config.domains[domain].sim, config.generation.mix.get(player)
-                # Simulators of its own for each player: a server that takes its time holds up nobody else.
+                # Separate simulators for each player: a slow server holds up no other player.
                 manager = EnvManager.from_config(sim, seeds, num_slots=None if other is None else other.num_slots, autoreset=False)
                 stack.callback(manager.close)
                 seats.append(Seat(domain, player, sim, manager, trained=is_trained(config, player)))
             found = DomainManagers(config, seats)
             stack.pop_all()
         return found
-
-    @property
-    def num_slots(self) -> int:
-        """Of all seats."""
-        return sum(seat.manager.num_slots for seat in self.seats)
 
     @property
     def fault_records(self) -> list[FaultRecord]:
@@ -109,16 +111,24 @@ class DomainManagers:
             self._num_faults[index] = len(found)
         return self._faults
 
-    def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
-        """Nothing: slots are numbered in each domain anew."""
-        return {}
+    def worker_pids(self) -> list[int]:
+        """Of all seats."""
+        return [pid for seat in self.seats for pid in seat.manager.worker_pids()]
 
-    def evaluate(self, num_episodes: int, first_seed: int, domain: str | None = None) -> list[EpisodeSummary]:
+    def evaluate(
+        self,
+        generator: object,
+        num_episodes: int,
+        first_seed: int,
+        on_episode: Callable[[EpisodeSummary], object] | None = None,
+        *,
+        domain: str | None = None,
+    ) -> list[EpisodeSummary]:
         """Play held-out seeds in every domain (or in one), `num_episodes` in each; they say their domain as ``final_info["task"]``."""
         played: list[EpisodeSummary] = []
         for seat in self.seats:
             if seat.player == OWN_PLAYER and seat.generator is not None and domain in (None, seat.domain):
-                own = evaluate(seat.manager, seat.generator, num_episodes, first_seed=first_seed)
+                own = evaluate(seat.manager, seat.generator, num_episodes, first_seed=first_seed, on_episode=on_episode)
                 played += [dataclasses.replace(e, final_info={**e.final_info, "task": seat.domain}) for e in own]
         return played
 
@@ -127,14 +137,13 @@ class DomainManagers:
         with ExitStack() as stack:
             for seat in self.seats:
                 stack.callback(seat.manager.close)
-                agent = getattr(seat.collector, "agent", None)
-                if agent is not None:
-                    stack.callback(agent.close)
+                if seat.collector is not None:
+                    stack.callback(seat.collector.close)
             for backend in self.backends:
                 stack.callback(backend.close)
 
 
-class DomainGenerators:
+class DomainGenerators(Generator):
     """What the engine publishes to: every role's players."""
 
     def __init__(self, roles: Sequence[Role]) -> None:
@@ -148,21 +157,19 @@ class DomainGenerators:
         self.version = version
 
 
-class DomainsMethod:
-    """Groups of all domains out of one queue; every role learns from its own. Implements `Method`."""
-
-    learner: Any = None
+class DomainsMethod(Method):
+    """Groups of all domains out of one queue; every role learns from its own."""
 
     def __init__(self, config: TrainConfig, seats: Sequence[Seat], roles: dict[str, Role], run_dir: Path) -> None:
-        """`seats`: with their collectors; without, the one who connects them with whoever collects sets `collector`."""
+        """`seats`: with their collectors; without, the caller sets `collector` (`roles.assembly.connect`)."""
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.roles = config, roles
-        self.sharded = next((ranks for role in roles.values() if (ranks := getattr(role, "ranks", None)) is not None), None)
+        self.sharded = next((role.ranks for role in roles.values() if role.ranks is not None), None)
         self._seats = {seat.name: seat for seat in seats}
+        self.warm_start: RoleWarmStarts = RoleWarmStarts(list(roles.values()))
         self._run_dir = run_dir
         self.queue = make_domain_queue(config)
-        self.collector: Any = None
         if all(seat.collector is not None for seat in seats):
             self.collector = make_domain_collector(config, seats, self.queue)
         self._figures: dict[str, float] = {}
@@ -173,19 +180,11 @@ class DomainsMethod:
         """Where the run's own policies play."""
         return [seat for seat in self._seats.values() if seat.player == OWN_PLAYER]
 
-    @property
-    def warm_start(self) -> RoleWarmStarts:
-        """Of all roles."""
-        return RoleWarmStarts(list(self.roles.values()))
-
-    @property
-    def finished(self) -> bool:
-        return False
-
-    @property
-    def times(self) -> CollectorTimes:
-        times: CollectorTimes = self.collector.times
-        return times
+    def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
+        """See `Method.recordable`: one for each domain."""
+        return [
+            Recordable(_here(seat), seat.domain, seat.manager.num_slots, plain_spec(seat.manager.spec), seat.sim) for seat in self.own_seats
+        ]
 
     def collect(self, iteration: int) -> Experience:
         groups = self.collector.next_groups(iteration)
@@ -236,10 +235,9 @@ class DomainsMethod:
             )
 
     def metrics(self) -> dict[str, float]:
-        wanted = ("consumed", "filtered", "stale", "failed", "in_flight")
-        counts = {f"groups/{name}": float(getattr(self.queue.counts(), name)) for name in wanted}
+        counts = self.queue.counts().figures()
         for name, own in self.queue.domain_counts().items():
-            counts |= {f"{place_of(name)}/groups_{outcome}": float(getattr(own, outcome)) for outcome in wanted[:-1]}
+            counts |= {f"{place_of(name)}/groups_{outcome}": value for outcome, value in own.figures("").items() if outcome != "in_flight"}
         told = {key: value for role in self.roles.values() for key, value in role.metrics().items()}
         return {**counts, **self._figures, **self.collector.metrics(), **told}
 
@@ -248,7 +246,7 @@ class DomainsMethod:
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
-        divided = next(name for name, role in self.roles.items() if hasattr(role, "ranks"))
+        divided = next(name for name, role in self.roles.items() if role.ranks is not None)
         return {f"{divided}/{key}": part for key, part in state.items()}
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
@@ -287,6 +285,11 @@ class DomainsMethod:
         self._figures = figures
 
 
+def _here(seat: Seat) -> QueuePump:
+    assert seat.collector is not None, "the seat is played in this process"
+    return seat.collector
+
+
 def _figures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """``groups`` and ``episodes`` of a batch, and means over its episodes, where there are any: ``success``, ``return``, ``length``."""
     episodes = [episode for group in groups for episode in group.episodes]
@@ -323,7 +326,7 @@ def seats_of(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def is_trained(config: TrainConfig, player: str) -> bool:
-    """Whether somebody learns from what a player plays."""
+    """Whether the run's policy learns from what a player plays."""
     if player == OWN_PLAYER:
         return True
     return config.generation.mix[player].is_policy and config.generation.mix[player].train

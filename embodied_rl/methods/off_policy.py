@@ -1,4 +1,4 @@
-"""Critics of actions that learn from stored steps: recorded ones alone, or mixed with those that the run plays."""
+"""Critics of actions that learn from stored steps: only recorded ones, or mixed with those that the run plays."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from embodied_rl.episodes.replay_buffer import ReplayBuffer
 from embodied_rl.episodes.transitions import Transitions, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.hybrid.offline_learner import OfflineLearner
+from embodied_rl.learning.offline_learner import OfflineLearner
 from embodied_rl.methods.acting import SwitchedGenerator
-from embodied_rl.methods.base import Experience
+from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.rollout.collector import RolloutCollector
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Rollout
 
 _UPDATE, _FRESH = 21, 22
@@ -29,14 +29,14 @@ _UPDATE, _FRESH = 21, 22
 _BUFFER = "replay."
 
 
-class OfflineMethod:
-    """Implicit Q-learning or AWAC on recorded steps alone: nothing is played. Implements `Method`.
+class OfflineMethod(Method):
+    """Implicit Q-learning or AWAC on recorded steps only: nothing is played.
 
     One iteration is `updates_per_iteration` gradient steps, which are the run's steps. Normalisation statistics are those of the
     recorded observations.
     """
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
         options = config.algorithm.off_policy
         assert options is not None, "the configuration was checked"
         if options.reward == "success" and not manager.spec.reports_success:
@@ -46,13 +46,8 @@ class OfflineMethod:
         learns = config.algorithm.learns_from_recordings
         self.demonstrations = Demonstrations(config, manager, policy, run_dir) if learns else None
         self.recorded: EpisodeDataset | None = None
-        self.times = CollectorTimes()
         self._updates = 0
         self._has_statistics = False
-
-    @property
-    def finished(self) -> bool:
-        return False
 
     def collect(self, iteration: int) -> Experience:
         return Experience(self.options.updates_per_iteration, [], nothing_seen(self.policy), None)
@@ -78,12 +73,6 @@ class OfflineMethod:
     def _minibatch(self, number: int) -> Transitions:
         assert self.recorded is not None, "restart() comes first"
         return self.recorded.sample(number, self.config.algorithm.minibatch_size)
-
-    def finish(self) -> None:
-        pass
-
-    def published(self, version: int) -> None:
-        pass
 
     def restart(self, iteration: int) -> None:
         if self.demonstrations is None or self.recorded is not None:
@@ -120,14 +109,14 @@ class OfflineMethod:
 
 
 class MixedMethod(OfflineMethod):
-    """Off-policy learning while playing: soft actor-critic, with a share of recorded steps RLPD. Implements `Method`.
+    """Off-policy learning while playing: soft actor-critic, with a share of recorded steps RLPD.
 
     RLPD (Ball et al. 2023, arXiv:2302.02948): half of each minibatch recorded and half fresh, critics with layer normalisation, an
     ensemble whose target is the smallest of a random few. Steps are environment steps. Normalisation statistics are those of the
     recorded observations, or of the first fresh ones where there are none; they do not change after.
     """
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
         self._acting = SwitchedGenerator(generator, manager.spec)
         self.collector = RolloutCollector(
@@ -147,7 +136,6 @@ class MixedMethod(OfflineMethod):
     def collect(self, iteration: int) -> Experience:
         self._acting.way = "random" if self._warming_up else "noisy"
         rollout = self.collector.next_rollout(iteration)
-        self.times = self.collector.times
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         seen = nothing_seen(self.policy)
         if not self._has_statistics:

@@ -5,55 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose
-from embodied_rl.algorithms.ppo import PPO, RolloutValues, decoupled
+from embodied_rl.algorithms.composition import compose, correction_of
+from embodied_rl.algorithms.ppo import PPO, RolloutValues, corrected
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
-from embodied_rl.hybrid.learner import Learner
-from embodied_rl.hybrid.sharded_updater import make_sharded_updater
-from embodied_rl.methods.base import Experience
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.objectives import RolloutObjective
+from embodied_rl.methods.base import Experience, Method
 from embodied_rl.policies.base import Policy, layout_of, prepare_observation
 from embodied_rl.rollout.batch_figures import age_figures
-from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.rollout.collector import RolloutCollector
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Rollout
 
 
-class RolloutMethod:
-    """PPO on `rollout_steps` of every slot. Implements `Method`."""
+class RolloutMethod(Method):
+    """PPO on `rollout_steps` of every slot."""
 
-    def __init__(self, config: TrainConfig, manager: EnvManager, policy: Policy, generator: Generator) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator) -> None:
         compose(config.algorithm)
         self.config = config
-        hybrid = config.hybrid
-        self.sharded = None if hybrid.sharding is None else make_sharded_updater(policy, config.algorithm, hybrid)
-        self.learner = Learner(
-            policy,
-            config.algorithm,
-            device=hybrid.device,
-            num_threads=hybrid.rank_threads,
-            updater=self.sharded,
-            precision=hybrid.precision,
+        self.learner = make_learner(
+            RolloutObjective(policy, config.algorithm, config.hybrid.precision), policy, config.algorithm, config.hybrid
         )
+        self.sharded = self.learner.ranks
         self._policy, self._algorithm = policy, PPO(config.algorithm)
         self._ages: dict[str, float] = {}
         """Of the last rollout."""
         self._weights: dict[str, float] = {}
         """Figures of the weights of what was prepared last."""
         self.collector = make_rollout_collector(config, manager, generator, layout_of(policy))
-
-    @property
-    def finished(self) -> bool:
-        return False
-
-    @property
-    def times(self) -> CollectorTimes:
-        return self.collector.times
 
     def collect(self, iteration: int) -> Experience:
         rollout = self.collector.next_rollout(iteration)
@@ -67,15 +53,16 @@ class RolloutMethod:
 
     def prepare(self, experience: Experience) -> Batch:
         rollout: Rollout = experience.data
-        batch = self._batch(rollout, self.learner.values(rollout))
-        if self.config.algorithm.loss != "decoupled_ppo":
+        values = rollout_values(self.learner, self._policy, rollout)
+        batch = self._batch(rollout, values)
+        correction = correction_of(self.config.algorithm)
+        if not correction.enabled:
             return batch
-        weighed, self._weights = decoupled(batch, self.learner.log_probs(batch), self.config.algorithm.loss_options)
+        proximal = self.learner.log_probs(batch.observation, batch.action)
+        weighed, self._weights = corrected(batch, proximal, correction)
         return weighed
 
     def _batch(self, rollout: Rollout, values: RolloutValues) -> Batch:
-        if isinstance(self._policy, ActorCritic):
-            return self._algorithm.prepare(rollout, values)
         seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in self._policy.observation_keys}
         ready = prepare_observation(self._policy, seen)
         return self._algorithm.prepare(rollout, values, ready, action_dim=max(self._policy.spec.action.dim, 1))
@@ -84,26 +71,25 @@ class RolloutMethod:
         if iteration < self.config.algorithm.critic_warmup:
             # Without advantages the policy's loss has no gradient.
             prepared = prepared.replaced(advantage=torch.zeros_like(prepared.advantage))
-        stats = self.learner.update(prepared, iteration=iteration, num_iterations=self.config.num_iterations, seed=self.config.seed)
+        stats = self.learner.update(
+            prepared,
+            minibatch_rows=self.config.algorithm.minibatch_size,
+            progress=iteration / self.config.num_iterations,
+            seed=[self.config.seed, iteration],
+        )
         return {**stats, **self._weights}
-
-    def published(self, version: int) -> None:
-        pass
 
     def restart(self, iteration: int) -> None:
         self._algorithm.restart_episodes()
         self.collector.restart(seed_round=iteration)
 
-    def episodes(self) -> dict[str, Tensor]:
-        """The running episodes of all slots, as bytes [n] uint8 by slot. Raises UserError where the simulator's cannot be saved."""
+    def running_episodes(self) -> dict[str, Tensor]:
+        """See `Method.running_episodes`."""
         return {f"{slot}": torch.frombuffer(bytearray(saved), dtype=torch.uint8) for slot, saved in enumerate(self.collector.episodes())}
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """Go on within what `episodes` gave. Raises SnapshotError."""
+        """See `Method.take_up`."""
         self.collector.take_up([episodes[str(slot)].numpy().tobytes() for slot in range(len(episodes))])
-
-    def finish(self) -> None:
-        pass
 
     def metrics(self) -> dict[str, float]:
         return {**self.collector.metrics(), **self._ages}
@@ -121,7 +107,22 @@ class RolloutMethod:
         self._algorithm.load_state_dict(state)
 
 
-def make_rollout_collector(config: TrainConfig, manager: EnvManager, generator: Generator, layout: ActionLayout) -> RolloutCollector:
+def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> RolloutValues:
+    """The critic's values of everything the rollout saw, in one pass."""
+    steps, slots = rollout.reward.shape
+    flat = {}
+    for key in policy.observation_keys:
+        seen = rollout.observation[key]
+        rows = seen.reshape(steps * slots, *seen.shape[2:])
+        flat[key] = np.concatenate([rows, rollout.last_observation[key], rollout.final_observation[key]])
+    values = learner.values(prepare_observation(policy, flat))
+    value, last, final = np.split(values, [steps * slots, (steps + 1) * slots])
+    if values.ndim == 2:  # of each step of a chunk: what comes after begins with the first
+        return RolloutValues(value.reshape(steps, slots, -1), last[:, 0].copy(), final[:, 0].copy())
+    return RolloutValues(value.reshape(steps, slots), last, final)
+
+
+def make_rollout_collector(config: TrainConfig, manager: Simulators, generator: Generator, layout: ActionLayout) -> RolloutCollector:
     """The collector that a configuration describes, in whatever process the simulators are."""
     return RolloutCollector(
         manager,

@@ -14,16 +14,15 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
 from embodied_rl.generation.tokens import GenerationRequest
-from embodied_rl.hybrid.language_learner import LanguageLearner
+from embodied_rl.learning.learner import Learner
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.agent_collector import AgentCollector
-from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 
 _SEEDS = 2**29
 """Held-out seeds of the measurements: neither those of interim nor those of final evaluations."""
@@ -37,11 +36,11 @@ Player = Callable[[str], str]
 class WarmStart:
     """Runs once, before the first episode of a run that asks for it (`algorithm.warm_start`)."""
 
-    def __init__(self, config: TrainConfig, manager: Any, learner: LanguageLearner, generator: Any) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, learner: Learner, generator: Any) -> None:
         """
         Args:
-            manager: an `EnvManager`; or, of a player in another process, who can `evaluate` and `demonstrate` there.
-            generator: an `AgentGenerator` where the manager is an `EnvManager`.
+            manager: simulators that are stepped here, or a player in another process that can `evaluate` and `demonstrate`.
+            generator: an `AgentGenerator` where the simulators are stepped here.
         """
         self.options = config.algorithm.warm_start
         self._config, self._seed = config, config.seed
@@ -78,10 +77,10 @@ class WarmStart:
 
     def sequences(self) -> list[TokenSequence]:
         """Successful episodes of the player, as rows of tokens. Raises as `run`."""
-        if isinstance(self._generator, AgentGenerator):
-            self._episodes = play_script(self._config, self._manager, self._generator.agent)
-        else:
+        if self._manager.plays_itself:
             self._episodes = self._manager.demonstrate()
+        else:
+            self._episodes = play_script(self._config, self._manager, self._generator.agent)
         return [TokenSequence(row.token_ids, row.mask, row.images) for episode in self._episodes for row in rows_of(episode.turns)]
 
     def note(self, before: float, after: float, loss: float) -> None:
@@ -110,14 +109,11 @@ class WarmStart:
         """Share of held-out episodes that succeed now."""
         assert self.options is not None, "there is a warm start"
         count = self.options.measured_episodes
-        if isinstance(self._generator, AgentGenerator):
-            episodes = evaluate(self._manager, self._generator, count, first_seed=_SEEDS)
-        else:
-            episodes = self._manager.evaluate(count, _SEEDS)
+        episodes = evaluate(self._manager, self._generator, count, first_seed=_SEEDS)
         return float(np.mean([episode.success_once for episode in episodes]))
 
 
-def play_script(config: TrainConfig, manager: EnvManager, agent: Agent) -> list[AgentEpisode]:
+def play_script(config: TrainConfig, manager: Simulators, agent: Agent) -> list[AgentEpisode]:
     """Successful episodes of the scripted player, through the collector that training uses; those of the manager are lost.
 
     Raises:

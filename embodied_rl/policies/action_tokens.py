@@ -19,7 +19,7 @@ class ActionTokenizer:
     """Normalised actions in [-1, 1] to the last `num_bins` tokens of a vocabulary and back (OpenVLA, section 3.3).
 
     The edges are ``linspace(-1, 1, num_bins)``, so there are ``num_bins - 1`` intervals and as many centers. A value's token is
-    ``vocab_size - k``, where k in 1..num_bins counts the edges that are not above it. The topmost edge alone has k = num_bins, whose
+    ``vocab_size - k``, where k in 1..num_bins counts the edges that are not above it. Only the topmost edge has k = num_bins, whose
     token decodes to the last center, as its neighbour's does: decoding loses which of the two it was, so keep tokens, not actions.
     """
 

@@ -1,4 +1,4 @@
-"""Actor-critic networks over a flat state (separate actor and critic) or an image (a shared convolutional trunk)."""
+"""Actor-critic networks over a flat state (separate actor and critic), an image (a shared convolutional trunk), or several of both."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from torch import Tensor, nn
 
 from embodied_rl.config import PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.policies.base import ActionOutput, Evaluation, TensorObservation
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
 from embodied_rl.policies.heads import Categorical, DiagonalGaussian, Head, SquashedGaussian
 from embodied_rl.policies.normalization import RunningNorm
-from embodied_rl.types import ActionSpec, SimSpec
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 
 
-class ActorCritic(nn.Module):
-    """Implements `embodied_rl.policies.base.Policy`. Built by `build_policy`."""
+class ActorCritic(Policy):
+    """Small networks for vectors or images. Built by `build_policy`."""
 
     def __init__(self, config: PolicyConfig, spec: SimSpec) -> None:
         super().__init__()
         self.config = config
         self.spec = spec
         self.head: Head = _make_head(config, spec.action)
-        shape = spec.tensors[config.observation_key].shape
+        self._keys = _keys_read(config, spec)
+        shape = spec.tensors[self._keys[0]].shape
         self.normalizer: RunningNorm | None = None
         self.trunk: nn.Module | None = None
-        if config.encoder == "cnn":
-            self.trunk = ImageTrunk(shape, config)
+        if config.encoder != "mlp":
+            self.trunk = ImageTrunk(shape, config) if config.encoder == "cnn" else MixedTrunk(self._keys, config, spec)
             size, hidden = self.trunk.num_features, config.hidden_sizes[1:]
         else:
             size, hidden = shape[0], config.hidden_sizes
@@ -40,11 +41,13 @@ class ActorCritic(nn.Module):
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
-        """The parts of an observation that the policy reads."""
-        return (self.config.observation_key,)
+        return self._keys
 
     def features(self, observation: TensorObservation) -> Tensor:
-        """[B, D] what actor and critic read: the normalised state, or the trunk's features of the image."""
+        """[B, D] what actor and critic read: the normalised state, or the trunk's features."""
+        if isinstance(self.trunk, MixedTrunk):
+            features: Tensor = self.trunk(observation)
+            return features
         x = observation[self.config.observation_key]
         if self.trunk is not None:
             return self.trunk(x)
@@ -63,7 +66,9 @@ class ActorCritic(nn.Module):
         return self.critic(self.features(observation)).squeeze(-1)
 
     def update_statistics(self, observation: TensorObservation) -> None:
-        if self.normalizer is not None:
+        if isinstance(self.trunk, MixedTrunk):
+            self.trunk.update_statistics(observation)
+        elif self.normalizer is not None:
             self.normalizer.update(observation[self.config.observation_key].flatten(0, -2))
 
 
@@ -82,7 +87,7 @@ class ImageTrunk(nn.Module):
                     f"policy.cnn_channels={list(config.cnn_channels)} has too many layers for images of {shape[0]}x{shape[1]} pixels: "
                     f"nothing is left after layer {index + 1}. Use larger images, fewer layers, or smaller cnn_kernels and cnn_strides."
                 )
-            layers += [_orthogonal(nn.Conv2d(channels, num_channels, kernel, stride), math.sqrt(2.0)), nn.ReLU()]
+            layers += [_orthogonal(nn.Conv2d(channels, num_channels, kernel, stride), math.sqrt(2.0)), nn.ReLU(inplace=True)]
             channels = num_channels
         size = channels * height * width
         layers.append(nn.Flatten())
@@ -98,8 +103,36 @@ class ImageTrunk(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         # Channels first as a view: convolutions take the channels-last memory as it is.
-        pixels = image.permute(0, 3, 1, 2).to(dtype=torch.float32, memory_format=torch.channels_last)
-        return self.layers(pixels / 255.0 - 0.5)
+        pixels = image.permute(0, 3, 1, 2).to(dtype=torch.float32, memory_format=torch.channels_last, copy=True)
+        return self.layers(pixels.div_(255.0).sub_(0.5))
+
+
+class MixedTrunk(nn.Module):
+    """Vectors, normalised where that is configured, beside the features of each image: {key: [B, ...]} → [B, num_features]."""
+
+    def __init__(self, keys: tuple[str, ...], config: PolicyConfig, spec: SimSpec) -> None:
+        super().__init__()
+        self.vectors = tuple(key for key in keys if len(spec.tensors[key].shape) == 1)
+        self.images = tuple(key for key in keys if key not in self.vectors)
+        size = sum(spec.tensors[key].shape[0] for key in self.vectors)
+        self.normalizer = RunningNorm(size, config.observation_clip) if size and config.normalize_observation else None
+        self.trunks = nn.ModuleList(ImageTrunk(spec.tensors[key].shape, config) for key in self.images)
+        self.num_features = size + sum(trunk.num_features for trunk in self.trunks)  # type: ignore[misc]
+
+    def forward(self, observation: TensorObservation) -> Tensor:
+        parts = [trunk(observation[key]) for key, trunk in zip(self.images, self.trunks, strict=True)]
+        if self.vectors:
+            x = self._vectors(observation)
+            parts.insert(0, x if self.normalizer is None else self.normalizer(x))
+        return torch.cat(parts, dim=-1)
+
+    def update_statistics(self, observation: TensorObservation) -> None:
+        """Fold the vectors of a rollout [..., D] into the normalisation."""
+        if self.normalizer is not None:
+            self.normalizer.update(self._vectors(observation).flatten(0, -2))
+
+    def _vectors(self, observation: TensorObservation) -> Tensor:
+        return torch.cat([observation[key].float() for key in self.vectors], dim=-1)
 
 
 def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
@@ -108,12 +141,42 @@ def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
     Raises:
         UserError: the simulator has no such observation, or the encoder cannot read it.
     """
+    if config.encoder == "mixed":
+        _keys_read(config, spec)
+    else:
+        _check_one_key(config, spec)
+    if config.distribution == "squashed" and spec.action.kind == "discrete":
+        raise UserError(
+            f"policy.distribution='squashed' is for continuous actions, but task '{spec.task}' has {spec.action.num_actions} "
+            "discrete ones. Set policy.distribution=gaussian: discrete actions are then categorical."
+        )
+    return ActorCritic(config, spec)
+
+
+def _keys_read(config: PolicyConfig, spec: SimSpec) -> tuple[str, ...]:
+    """What an actor-critic reads. Raises UserError where encoder=mixed is given something that is neither vector nor image."""
+    if config.encoder != "mixed":
+        return (config.observation_key,)
+    readable = tuple(key for key, part in spec.tensors.items() if len(part.shape) == 1 or _is_image(part))
+    for key in config.observation_keys:
+        if key not in readable:
+            what = "no observation" if key not in spec.tensors else "neither a vector nor an image (uint8 [H, W, 3])"
+            raise UserError(f"policy.observation_keys: '{key}' is {what} of task '{spec.task}'.{did_you_mean(key, readable)}")
+    if not readable:
+        raise UserError(f"policy.encoder='mixed' reads vectors and images, and task '{spec.task}' shows none.")
+    return config.observation_keys or readable
+
+
+def _is_image(part: TensorSpec) -> bool:
+    return len(part.shape) == 3 and part.shape[-1] == 3 and part.dtype == "uint8"
+
+
+def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
     key = config.observation_key
     if key not in spec.tensors:
         raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
     part = spec.tensors[key]
-    is_image = len(part.shape) == 3 and part.shape[-1] == 3 and part.dtype == "uint8"
-    if config.encoder == "cnn" and not is_image:
+    if config.encoder == "cnn" and not _is_image(part):
         raise UserError(
             f"policy.encoder='cnn' reads images (uint8 [H, W, 3]), but observation '{key}' of task '{spec.task}' is "
             f"{part.dtype} {list(part.shape)}. Use policy.encoder=mlp, or an image: {_keys(spec, 3)}."
@@ -128,12 +191,6 @@ def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
             "policy.normalize_observation=true is for vectors; images are always scaled to [-0.5, 0.5]. "
             "Set policy.normalize_observation=false."
         )
-    if config.distribution == "squashed" and spec.action.kind == "discrete":
-        raise UserError(
-            f"policy.distribution='squashed' is for continuous actions, but task '{spec.task}' has {spec.action.num_actions} "
-            "discrete ones. Set policy.distribution=gaussian: discrete actions are then categorical."
-        )
-    return ActorCritic(config, spec)
 
 
 def make_mlp(size: int, hidden_sizes: tuple[int, ...], num_outputs: int, activation: str, output_gain: float) -> nn.Sequential:

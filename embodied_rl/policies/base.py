@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import ActionLayout, SimSpec, TensorSpec
@@ -16,7 +17,7 @@ from embodied_rl.types import ActionLayout, SimSpec, TensorSpec
 TensorObservation = dict[str, Tensor]
 """{key: [B, ...]}"""
 Role = Literal["backbone", "head", "value"]
-"""What a parameter belongs to; each may have a learning rate of its own."""
+"""What a parameter belongs to; each role may have its own learning rate."""
 
 
 @dataclass(frozen=True)
@@ -43,106 +44,142 @@ class Evaluation:
     """[B]"""
 
 
-class Policy(Protocol):
+class TrainedModule(nn.Module):
+    """What a run trains, as checkpoints and the publication of weights know it: a policy, a language policy, or those of all domains."""
+
+    has_description: bool = False
+    """Whether `save_description` writes what the module is built from."""
+
+    @property
+    def base_folder(self) -> Path | None:
+        """The model's folder whose weights stay as they are (LoRA), so that checkpoints need not hold them; None: there is none."""
+        return None
+
+    def update_statistics(self, observation: TensorObservation) -> None:
+        """Fold a rollout's observations into the normalisation statistics."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """(name, tensor) of what acts."""
+        return self.state_dict().items()
+
+    def save_description(self, folder: Path) -> None:
+        """Write what the module is built from into a checkpoint's folder ``model``, without weights."""
+
+
+class Policy(TrainedModule):
     """A torch module that acts. `evaluate` on what `act` produced gives the same log-probabilities.
 
-    A policy may also have:
-
-    - ``num_units`` (L), ``action_width`` (W), ``noise_width``, ``noise_kind``, ``chunk_size`` (K): where its action is not the simulator's
-      own, normalised, step by step (see `layout_of`);
-    - ``simulator_action(action) -> [B, K, A]``: what the simulator gets of such an action, in its own units, or normalised where the
-      policy says ``action_units = "normalised"``;
-    - ``prepare(observation) -> TensorObservation``: arrays and texts of the simulator to tensors, once (see `prepare_observation`);
-    - ``cloning_loss(observation, action [B, K, A], mask [B, K]) -> [B]``: what imitation minimises;
-    - ``role_of(name) -> Role``: which learning rate a parameter has;
-    - ``temperature``: of tokens, where it samples and scores such; who evaluates at another one sets it for as long;
-    - ``base_folder``: the model's folder whose weights stay as they are (LoRA), so that checkpoints need not hold them.
+    By default an action is the simulator's own, normalised, for one step. A policy whose actions are its own (tokens, a denoising, a
+    chunk) says so with `translates`, and how many units they have. Beside this base one may have ``cloning_loss(observation,
+    action [B, K, A], mask [B, K]) -> [B]``, what imitation minimises, and ``role_of(name) -> Role``, which learning rate a parameter has.
     """
 
     spec: SimSpec
+    translates: bool = False
+    """Whether `simulator_action` turns recorded actions into the simulator's."""
+    action_units: Literal["normalised", "simulator"] = "simulator"
+    """Of what `simulator_action` gives."""
+    noise_kind: Literal["uniform", "normal"] = "normal"
+    """Of the noise that `act` takes, where it `translates`."""
+    temperature: float | None = None
+    """Of tokens, where it samples and scores such; an evaluation at another one sets it for as long."""
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
         """The parts of an observation that the policy reads."""
-        ...
+        raise NotImplementedError
+
+    @property
+    def chunk_size(self) -> int:
+        """K: steps of an action."""
+        return 1
+
+    @property
+    def num_units(self) -> int:
+        """L: units of an action that have a log-probability each."""
+        return ActionLayout.of(self.spec.action).num_units
+
+    @property
+    def action_width(self) -> int:
+        """W: numbers of a recorded action."""
+        return self.num_units
+
+    @property
+    def noise_width(self) -> int:
+        """Random numbers that `act` takes for a row."""
+        return self.num_units
+
+    @property
+    def action_layout(self) -> ActionLayout:
+        """What the policy's recorded actions look like."""
+        if not self.translates:
+            return ActionLayout.of(self.spec.action)
+        return ActionLayout(
+            width=self.action_width,
+            dtype="int64" if self.noise_kind == "uniform" else "float32",
+            num_units=self.num_units,
+            noise_width=self.noise_width,
+            noise_kind=self.noise_kind,
+            chunk_size=self.chunk_size,
+        )
+
+    def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
+        """Arrays {key: [B, ...]} of the simulator, texts among them, to the tensors that the networks read; on the CPU."""
+        return {key: torch.from_numpy(part) for key, part in observation.items()}
+
+    def simulator_action(self, action: np.ndarray) -> np.ndarray:
+        """What the simulator gets [B, K, A] of recorded actions [B, W], in the `action_units`."""
+        return self.spec.action.denormalise(action)[:, None]
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
         """Sample with the given noise (standard normal [B, A], or uniform [B, 1] for discrete); None acts deterministically (mode)."""
-        ...
+        raise NotImplementedError
 
-    def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation: ...
+    def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
+        """Log-probabilities, entropies and values of recorded actions, with gradients."""
+        raise NotImplementedError
 
     def value(self, observation: TensorObservation) -> Tensor:
         """[B] state values."""
-        ...
-
-    def update_statistics(self, observation: TensorObservation) -> None:
-        """Fold a rollout's observations into the normalisation statistics."""
-        ...
-
-    def parameters(self) -> Any: ...
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> Any: ...
-
-    def train(self, mode: bool = True) -> torch.nn.Module: ...
-
-    def eval(self) -> torch.nn.Module: ...
-
-    def modules(self) -> Any: ...
-
-    def named_parameters(self) -> Any: ...
-
-    def to(self, device: Any) -> Any: ...
+        raise NotImplementedError
 
 
 def layout_of(policy: Policy) -> ActionLayout:
     """What the policy's recorded actions look like."""
-    own: Any = policy
-    units = getattr(own, "num_units", None)
-    if units is None:
-        return ActionLayout.of(own.spec.action)
-    kind = own.noise_kind
-    return ActionLayout(
-        width=getattr(own, "action_width", units),
-        dtype="int64" if kind == "uniform" else "float32",
-        num_units=units,
-        noise_width=getattr(own, "noise_width", units),
-        noise_kind=kind,
-        chunk_size=own.chunk_size,
-    )
+    return policy.action_layout
 
 
 def prepare_observation(policy: Policy, observation: Mapping[str, Any]) -> TensorObservation:
-    """Arrays {key: [B, ...]}, texts among them, to the tensors that the policy's networks read; on the CPU."""
-    read = {key: observation[key] for key in policy.observation_keys}
-    own = getattr(policy, "prepare", None)
-    return own(read) if own is not None else {key: torch.from_numpy(part) for key, part in read.items()}
+    """Of an observation what the policy reads, as `Policy.prepare` makes it."""
+    return policy.prepare({key: observation[key] for key in policy.observation_keys})
 
 
 def given_action(policy: Policy, action: np.ndarray) -> np.ndarray:
     """What the simulator gets of recorded actions [B, W], in its units: [B, A], or chunks [B, K, A] where K > 1."""
-    translate = getattr(policy, "simulator_action", None)
-    if translate is None:
-        return policy.spec.action.denormalise(action)
-    chunk = translate(action)
-    if getattr(policy, "action_units", "simulator") == "normalised":
+    chunk = policy.simulator_action(action)
+    if policy.action_units == "normalised":
         chunk = policy.spec.action.denormalise(chunk)
     return chunk if chunk.shape[1] > 1 else chunk[:, 0]
 
 
-def saved_tensors(policy: Any) -> dict[str, Tensor]:
+def read_and_left(policy: Policy) -> str:
+    """One line of which observations a policy reads, and which of its simulator's it leaves."""
+    read = policy.observation_keys
+    left = [key for key in policy.spec.observation if key not in read]
+    return f"The policy reads {', '.join(read) or 'nothing'}" + (f" and leaves {', '.join(left)}." if left else ".")
+
+
+def saved_tensors(policy: TrainedModule) -> dict[str, Tensor]:
     """What a checkpoint holds of a policy: its whole state, or with a ``base_folder`` what is trained, and buffers."""
     state: dict[str, Tensor] = policy.state_dict()
-    if getattr(policy, "base_folder", None) is None:
+    if policy.base_folder is None:
         return state
     kept = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     kept |= {name for name, _ in policy.named_buffers()}
     return {name: tensor for name, tensor in state.items() if name in kept}
 
 
-def load_saved(policy: Any, tensors: Mapping[str, Tensor]) -> None:
+def load_saved(policy: TrainedModule, tensors: Mapping[str, Tensor]) -> None:
     """Take up what `saved_tensors` gave. Raises KeyError where names differ."""
     if (differing := saved_tensors(policy).keys() ^ tensors.keys()) != set():
         raise KeyError(f"{sorted(differing)[0]} is not a tensor of both the policy and what was saved")

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from embodied_rl.config import AnyPolicyConfig
-from embodied_rl.errors import UserError
+from embodied_rl.memory import parameter_bytes, require_memory
 from embodied_rl.policies.base import Policy
 from embodied_rl.types import SimSpec
 
@@ -23,7 +23,7 @@ def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
     if config.name in _MADE_OF_SIZES:
         _require_memory(config, spec)
     policy: Any = BUILDERS[config.name](config, spec)
-    policy.built_from = config  # another process builds the same (`embodied_rl.hybrid.rank_group`)
+    policy.built_from = config  # another process builds the same (`embodied_rl.learning.ranks`)
     return policy
 
 
@@ -72,23 +72,12 @@ BUILDERS: dict[str, Callable[[Any, SimSpec], Policy]] = {
 
 _MADE_OF_SIZES = ("actor_critic", "flow", "tiny_vla")
 """Kinds whose networks are as large as the configuration says; the others are as large as their checkpoints."""
-_COPIES = 4
-"""Weights, gradients and the optimizer's two moments."""
 
 
 def _require_memory(config: AnyPolicyConfig, spec: SimSpec) -> None:
-    """Raises UserError where training the policy takes more memory than this machine has: the system would end the process."""
-    import psutil
+    """Raises UserError where training the policy takes more memory than this machine has."""
     import torch
 
     with torch.device("meta"):  # shapes without memory, and without drawing random numbers
         policy: Any = BUILDERS[config.name](config, spec)
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in policy.named_parameters()}
-    needed, there = _COPIES * sum(sizes.values()), psutil.virtual_memory().total
-    if needed > there:
-        largest = max(sizes, key=lambda name: sizes[name])
-        raise UserError(
-            f"policy.name={config.name} with these sizes takes {needed / 2**30:,.0f} GiB to train (weights, gradients and Adam's moments), "
-            f"and this machine has {there / 2**30:,.0f} GiB. Its largest layer is {largest} {list(policy.get_parameter(largest).shape)}. "
-            "Make policy.hidden_sizes, or policy.width, smaller."
-        )
+    require_memory(f"policy.name={config.name} with these sizes", parameter_bytes(policy), "policy.hidden_sizes, or policy.width,")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 MAX_SQUASHED = 1.0 - 1e-6
-"""Largest magnitude of a squashed action: keeps atanh finite (|u| <= 7.25) and float32 able to tell it from 1."""
+"""Largest magnitude of a squashed action: keeps atanh finite (|u| <= 7.25) and, in float32, differs from 1."""
 
 
 class Head(nn.Module):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies import language_weights
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.model_folder import (
     check_model_folder,
@@ -51,11 +52,13 @@ class TokenEvaluation:
     """[B, S] bool: the sequences' own masks, False behind a sequence's end."""
 
 
-class LanguagePolicy(nn.Module):
+class LanguagePolicy(TrainedModule):
     """A causal language model, or vision-language model, with optional LoRA and value head. Built by `build_language_policy`.
 
     Dropout is off everywhere, so that a sampled token has the same log-probability when it is trained.
     """
+
+    has_description = True
 
     def __init__(self, model: nn.Module, config: LanguageConfig, tokenizer: ChatTokenizer, vision: VisionInputs | None = None) -> None:
         """Take a loaded transformers model, or a peft model around one."""
@@ -144,7 +147,7 @@ class LanguagePolicy(nn.Module):
 
     def _evaluate(self, model: Any, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
         self._check(sequences)
-        # Checkpointing works in training mode alone; nothing else differs, since dropout is off.
+        # Checkpointing works only in training mode; nothing else differs, since dropout is off.
         model.train(self.config.gradient_checkpointing and torch.is_grad_enabled())
         shape = (len(sequences), max(len(sequence) for sequence in sequences))
         numbers, columns, answers = [], [], []
@@ -251,9 +254,9 @@ class LanguagePolicy(nn.Module):
 
     @torch.no_grad()
     def keeps_packed_apart(self) -> bool:
-        """Whether a packed sequence is what it is alone: tried on six tokens, because models and attention kernels differ in it.
+        """Whether a packed sequence gets the same logits as an unpacked one; a test on six tokens.
 
-        Recurrent layers, for one, carry their state over the border.
+        Models and attention kernels differ in it: recurrent layers, for one, carry their state over the border.
         """
         vocabulary = int(text_config(self.hf_config).vocab_size)
         first = torch.arange(3) % vocabulary
@@ -265,7 +268,7 @@ class LanguagePolicy(nn.Module):
 
         packed, changed = run(torch.cat([first, second]), positions), run(torch.cat([other, second]), positions)
         alone = run(second, positions[:, :3])
-        # What stands before must not matter at all; against the sequence alone only rounding may differ.
+        # The preceding sequence must not matter at all; against the unpacked sequence only rounding may differ.
         return bool(torch.equal(packed, changed)) and bool((packed - alone).abs().max() <= 0.05 * alone.std() + 1e-5)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -275,17 +278,12 @@ class LanguagePolicy(nn.Module):
         return language_weights.named_weights(self.model)
 
     def generation_model(self) -> Any:
-        """A plain transformers model of its own memory with the present weights, LoRA merged in: what a torch backend samples from."""
+        """A plain transformers model with its own copy of the present weights, LoRA merged in: what a torch backend samples from."""
         return language_weights.plain_copy(self.model).to(self.device)
-
-    def trainable_state(self) -> dict[str, Tensor]:
-        """{name: tensor} of what is trained: LoRA or all weights, and the value head."""
-        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        return {name: tensor for name, tensor in self.state_dict().items() if name in trained}
 
     def save_model(self, folder: str | Path) -> Path:
         """An ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
-        return language_weights.save_model(self, Path(folder))
+        return language_weights.save_model(self.model, self.tokenizer, self.value_head, Path(self.config.folder), Path(folder))
 
     def save_description(self, folder: str | Path) -> None:
         """Configuration, tokenizer and image processor, without weights: what `build_language_policy(…, weights=False)` reads."""
@@ -296,7 +294,9 @@ class LanguagePolicy(nn.Module):
 
     def save_adapter(self, folder: str | Path) -> Path:
         """The LoRA adapter as peft writes it, and the value head. Raises UserError when there is no LoRA."""
-        return language_weights.save_adapter(self, Path(folder))
+        if not self.has_lora:
+            raise UserError("There is no LoRA adapter to save (policy.lora_rank=0): use save_model.")
+        return language_weights.save_adapter(self.model, self.value_head, Path(folder))
 
 
 def build_language_policy(config: LanguageConfig, device: str | torch.device = "cpu", *, weights: bool = True) -> LanguagePolicy:

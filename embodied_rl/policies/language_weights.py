@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.model_folder import check_safetensors, first_line
-
-if TYPE_CHECKING:
-    from embodied_rl.policies.language import LanguagePolicy
 
 VALUE_HEAD = "value_head.safetensors"
 _ADAPTER = "default"
@@ -118,34 +116,31 @@ def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
 
 
 def plain_copy(model: Any) -> Any:
-    """A transformers model without peft, of its own memory, with merged weights, in evaluation mode."""
+    """A transformers model without peft, with its own copy of the merged weights, in evaluation mode."""
     base = _base(model)
     copied = type(base)._from_config(base.config, attn_implementation=base.config._attn_implementation, dtype=base.dtype)
     load_named_weights(copied, named_weights(model))
     return copied.eval().requires_grad_(False)
 
 
-def save_model(policy: LanguagePolicy, folder: Path) -> Path:
-    """See `LanguagePolicy.save_model`: written beside its place and renamed; what stood there is replaced."""
+def save_model(model: nn.Module, tokenizer: ChatTokenizer, value_head: nn.Module | None, source: Path, folder: Path) -> Path:
+    """See `LanguagePolicy.save_model`: written beside its place and renamed; what stood there is replaced. `source`: the model's folder."""
     beside = _fresh(folder)
-    plain_copy(policy.model).save_pretrained(beside)
-    policy.tokenizer.save(beside)
-    source = Path(policy.config.folder)
+    plain_copy(model).save_pretrained(beside)
+    tokenizer.save(beside)
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, beside / name)
-    _save_value_head(policy.value_head, beside)
+    _save_value_head(value_head, beside)
     reset_mode(beside)
     return replace_folder(beside, folder)
 
 
-def save_adapter(policy: LanguagePolicy, folder: Path) -> Path:
+def save_adapter(model: Any, value_head: nn.Module | None, folder: Path) -> Path:
     """See `LanguagePolicy.save_adapter`."""
-    if not policy.has_lora:
-        raise UserError("There is no LoRA adapter to save (policy.lora_rank=0): use save_model.")
     beside = _fresh(folder)
-    policy.model.save_pretrained(str(beside), safe_serialization=True)
-    _save_value_head(policy.value_head, beside)
+    model.save_pretrained(str(beside), safe_serialization=True)
+    _save_value_head(value_head, beside)
     reset_mode(beside)
     return replace_folder(beside, folder)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 class RunningNorm(nn.Module):
     """Scale vectors [B, D] by the mean and standard deviation of everything folded in so far, then clip.
 
-    The statistics change in `update` alone, so that everything between two updates is normalised alike. Moments are
+    The statistics change only in `update`, so that everything between two updates is normalised alike. Moments are
     float64 buffers (they are part of the state_dict) and batches are merged exactly, in one step each, by the pairwise
     formula of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances"
     (1979). Before the first batch, observations pass unscaled.

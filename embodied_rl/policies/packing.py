@@ -60,7 +60,7 @@ class Rows:
     position_ids: np.ndarray
     """[R, W] int64, from 0 in each sequence; 0 where there is padding."""
     attention_mask: np.ndarray | None
-    """[R, W] bool: no padding; None for one packed row, whose sequences are told apart by the positions that start again."""
+    """[R, W] bool: no padding; None for one packed row, in which each sequence's positions start again from 0."""
     sequence: np.ndarray
     """[E] int64: which sequence of the given ones, for each of E evaluated tokens."""
     column: np.ndarray
@@ -74,7 +74,7 @@ class Rows:
 
 
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, layout: Layout) -> list[list[int]]:
-    """Divide sequences into forwards of at most `max_tokens` columns x rows, padding included; a longer sequence has one of its own.
+    """Divide sequences into forwards of at most `max_tokens` columns x rows, padding included; a longer sequence gets its own forward.
 
     Packed rows are filled first-fit from the longest down; padded ones hold neighbours in length.
 

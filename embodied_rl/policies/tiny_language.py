@@ -1,4 +1,4 @@
-"""A small random Llama with a tokenizer of its own, as an ordinary Hugging Face folder: for tests, benchmarks and small experiments.
+"""A small random Llama with its own tokenizer, as an ordinary Hugging Face folder: for tests, benchmarks and small experiments.
 
 Nothing is downloaded: the tokenizer is learned from the texts that are given.
 """
@@ -14,6 +14,7 @@ import torch
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.files import reset_mode
+from embodied_rl.memory import parameter_bytes, require_memory
 from embodied_rl.policies.model_folder import import_transformers
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -119,6 +120,9 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    with torch.device("meta"):  # shapes without memory, and without drawing random numbers
+        parts = parameter_bytes(transformers.LlamaForCausalLM(config))
+    require_memory("policy.tiny with these sizes", parts, "policy.tiny.hidden_size, intermediate_size or num_layers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config)

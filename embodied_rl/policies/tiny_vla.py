@@ -8,6 +8,7 @@ Shape legend: B rows, K steps of a chunk, A action dimensions, L = K·A action t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
-from embodied_rl.policies.base import ActionOutput, Evaluation, Role, TensorObservation, image_of, instructions_of, vector_of
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, vector_of
 from embodied_rl.types import SimSpec
 
 _Memory = tuple[Tensor, Tensor, Tensor]
@@ -44,6 +45,15 @@ def word_ids(text: str, vocabulary: int, max_words: int) -> list[int]:
     return [1 + zlib.crc32(word.encode()) % (vocabulary - 1) if vocabulary > 1 else 0 for word in words[:max_words]]
 
 
+@functools.lru_cache(maxsize=4096)
+def _padded_ids(text: str, vocabulary: int, max_words: int) -> np.ndarray:
+    """[max_words] int64: `word_ids` of an instruction, and zeros. Remembered: the same few come at every decision. Not to be written to."""
+    row = np.zeros(max_words, np.int64)
+    ids = word_ids(text, vocabulary, max_words)
+    row[: len(ids)] = ids
+    return row
+
+
 def random_shift(image: Tensor, pixels: int) -> Tensor:
     """Each image of uint8 [B, H, W, 3] moved by up to ± `pixels` along both axes, its border repeated (Kostrikov et al. 2020,
     arXiv:2004.13649). Draws from torch's global generator."""
@@ -54,9 +64,12 @@ def random_shift(image: Tensor, pixels: int) -> Tensor:
     return image[torch.arange(rows, device=image.device)[:, None, None], down[:, :, None], right[:, None, :]]
 
 
-class TinyVLAPolicy(nn.Module):
-    """Implements `embodied_rl.policies.base.Policy`. Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
+class TinyVLAPolicy(Policy):
+    """Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
+    translates = True
+    temperature: float
+    """See `Policy.temperature`."""
     noise_kind: Literal["uniform"] = "uniform"
     """`act` wants noise uniform in [0, 1), one number for each action token."""
 
@@ -101,7 +114,7 @@ class TinyVLAPolicy(nn.Module):
 
     @staticmethod
     def role_of(name: str) -> Role:
-        """What a parameter belongs to, for learning rates of its own."""
+        """What a parameter belongs to, for separate learning rates."""
         return "value" if name.startswith("value_") else "head" if name.startswith("action_head") else "backbone"
 
     # ---- observations -------------------------------------------------------------------------------------------------
@@ -115,10 +128,8 @@ class TinyVLAPolicy(nn.Module):
         config = self.config
         image = torch.as_tensor(observation[config.image_key])
         texts = instructions_of(observation, self.spec, config.instruction, config.instruction_key, len(image))
-        rows = {text: word_ids(text, config.vocabulary, config.max_words) for text in dict.fromkeys(texts)}
-        words = torch.zeros(len(texts), config.max_words, dtype=torch.int64)
-        for row, text in enumerate(texts):
-            words[row, : len(rows[text])] = torch.tensor(rows[text])
+        rows = [_padded_ids(text, config.vocabulary, config.max_words) for text in texts]
+        words = torch.from_numpy(np.array(rows, np.int64).reshape(len(texts), config.max_words))
         prepared = {"image": image, "words": words}
         if config.state_key is not None:
             prepared["state"] = torch.as_tensor(observation[config.state_key]).float()
@@ -206,7 +217,7 @@ class TinyVLAPolicy(nn.Module):
         return self._distribution(self.decoder(memory, before))
 
     def _shifted(self, tokens: Tensor) -> Tensor:
-        """[B, l] → [B, l + 1, D]: what each query is told of the token before it; nothing at first."""
+        """[B, l] → [B, l + 1, D]: for each query, the embedding of the token before it; zeros for the first."""
         assert self.token_embedding is not None, "autoregressive decoding"
         return F.pad(self.token_embedding(tokens), (0, 0, 1, 0))
 
@@ -219,9 +230,10 @@ class TinyVLAPolicy(nn.Module):
 def _waves(height: int, width: int, num_frequencies: int = 4) -> Tensor:
     """[N, 2 + 4 F] of each patch: its place in [-1, 1] along both axes, with sines and cosines. Smooth, so that what is learned at one
     patch holds nearby."""
-    rows, columns = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
-    place = torch.stack([rows, columns], dim=-1).flatten(0, 1)
-    angles = 0.5 * torch.pi * (place[:, :, None] * 2.0 ** torch.arange(num_frequencies)).flatten(1)
+    # The device is named: transformers replaces `torch.linspace` by one that leaves the meta device, on which `build_policy` counts.
+    down, across = (torch.linspace(-1, 1, size, device="cpu") for size in (height, width))
+    place = torch.stack(torch.meshgrid(down, across, indexing="ij"), dim=-1).flatten(0, 1)
+    angles = 0.5 * torch.pi * (place[:, :, None] * 2.0 ** torch.arange(num_frequencies, device="cpu")).flatten(1)
     return torch.cat([place, angles.sin(), angles.cos()], dim=1)
 
 
@@ -314,11 +326,11 @@ class _Decoder(nn.Module):
         self.causal, self.recompute = causal, config.gradient_checkpointing
 
     def remember(self, read: _Memory) -> list[tuple[Tensor, Tensor]]:
-        """What each layer makes of the memory: the same for every token of a decision, so that acting need not make it anew."""
+        """What each layer computes from the memory: the same for every token of a decision, so acting computes it once."""
         return [cast(_Layer, layer).remember(read[0]) for layer in self.layers]
 
     def forward(self, read: _Memory, told: Tensor | None = None, remembered: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-        """[B, l, D]; `told` [B, l, D] is added to the first l queries, and they alone are asked; `remembered`: see `remember`."""
+        """[B, l, D]; `told` [B, l, D] is added to the first l queries, and only those run; `remembered`: see `remember`."""
         memory, there, keypoints = read
         x = (self.queries if told is None else self.queries[: told.shape[1]] + told) + keypoints
         for index, layer in enumerate(self.layers):

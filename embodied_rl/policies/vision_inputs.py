@@ -118,7 +118,7 @@ class VisionInputs:
             )
 
     def exclude(self, logits: Tensor) -> Tensor:
-        """[..., V] logits with -inf for the image token: a sampled one would stand for a picture that nobody gave."""
+        """[..., V] logits with -inf for the image token: a sampled one would stand for a picture that the request does not have."""
         return logits.index_fill(-1, torch.tensor([self.image_token_id], device=logits.device), float("-inf"))
 
     def position_ids(self, model: Any, token_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:

@@ -13,10 +13,10 @@ from embodied_rl.policies.tiny_language import CHAT_TEMPLATE, END, PAD, START
 
 UNKNOWN = "<|unk|>"
 _PIECE = re.compile(r" ?[a-z]+| ?[^ ]| ")
-"""A run of small letters is one piece, everything else is a piece of its own: capitals, digits, signs, line ends. A space belongs to what
+"""A run of small letters is one piece, everything else is a separate piece: capitals, digits, signs, line ends. A space belongs to what
 stands behind it."""
 _SIGNS = ["\n", " ", *(space + chr(code) for code in range(33, 127) for space in ("", " "))]
-"""Always known: the printable signs of ASCII, alone and after a space."""
+"""Always known: the printable signs of ASCII, without and after a space."""
 
 
 def word_tokenizer(texts: Iterable[str], max_words: int = 4096) -> Any:

@@ -1,4 +1,4 @@
-"""What the doctor tries and what comes of it: the rows of its report, and things tried in processes of their own."""
+"""What the doctor tries and what comes of it: the rows of its report, and the probes that run in separate processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Probe:
-    """Something tried in a process of its own."""
+    """Something tried in a separate process."""
 
     group: str
     name: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from embodied_rl.probes.base import NotHere, Probe
+from embodied_rl.probes.base import NotHere, Probe, extra_fix
 
 
 def _draw_mujoco() -> str:
@@ -96,6 +96,7 @@ DRAWING = (
         "sudo apt-get install libegl1 libgl1",
         environment=(("MUJOCO_GL", "egl"), ("PYOPENGL_PLATFORM", "egl")),
         package="mujoco",
+        package_fix=extra_fix("mujoco"),
     ),
     Probe(
         "drawing",
@@ -104,6 +105,7 @@ DRAWING = (
         "sudo apt-get install libosmesa6",
         environment=(("MUJOCO_GL", "osmesa"), ("PYOPENGL_PLATFORM", "osmesa")),
         package="mujoco",
+        package_fix=extra_fix("mujoco"),
     ),
     Probe(
         "drawing",
@@ -112,6 +114,6 @@ DRAWING = (
         "in a checkout: python scripts/install_libraries.py; elsewhere: install Mesa >= 25 and its Vulkan drivers",
         package="sapien",
     ),
-    Probe("drawing", "pygame", _draw_pygame, 'pip install "embodied-rl[pusht]"', package="pygame"),
+    Probe("drawing", "pygame", _draw_pygame, extra_fix("classic"), package="pygame"),
     Probe("drawing", "video encoder", _encode_video, "pip install av"),
 )

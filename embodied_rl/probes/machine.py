@@ -29,7 +29,8 @@ class Package:
 
 
 PACKAGES = (
-    *map(Package, ("torch", "numpy", "numba", "gymnasium", "mujoco", "hydra-core", "safetensors", "rich", "tensorboard", "av", "imageio")),
+    *map(Package, ("torch", "numpy", "numba", "gymnasium", "hydra-core", "safetensors", "rich", "tensorboard", "av")),
+    Package("mujoco", "mujoco"),
     Package("mani-skill", "maniskill"),
     Package("sapien", "maniskill"),
     Package("metaworld", "metaworld"),
@@ -97,13 +98,14 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
 
 def sandbox() -> Check:
     """Which protection holds programs that models write."""
-    from embodied_rl.sandbox import levels
+    from embodied_rl.sandbox import cgroup, levels
 
     found = levels.strongest()
     if found is None:
         return Check("machine", "sandbox", "failed", f"programs cannot be run: {levels.failure('prlimit')}"[:160], "run on Linux")
     stopped = sum(found in attack.stopped for attack in levels.ATTACKS)
     detail = f"{found}: stops {stopped} of {len(levels.ATTACKS)} attacks (docs/sandbox.md)"
+    detail += f"; processor time is counted by {'cgroup' if cgroup.works() else '/proc'}"
     better = levels.LEVELS[: levels.LEVELS.index(found)]
     if better:
         detail += f"; not {better[-1]}: {levels.failure(better[-1])[:80]}"

@@ -14,8 +14,11 @@ def _import_simulator(module: str, extra: str) -> str:
 
 def _import_maniskill() -> str:
     """With what is remembered of tasks that were to be stepped as a batch."""
-    words = _import_simulator("mani_skill.envs", "maniskill")
+    from embodied_rl.sim.robots.maniskill_assets import registered_tasks
     from embodied_rl.sim.robots.maniskill_verdicts import remembered
+
+    registered_tasks()
+    words = _configurations("maniskill")
 
     found = remembered()
     equal = sorted({one.task for one in found if one.equal})
@@ -77,7 +80,7 @@ def _simulator(name: str, module: str, package: str, extra: str) -> Probe:
 
 
 def _words(name: str, sim: str, extra: str | None = None) -> Probe:
-    """A simulator in words; `extra` brings the package of the same name, None: it needs none. What else it needs its adapter says."""
+    """A text environment; `extra` installs the package of the same name, None: it needs none. Its adapter reports what else it needs."""
     return Probe("simulators", name, lambda: _play_words(sim), extra_fix(extra) if extra else "pip install embodied-rl", package=extra)
 
 

@@ -66,7 +66,7 @@ class ProxyOptions:
 class AgentProxy:
     """Serves from construction on; see `embodied_rl.serve_agent`.
 
-    Without a token, on the loopback, any API key opens a session of its own name. With one, ``POST /v1/sessions`` opens sessions and gives
+    Without a token, on the loopback, any API key opens a session of the same name. With one, ``POST /v1/sessions`` opens sessions and gives
     each its key.
     """
 
@@ -88,7 +88,7 @@ class AgentProxy:
             UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
         """
         require_token_off_loopback(host, token, variable=TOKEN_VARIABLE)
-        tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a template that is missing is told now
+        tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a missing template raises now
         self._tokenizer, self._options, self._token = tokenizer, options, token
         self._tokenizer_lock = threading.Lock()
         self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and is_loopback(host))
@@ -125,7 +125,7 @@ class AgentProxy:
         self._pump.call(lambda backend: backend.load_weights(version, tensors))
 
     def open_session(self, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> tuple[str, str]:
-        """A new session for a program of one's own: (its name, its key). Raises UserError where there is no room."""
+        """A new session for the caller's own program: (its name, its key). Raises UserError where there is no room."""
         name, key = f"session-{secrets.token_hex(8)}", f"sk-{secrets.token_urlsafe(24)}"
         try:
             self._book.open(name, key, metadata, sampling)
@@ -196,7 +196,7 @@ class AgentProxy:
         return EventStream(_begun(next(events), events))
 
     def _streamed(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
-        """Events of an answer while it is sampled. With logprobs, whose tokens are told together, its content is one piece."""
+        """Events of an answer while it is sampled. With logprobs, which are sent together, its content is one piece."""
         stream = ChatStream(f"chatcmpl-{secrets.token_hex(12)}", self._options.model, chat.tools is not None)
         begun = False
         try:

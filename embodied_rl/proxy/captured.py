@@ -24,7 +24,7 @@ class CapturedTurn:
     """One request and its answer. Raises ValueError when the arrays of sampled tokens differ in length."""
 
     completion_id: str
-    """What the client was told; rewards name it."""
+    """The id that the client received; rewards name it."""
     parent: int | None
     """Number of the turn whose conversation this one goes on with: its prompt and sampled tokens begin `prompt_ids`."""
     prompt_ids: np.ndarray
@@ -102,11 +102,11 @@ class CapturedSession:
     reward: float
     """Given to the session as a whole."""
     ended_by: str
-    """client: told to end. idle: nobody asked anything any more. close: the server went down."""
+    """client: the client ended it. idle: no request came any more. close: the server went down."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """As it was given when the session was opened."""
     num_rewards: int = 0
-    """How often a reward was given, to the session or to a turn; 0: nobody said how it went."""
+    """How often a reward was given, to the session or to a turn; 0: the client gave none."""
 
     @property
     def total_reward(self) -> float:

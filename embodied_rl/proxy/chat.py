@@ -209,7 +209,7 @@ def _sampled_call(text: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What is told to the client about one completion."""
+    """What the client receives about one completion."""
 
     completion_id: str
     model: str

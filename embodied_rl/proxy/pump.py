@@ -28,7 +28,7 @@ class _Asked:
     request: GenerationRequest
     future: Future[Completion]
     told: queue.SimpleQueue[list[int] | None] | None = None
-    """Where its tokens so far are put as they grow, and None at its end; None: nobody looks."""
+    """Where its tokens so far are put as they grow, and None at its end; None: the client does not stream."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class BackendPump:
                 raise RuntimeError("The proxy was closed while a request was waiting.") from None
 
     def stream(self, request: GenerationRequest, gone: Callable[[], bool] = lambda: False) -> Generator[list[int] | Completion]:
-        """As `complete`, while the answer grows: its token ids so far, again and again where the backend tells them; then the completion.
+        """As `complete`, while the answer grows: its token ids so far, again and again where the backend reports them; then the completion.
 
-        Who stops asking before aborts the request. Raises as `complete` does.
+        A caller that closes the generator before aborts the request. Raises as `complete` does.
         """
         number = next(self._ids)
         told: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -125,7 +125,7 @@ class BackendPump:
             raise RuntimeError("The proxy was closed while somebody waited for its backend.") from None
 
     def close(self) -> None:
-        """End the thread; those who wait get a RuntimeError. May be called twice."""
+        """End the thread; callers that wait get a RuntimeError. May be called twice."""
         self._closed = True
         self._inbox.put(None)
         self._thread.join(_END_S)
@@ -229,7 +229,7 @@ def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 class SharedBackend:
-    """A pump's backend for those who own the weights while programs use it: each call happens in the pump's thread, between two polls."""
+    """A pump's backend for the trainer that owns the weights while programs use it: the pump's thread makes each call between two polls."""
 
     def __init__(self, pump: BackendPump, backend: TokenBackend) -> None:
         self._pump, self._backend = pump, backend

@@ -209,7 +209,7 @@ def added_text(
     tokenizer: ChatTokenizer,
     turn: CapturedTurn,
 ) -> str | None:
-    """What the template writes after the answer `messages[length - 1]`, the next answer's beginning included; None where it cannot be told.
+    """What the template writes after the answer `messages[length - 1]`, the next answer's beginning included; None where it is unknown.
 
     The stop token that the model sampled itself is not written again.
     """
@@ -230,7 +230,7 @@ class SessionLimits:
     max_sessions: int = 1024
     """Open at a time."""
     idle_s: float = 3600.0
-    """A session that nobody uses for so long is ended, as ``idle``."""
+    """A session without a request for so long is ended, as ``idle``."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -244,7 +244,7 @@ class SessionBook:
 
     limits: SessionLimits
     open_to_any_key: bool
-    """Whether a key that nobody registered opens a session of its own name."""
+    """Whether an unregistered key opens a session of the same name."""
     sessions: dict[str, Session] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class SessionBook:
             self.keys = {key: name for key, name in self.keys.items() if name != session.name}
 
     def idle(self) -> list[Session]:
-        """Sessions that nobody uses any more."""
+        """Sessions without a request for longer than `limits.idle_s`."""
         now = time.monotonic()
         with self.lock:
             return [s for s in self.sessions.values() if s.in_flight == 0 and now - s.last_used > self.limits.idle_s]

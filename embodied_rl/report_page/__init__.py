@@ -1,4 +1,4 @@
-"""report.html: one file with everything in it, to look at anywhere and to send to somebody; no server, no outside resource."""
+"""report.html: one file with everything in it, to open anywhere and to share; no server, no outside resource."""
 
 from embodied_rl.report_page.page import MAX_EMBEDDED_BYTES, REPORT_FILE, write_report
 from embodied_rl.report_page.run_data import RunData, load_run

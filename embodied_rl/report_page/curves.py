@@ -1,4 +1,4 @@
-"""Learning curves of one run, or of several: those that differ in their seed alone as their mean and range."""
+"""Learning curves of one run, or of several: those that differ only in their seed as their mean and range."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MAX_DIFFERENCES = 3
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed alone."""
+    """Runs that differ only in their seed."""
 
     label: str
     runs: Sequence[RunData]
 
 
 def grouped(runs: Sequence[RunData]) -> list[Group]:
-    """In the order of their first run; labelled by what tells the groups apart."""
+    """In the order of their first run; labelled by what the groups differ in."""
     found: dict[str, list[RunData]] = {}
     for run in runs:
         found.setdefault(run.group, []).append(run)
@@ -78,7 +78,7 @@ def _panel(title: str, metrics: Sequence[str], groups: Sequence[Group]) -> str:
             kind = "held-out" if metric.startswith("eval/") else "training"
             several = len(groups) > 1
             label = " ".join(word for word in (group.label if several else "", kind if len(metrics) > 1 or several else "") if word)
-            # One group has a colour for each metric; several have one each, and measured points tell evaluation from training.
+            # One group has a colour for each metric; several have one each, and measured points distinguish evaluation from training.
             series += group_series(group, metric, label or title, (number if several else offset) % NUM_COLOURS)
     return line_chart(title, series, percent=percent, y_range=(-0.03, 1.03) if percent else None)
 
@@ -111,7 +111,7 @@ def on_one_grid(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tu
 
 
 def _labels(firsts: Sequence[RunData]) -> list[str]:
-    """What tells runs of different groups apart."""
+    """What runs of different groups differ in."""
     if len(firsts) == 1:
         return [""]
     keys = [key for key in differences(firsts) if key != "seed"]

@@ -90,7 +90,7 @@ def _sections(runs: Sequence[RunData], folder: Path) -> list[tuple[str, str]]:
 
 
 def _policy() -> str:
-    """Our own script alone, no network, no frames: whatever a file of the run may hold, it stays text."""
+    """Only our own script, no network, no frames: whatever a file of the run may hold, it stays text."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     parts = ("default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:", "media-src data:")
     return "; ".join((*parts, "base-uri 'none'", "form-action 'none'"))

@@ -23,13 +23,13 @@ _NOT_MATHEMATICS = ("run_dir", "resume", "logger", "video")
 
 @dataclass(frozen=True)
 class RunData:
-    """One run as its files tell it."""
+    """One run as its files describe it."""
 
     path: Path
     results: Mapping[str, Any]
     """results.json; empty while the run goes on, or where it was ended."""
     config: Mapping[str, Any]
-    """The whole configuration; empty where neither results nor checkpoint tell it."""
+    """The whole configuration; empty where neither results nor checkpoint hold it."""
     metrics: list[dict[str, Any]]
     """Rows of metrics.jsonl, ascending by step."""
     evaluations: Mapping[str, Mapping[str, Any]]

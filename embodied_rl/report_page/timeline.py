@@ -28,7 +28,7 @@ class Timeline:
 
 
 def timeline_of(rows: Sequence[dict[str, Any]]) -> Timeline | None:
-    """From the rows of metrics.jsonl; None where they tell no times."""
+    """From the rows of metrics.jsonl; None where they hold no times."""
     timed = [row for row in rows if isinstance(row.get(_WALL), int | float)]
     names = list(dict.fromkeys(name for row in timed for name in row if name.startswith(_TIME) and name.endswith("_s")))
     if not timed or not names:
@@ -54,7 +54,7 @@ def _summed(edges: np.ndarray, phases: dict[str, np.ndarray]) -> tuple[np.ndarra
 
 
 def timeline_section(run: RunData) -> str:
-    """A figure of the phases over the run, and a table of their sums; empty where the run tells no times."""
+    """A figure of the phases over the run, and a table of their sums; empty where the run logged no times."""
     timeline = timeline_of(run.metrics)
     if timeline is None or timeline.edges_s[-1] <= 0:
         return ""

@@ -20,11 +20,11 @@ from typing import Any
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import LanguageConfig, TrainConfig
 from embodied_rl.generation.tokens import TokenBackend
-from embodied_rl.hybrid.learner import resolve_device
+from embodied_rl.learning.devices import resolve_device
 from embodied_rl.methods.agents import make_agent_collector
 from embodied_rl.methods.groups import make_group_queue
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, merged_there, read_model, write_model_files
-from embodied_rl.methods.language_player import first_texts, make_agent
+from embodied_rl.methods.language_player import make_agent
 from embodied_rl.methods.warm_start import play_script
 from embodied_rl.roles.hosts import plan_here
 from embodied_rl.roles.multiplexed_tokens import start_token_hosts
@@ -40,7 +40,7 @@ MakeBackend = Callable[[TrainConfig, Path, ModelFiles], TokenBackend]
 
 
 def hosted_backend(config: TrainConfig, folder: Path, files: ModelFiles) -> TokenBackend:
-    """In processes of their own, some of which are lent to training. Raises UserError as `blank_backend` does."""
+    """Backend whose hosts are separate processes; some are lent to training. Raises UserError as `blank_backend` does."""
     hosts: Any = start_token_hosts(config, files, plan_here(config))
     return merged_there(config, hosts, folder)
 
@@ -83,7 +83,7 @@ class AgentPlayer(Player):
 
     def texts(self) -> list[str]:
         """First observations, which a tiny model's tokenizer must know; before any episode."""
-        return first_texts(self.manager)
+        return self.manager.texts()
 
     def take_model(self, files: ModelFiles) -> None:
         """What the model is; its weights come with `load`. Once. Raises UserError for one that the backend or the agent cannot use."""

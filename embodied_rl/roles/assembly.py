@@ -1,17 +1,16 @@
-"""Who plays and who trains where, as a configuration says; what cannot be had is refused with the nearest that can."""
+"""Places the playing and the training roles as a configuration says; an impossible placement is refused with the nearest possible one."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import warnings
-from typing import Any
 
 from embodied_rl.config import HybridConfig, LanguageConfig, TrainConfig
 from embodied_rl.config.placement import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.learner import resolve_device
 from embodied_rl.hybrid.placement import Cluster, resolve
+from embodied_rl.learning.devices import resolve_device
 from embodied_rl.methods import Method
 from embodied_rl.roles.hosts import plan_here, with_host_threads
 from embodied_rl.roles.player import make_scorer
@@ -36,7 +35,7 @@ def hybrid_here(config: TrainConfig) -> HybridConfig:
 
 
 def start_player(config: TrainConfig) -> RemotePlayer | None:
-    """Whoever plays outside this process; None: the run plays here.
+    """Start the player that runs outside this process; None: the run plays here.
 
     Raises:
         UserError: the simulators or the cluster cannot be had; see also `check_roles`, which comes first.
@@ -53,19 +52,21 @@ def start_player(config: TrainConfig) -> RemotePlayer | None:
     return RemotePlayer(config, _start_process)
 
 
-def connect(config: TrainConfig, method: Any, manager: Any) -> Method:
-    """Tie a method to whoever plays for it, and to whoever trains for it; returns what the training loop asks."""
-    if not isinstance(manager, RemotePlayer):
-        scorer = make_scorer(config)
-        if scorer is not None:
-            method.collector.scorer = scorer
-        return method
-    outer: Method = method
+def add_scorer(config: TrainConfig, method: Method) -> None:
+    """Give the collector of this process its reward workers, where the configuration asks for some."""
+    scorer = make_scorer(config)
+    if scorer is not None:
+        method.collector.scorer = scorer
+
+
+def connect(config: TrainConfig, method: Method, player: RemotePlayer) -> Method:
+    """Tie a method to the player elsewhere, and with Ray to the actor that trains; returns what the training loop asks."""
+    outer = method
     if config.hybrid.cluster == "ray":
         from embodied_rl.roles.ray_training import train_on_ray
 
-        outer = train_on_ray(config, method, manager)
-    method.collector = RemoteCollector(manager, lambda iteration: outer.restart(iteration))
+        outer = train_on_ray(config, method, player)
+    method.collector = RemoteCollector(player, lambda iteration: outer.restart(iteration))
     return outer
 
 

@@ -1,4 +1,4 @@
-"""The role that plays several domains: all their simulators, one group queue, and who acts in each of them.
+"""The role that plays several domains: all their simulators, one group queue, and a generator or agent for each domain.
 
 As an agent's player it begins before there is a model: what acts is built by ``take_model``, whether or not there is a language policy.
 """
@@ -18,7 +18,6 @@ from embodied_rl.methods.domain_playing import seat_agents
 from embodied_rl.methods.domain_roles import of_roles
 from embodied_rl.methods.groups import make_group_collector
 from embodied_rl.methods.language_apart import ModelFiles, read_model, write_model_files
-from embodied_rl.methods.language_player import first_texts
 from embodied_rl.methods.multi_domain import OWN_PLAYER, DomainManagers, Seat, make_domain_collector, make_domain_queue
 from embodied_rl.methods.warm_start import play_script
 from embodied_rl.roles.agent_player import MakeBackend, own_backend
@@ -27,11 +26,11 @@ from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.types import EpisodeSummary, SimSpec
 
 MakeActing = Callable[[TrainConfig, SimSpec, str], PlayingGenerator]
-"""(a domain's own configuration, its simulator, its name) → what acts there, whose `load` takes the policy's whole state."""
+"""(a domain's own configuration, its simulator, its name) → the generator that acts there, whose `load` takes the policy's whole state."""
 
 
 class LoadsWeights(Protocol):
-    """Who takes what is published: the weights of all roles (`RolePolicies.named_weights`)."""
+    """Receives published weights: those of all roles (`RolePolicies.named_weights`)."""
 
     def load(self, version: int, tensors: Any) -> None:
         """Act with these weights as `version` from now on."""
@@ -77,14 +76,14 @@ class DomainPlayer(Player):
         Args:
             config: the run's.
             make_backend: samples tokens, once for each kind of backend.
-            make_acting: of a domain with a policy of its own.
-            make_roles: from these two, who takes the weights that are published.
+            make_acting: makes the acting policy of a domain that has its own.
+            make_roles: from these two, makes the object that loads published weights.
         """
         self._make_backend, self._make_acting, self._make_roles = make_backend, make_acting, make_roles
         self._roles: LoadsWeights | None = None
         self._start(config)
 
-    def _simulate(self, config: TrainConfig) -> Any:
+    def _simulate(self, config: TrainConfig) -> DomainManagers:
         return DomainManagers.start(config)
 
     # ---- what may be asked ------------------------------------------------------------------------------------------
@@ -94,13 +93,13 @@ class DomainPlayer(Player):
         return {
             "spec": self.manager.spec.to_dict(),
             "num_slots": self.manager.num_slots,
-            "worker_pids": [pid for seat in self.manager.seats for pid in seat.manager.worker_pids()],
+            "worker_pids": self.manager.worker_pids(),
             "specs": [plain_spec(seat.manager.spec).to_dict() for seat in self.manager.seats],
         }
 
     def texts(self, domain: str) -> list[str]:
         """First observations of a domain, which a tiny model's tokenizer must know; before any episode."""
-        return first_texts(self._seat(domain).manager)
+        return self._seat(domain).manager.texts()
 
     def take_model(self, files: ModelFiles) -> None:
         """What the language model is, no files where there is none; weights come with `load`. Once.
@@ -134,12 +133,13 @@ class DomainPlayer(Player):
         """See `play_script`; what was being played is lost, so that `restart` must follow."""
         self._give_up_episodes()
         seat = self._seat(domain)
-        return play_script(self.config.for_domain(domain), seat.manager, seat.collector.agent)
+        assert seat.agent is not None, "take_model comes first"
+        return play_script(self.config.for_domain(domain), seat.manager, seat.agent)
 
     def evaluate(self, num_episodes: int, first_seed: int, domain: str | None = None) -> list[EpisodeSummary]:
         """See `DomainManagers.evaluate`; what was being played is lost, so that `restart` must follow."""
         self._give_up_episodes()
-        return self.manager.evaluate(num_episodes, first_seed, domain)
+        return self.manager.evaluate(None, num_episodes, first_seed, domain=domain)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What went wrong in another process, told so that it can be raised here as what it was."""
+"""Exceptions of another process, serialised so that they can be raised here with their own type."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def told(error: BaseException) -> dict[str, Any]:
 
 
 def as_raised(what: dict[str, Any]) -> Exception:
-    """The exception that `told` was given: of its own type for a user's mistakes, simulators' faults and lost roles, else a `RoleError`."""
+    """The exception that `told` serialised: same type for a user's mistakes, simulators' faults and lost roles, else a `RoleError`."""
     kind = what["type"]
     if kind in ("SimFault", "NonFiniteSimulationError"):
         make = NonFiniteSimulationError if kind == "NonFiniteSimulationError" else SimFault
@@ -49,6 +49,6 @@ def as_raised(what: dict[str, Any]) -> Exception:
         return _USER_ERRORS[kind](what["message"])
     if kind == "NonFiniteError":
         error = NonFiniteError(what["message"])
-        error.batch = what["batch"]  # type: ignore[attr-defined]  # the training loop writes it down
+        error.batch = what["batch"]  # the training loop writes it down
         return error
     return RoleError(what["message"])

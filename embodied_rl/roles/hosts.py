@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.learner import resolve_device
+from embodied_rl.learning.devices import resolve_device
 from embodied_rl.sim.affinity import available_cores
 
 _HOSTS_ON_A_PROCESSOR = 2
@@ -85,7 +85,7 @@ def hosted_sim(config: TrainConfig, sim: SimConfig) -> SimConfig:
     """Simulators as hosts need them: each worker belongs to one host. Unchanged where nothing is multiplexed."""
     if config.hybrid.placement.kind != "multiplexed" or config.policy.name == "language":
         return sim
-    workers = max(sim.num_workers or available_cores(), plan_here(config).num_hosts)
+    workers = max(sim.fixed_workers or available_cores(), plan_here(config).num_hosts)
     return dataclasses.replace(sim, num_workers=min(workers, sim.num_slots), pipeline_groups=1)
 
 

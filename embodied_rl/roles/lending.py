@@ -28,8 +28,8 @@ class Lending:
         """
         Args:
             keep_spans: for a timeline.
-            on_lent: told of hosts that are empty and go: they let their memory go.
-            on_back: told of hosts that generate again, before they do.
+            on_lent: called with the numbers of empty hosts that go to training; frees their memory.
+            on_back: called with the numbers of hosts that are about to generate again.
         """
         self.multiplexer = multiplexer
         self.times = HostTimes(len(multiplexer.hosts), keep_spans=keep_spans)
@@ -70,7 +70,7 @@ class Lending:
         self.note()
 
     def note(self) -> None:
-        """Call it after whatever may have changed who plays."""
+        """Record the hosts' states; call it after every change of which hosts play."""
         self.times.note([self._state(number) for number in range(len(self.multiplexer.hosts))])
 
     def figures(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from embodied_rl.rollout.groups import WHOLE, Share
 
 
 def make_player(config: TrainConfig, share: Share = WHOLE) -> Player:
-    """Whoever plays this configuration in one process; `share`: of its groups. Raises UserError as `EnvManager` does."""
+    """The player of this configuration in one process; `share`: of its groups. Raises UserError as `EnvManager` does."""
     if config.domains:
         return DomainPlayer(config)
     if config.policy.name == "language":

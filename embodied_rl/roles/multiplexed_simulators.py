@@ -22,9 +22,10 @@ from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.roles.lending import Lending
 from embodied_rl.rollout.handover import SimHost
+from embodied_rl.sim.batches import Slots
 from embodied_rl.sim.crew import split_slots
 from embodied_rl.sim.faults import FaultRecord
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import EpisodeSummary, StepBatch
 
 Key = tuple[int, int]
@@ -32,10 +33,10 @@ Key = tuple[int, int]
 _NAP_S = 0.002
 
 
-class MultiplexedSimulators:
-    """What `GroupCollector` needs of an `EnvManager`; in place of one."""
+class MultiplexedSimulators(Simulators):
+    """The slots of an `EnvManager`, whose episodes move between hosts."""
 
-    def __init__(self, manager: EnvManager, plan: HostPlan, *, keep_spans: bool = False) -> None:
+    def __init__(self, manager: Simulators, plan: HostPlan, *, keep_spans: bool = False) -> None:
         """
         Args:
             manager: made with ``autoreset=False``, and with workers that each belong to one host (`worker_slots`).
@@ -73,7 +74,7 @@ class MultiplexedSimulators:
         """See `EnvManager.fault_records`; slots are the manager's."""
         return self.manager.fault_records
 
-    def begin(self, slots: Sequence[int], seeds: Sequence[int]) -> None:
+    def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
         """See `EnvManager.begin`; an episode that finds no room begins when there is some."""
         for slot, seed in zip(slots, seeds, strict=True):
             self.release(slot)
@@ -82,7 +83,7 @@ class MultiplexedSimulators:
             self._waiting.append((self._episodes[slot], int(seed)))
         self._settle()
 
-    def send(self, slots: Sequence[int], actions: np.ndarray) -> None:
+    def send(self, slots: Slots, actions: np.ndarray | Sequence[str]) -> None:
         """See `EnvManager.send`; an episode that is parked gets its action when it is taken up."""
         playing: dict[int, np.ndarray] = {}
         for slot, action in zip(slots, actions, strict=True):
@@ -91,10 +92,10 @@ class MultiplexedSimulators:
             if number is None:
                 self._held[key] = np.array(action)
             else:
-                playing[self._hosts[number].sending([key])[0]] = action
+                playing[self._hosts[number].sending([key])[0]] = np.asarray(action)
         self._send(playing)
 
-    def recv(self, slots: None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
+    def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
         """See `EnvManager.recv`, of whichever slots are ready. While all that was sent is parked, the batch is empty."""
         self._settle()  # hosts may have come back since
         if not any(host.num_in_flight for host in self._hosts):
@@ -168,7 +169,7 @@ class MultiplexedSimulators:
             self.manager.send(slots, np.stack([actions[slot] for slot in slots]))
 
 
-def _dealt(manager: EnvManager, num_hosts: int) -> list[list[range]]:
+def _dealt(manager: Simulators, num_hosts: int) -> list[list[range]]:
     """The slots of each host's workers: a manager of one group of slots deals them out in this way."""
     of_workers = split_slots(range(manager.num_slots), manager.num_workers)
     return [[of_workers[worker] for worker in own] for own in split_slots(range(manager.num_workers), num_hosts)]
@@ -189,7 +190,7 @@ def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
     return dataclasses.replace(batch, **changed)  # type: ignore[arg-type]
 
 
-def _empty(manager: EnvManager) -> StepBatch:
+def _empty(manager: Simulators) -> StepBatch:
     """No rows."""
     observation = {
         key: np.empty((0, *getattr(part, "shape", ())), getattr(part, "dtype", object)) for key, part in manager.spec.observation.items()

@@ -112,7 +112,7 @@ class MultiplexedTokens:
             backend.resume()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; of all hosts, those that are lent too."""
+        """See `TokenBackend.load_weights`; of all hosts, also those that train at the moment."""
         self._load_all(version, tensors)
         self.version = version
 
@@ -140,7 +140,7 @@ class MultiplexedTokens:
         self._ready += completions
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until a host has something to tell; hosts without a socket work when they are polled."""
+        """Wait until a host has something to report; hosts without a socket work when they are polled."""
         playing = [host.backend for host in self._hosts if host.running]
         processes = [backend for backend in playing if isinstance(backend, TokenProcess)]
         for process in processes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.host_times import Span
-from embodied_rl.hybrid.learner import resolve_device
-from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.hybrid.weight_sync import NamedTensors
+from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods import training_sim
 from embodied_rl.methods.groups import make_group_collector, make_group_queue
 from embodied_rl.methods.rollout import make_rollout_collector
@@ -25,17 +24,15 @@ from embodied_rl.roles.hosts import hosted_sim, plan_here
 from embodied_rl.roles.lending import Lending
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.wire import register
-from embodied_rl.rollout.agent_collector import AgentCollector
-from embodied_rl.rollout.collector import CollectorTimes, RolloutCollector
-from embodied_rl.rollout.domain_collector import DomainCollector
+from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.rollout.scoring import Scorer, ThreadScorer, load_score
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Rollout, SimSpec
 
 
@@ -78,7 +75,7 @@ class OwnGenerator:
 
     def __init__(self, config: TrainConfig, spec: SimSpec) -> None:
         torch.manual_seed(config.seed)
-        self.policy = cast(Any, build_policy(config.policy, spec))
+        self.policy = build_policy(config.policy, spec)
         self.policy.eval()
         self.generator = make_generator(config.generation, self.policy)
         self.layout = layout_of(self.policy)
@@ -102,7 +99,7 @@ class Player:
     """
 
     acting: Acting
-    collector: RolloutCollector | GroupCollector | AgentCollector | DomainCollector
+    collector: Collector
     queue: GroupQueue | None
     """None: fixed rollouts."""
     scorer: Scorer | None
@@ -127,16 +124,16 @@ class Player:
                 self.collector = make_rollout_collector(config, self.manager, acting.generator, acting.layout)
             else:
                 self.queue = make_group_queue(config, spec.task, share)
-                collector = make_group_collector(config, self._simulators(), acting.generator, self.queue, acting.layout)
+                simulators = self._simulators()
+                collector = make_group_collector(config, simulators, acting.generator, self.queue, acting.layout)
                 self.collector = collector
-                if isinstance(collector.manager, MultiplexedSimulators):
-                    collector.on_stop = collector.manager.release
+                collector.on_stop = simulators.release
                 self.scorer = collector.scorer = (make_scoring or make_scorer)(config)
         except BaseException:
             self.close()
             raise
 
-    def _simulators(self) -> Any:
+    def _simulators(self) -> Simulators:
         """What the collector plays in: the manager, or its slots as hosts of which some are lent to training."""
         if self.config.hybrid.placement.kind != "multiplexed":
             return self.manager
@@ -152,10 +149,10 @@ class Player:
         self.lending = None
         self._faults_told = 0
         self._may_pump = False
-        """Not before somebody said what to play, nor when an evaluation has taken the simulators."""
+        """True after `restart`; False before it, and after an evaluation or another use of the simulators."""
         self.queue = None
 
-    def _simulate(self, config: TrainConfig) -> Any:
+    def _simulate(self, config: TrainConfig) -> Simulators:
         """Start them."""
         return EnvManager.from_config(
             hosted_sim(config, training_sim(config)),
@@ -181,22 +178,19 @@ class Player:
         """Begin new episodes: of all slots, or what the state of a group queue asks for."""
         self._take_back()
         self._may_pump = True
-        if isinstance(self.collector, RolloutCollector):
-            self.collector.restart(seed_round=seed_round)
-            return
-        assert self.queue is not None
-        assert queue is not None, "groups are asked for by a queue's state"
-        self.queue.mirror(queue)
-        self.collector.restart(self.queue)
+        if self.queue is not None:
+            assert queue is not None, "groups are asked for by a queue's state"
+            self.queue.mirror(queue)
+        self.collector.restart(self.queue, seed_round=seed_round)
 
     def play(self, version: int) -> Played:
         """Collect for one update of the weights `version`. Raises SimFault and BatchNeverFullError."""
         data: Rollout | list[EpisodeGroup]
-        if isinstance(self.collector, RolloutCollector):
+        if self.queue is None:
             data = self.collector.next_rollout(version)
         else:
             data = self.collector.next_groups(version)
-            self._lend(self.collector)
+            self._lend()
         state = None if self.queue is None else self.queue.state_dict(settled=True)
         spans = [] if self.lending is None else self.lending.spans()
         return Played(data, self.collector.times, state, self._new_faults(), self._metrics(), spans)
@@ -215,9 +209,8 @@ class Player:
         """Play on for a moment, between requests; False: nothing may be played now."""
         if not self._may_pump:
             return False
-        if isinstance(self.collector, RolloutCollector):
-            return self.collector.pump()
-        return self.collector.min_ready is not None and self.collector.pump()
+        in_lockstep = self.queue is not None and self.collector.min_ready is None
+        return not in_lockstep and self.collector.pump()
 
     def close(self) -> None:
         """End the simulators."""
@@ -229,17 +222,17 @@ class Player:
         """For whatever else is to be played: nothing may answer for the slots' old episodes."""
         self._take_back()
         self._may_pump = False
-        if not isinstance(self.collector, RolloutCollector) and self.queue is not None:
+        if self.queue is not None:
             self.collector.restart(self.queue)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _lend(self, collector: GroupCollector | AgentCollector | DomainCollector) -> None:
+    def _lend(self) -> None:
         """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""
-        if self.lending is None or collector.min_ready is None:
+        if self.lending is None or self.collector.min_ready is None:
             return
         self.lending.shrink()
-        while not self.lending.vacated and collector.pump():
+        while not self.lending.vacated and self.collector.pump():
             pass
         self.lending.lend()
 
@@ -273,12 +266,12 @@ class Inbox(Protocol):
     """Where requests come from."""
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        """(what, arguments, how to answer), in order; None: there is none and `wait` is false. Raises EOFError: nobody asks any more."""
+        """(what, arguments, how to answer), in order; None: there is none and `wait` is false. Raises EOFError when no client is left."""
         ...
 
 
 def serve(player: Player, inbox: Inbox) -> None:
-    """Do what is asked for, in order, and play on between requests where that is allowed, until nobody asks any more."""
+    """Serve requests in order, and play on between them where that is allowed, until `Inbox.take` raises EOFError."""
     plays_on, failure = False, None
     with compute_threads(1):  # the other cores are the simulators'
         while True:
@@ -290,7 +283,7 @@ def serve(player: Player, inbox: Inbox) -> None:
                 try:
                     plays_on = player.pump()
                 except BaseException as error:
-                    # Told to whoever asks next.
+                    # The next request gets it as its answer.
                     plays_on, failure = False, error
                 continue
             what, arguments, answer = request

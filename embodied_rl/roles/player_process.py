@@ -1,4 +1,4 @@
-"""A player in a process of its own on this machine: ``python -m embodied_rl.roles.player_process SOCKET``, and its handle.
+"""A player in a separate process on this machine: ``python -m embodied_rl.roles.player_process SOCKET``, and its handle.
 
 Requests and answers are JSON and plain arrays over a socket; weights come through shared memory, with their version.
 """
@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.learning.link import Link, LinkClosed
 from embodied_rl.roles.failures import RoleLost, told
 from embodied_rl.roles.make_player import make_player
 from embodied_rl.roles.player import Player, serve
@@ -54,7 +54,7 @@ class PlayerProcess:
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """Write the weights into shared memory; the player takes them before it does anything else that is asked."""
-        if self._names != tensors.keys():  # after the whole policy, its adapter alone
+        if self._names != tensors.keys():  # after the whole policy, only its adapter
             # The new one is there before the old one goes: their paths differ, and the player knows one by its path.
             publisher = SharedWeightsPublisher(tensors)
             self._end_publisher()

@@ -1,12 +1,12 @@
-"""Several players side by side, processes or actors: each plays its share of the groups, by their numbers, in simulators of its own.
+"""Several players side by side, processes or actors: each plays its share of the groups, by their numbers, in its own simulators.
 
 ```
                        ┌── player 0: groups 0, 2, 4, …  its half of each batch
  RemotePlayer ── team ─┤
                        └── player 1: groups 1, 3, 5, …
 ```
-A group's episodes depend on its number and seeds alone, so that a team plays what one player would; which observations share a forward
-pass differs. Each player's queue holds the bound on staleness for its own groups, and so it holds for all.
+A group's episodes depend only on its number and seeds, so that a team plays what one player would; which observations share a forward
+pass differs. Each player's queue keeps the staleness bound for its own groups; so the bound holds for all groups.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PlayerTeam:
         return sum(self._all(lambda player: player.publish(version, tensors), self._players))
 
     def close(self) -> None:
-        """End all of them, at the same time: each may have somebody to wait for. May be called twice."""
+        """End all players at the same time, since each may take a while to end. May be called twice."""
         players, self._players = self._players, []
         with ThreadPoolExecutor(max(len(players), 1), thread_name_prefix="end") as ending:
             for ended in [ending.submit(player.close) for player in players]:
@@ -91,7 +91,7 @@ class PlayerTeam:
         with waiting:
             wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
-        # A player that has ended is replaced; whatever else went wrong is told by the new one, if it was not for that.
+        # A lost player comes first, since it is replaced. Errors that did not follow from the loss occur again with the new player.
         for error in sorted(errors, key=lambda error: not isinstance(error, RoleLost)):
             raise error
         return [future.result() for future in futures]
@@ -102,7 +102,7 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
     count, groups = config.hybrid.players, config.algorithm.groups
     assert groups is not None, "the configuration was checked"
     slots = config.sim.num_slots // count + (index < config.sim.num_slots % count)
-    workers = min(max((config.sim.num_workers or available_cores()) // count, 1), slots)
+    workers = min(max((config.sim.fixed_workers or available_cores()) // count, 1), slots)
     stages = min(config.sim.pipeline_groups, slots)
     sim = dataclasses.replace(config.sim, num_slots=slots, num_workers=workers, pipeline_groups=stages)
     own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
@@ -124,7 +124,7 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     count, last = len(states), max(int(state["next_number"]) for state in states)
     redo = [number for state in states for number in state["redo"]]
     for index, state in enumerate(states):
-        # Whoever is behind has still to admit these.
+        # A share that is behind has still to admit these.
         redo += [number for number in range(int(state["next_number"]), last) if number % count == index]
     domains = sorted({domain for state in states for domain in state["counts"]})
     none = dataclasses.asdict(GroupCounts())

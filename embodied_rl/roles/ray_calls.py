@@ -15,7 +15,7 @@ Told = tuple[str, Any]
 """("value", …), ("error", what `failures.told` gives), or ("lost", which other role ended)."""
 _SLICE_S = 0.5
 GONE = (RayActorError, ObjectLostError)
-"""How Ray tells of an actor that ended, or of a node with what it held."""
+"""What Ray raises for an actor that ended, or for a lost node and its objects."""
 
 
 def outcome_of(task: Callable[[], Any]) -> Told:

@@ -136,7 +136,7 @@ class RayCluster:
 
         Raises:
             MissingExtraError: Ray is not installed.
-            UserError: nobody answers at the address; the cluster can never have what the roles need, or does not have it in time.
+            UserError: no server answers at the address; the cluster can never have what the roles need, or does not have it in time.
         """
         self.config = config
         self.ray = prepare(config.ray)
@@ -322,15 +322,15 @@ def _only_node(devices: Sequence[Device], role: Role) -> int:
 
 
 def _knock(address: str) -> None:
-    """Whether anybody listens there: Ray itself tries for minutes. Raises OSError."""
+    """Check that a server listens at the address; Ray itself tries for minutes. Raises OSError."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 
 
 def prepare(config: RayConfig) -> Any:
-    """Import Ray, so that a cluster which is started here asks for a token: whoever reaches a Ray cluster may run anything in it, and its
-    servers listen on every interface.
+    """Import Ray, so that a cluster which is started here requires a token: any client that reaches a Ray cluster can run code in it,
+    and its servers listen on every interface.
 
     Raises:
         MissingExtraError: Ray is not installed.

@@ -1,4 +1,4 @@
-"""Whoever generates, as an actor of a Ray cluster: `GenerationWorker` holds the policies that act, and the token backends."""
+"""Generation as an actor of a Ray cluster: `GenerationWorker` holds the policies that act, and the token backends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.generation.base import ActedBatch
+from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.tokens import TokenBackend
-from embodied_rl.hybrid.learner import resolve_device
-from embodied_rl.hybrid.threads import compute_threads
 from embodied_rl.hybrid.weight_sync import DeltaSink, NamedTensors
 from embodied_rl.hybrid.weight_transports import ray_tensors
+from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods.domain_playing import with_backend
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, merged_there, write_model_files
 from embodied_rl.roles.domain_player import RolesHere
@@ -75,7 +74,7 @@ class GenerationWorker:
         return outcome_of(answer)
 
     def load(self, version: int, references: list[Any]) -> Told:
-        """Act with the weights that a `RayPublisher` told of."""
+        """Act with the weights that a `RayPublisher` published."""
 
         def take() -> None:
             tensors: NamedTensors = ray_tensors(references)
@@ -92,8 +91,8 @@ class GenerationWorker:
         return outcome_of(take)
 
 
-class RayGenerator:
-    """A `GenerationWorker` as the collector sees it. Implements `Generator` and `PlayingGenerator`."""
+class RayGenerator(Generator):
+    """A `GenerationWorker` as the collector sees it. Implements `PlayingGenerator`."""
 
     def __init__(self, worker: Any, spec: SimSpec, domain: str = "") -> None:
         """`domain`: whose policy; empty: the run has one."""

@@ -25,17 +25,17 @@ from ray.exceptions import GetTimeoutError
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from embodied_rl.hybrid.link import LinkClosed
-from embodied_rl.hybrid.rank_hosts import RankLink, TrainWorkerError, listen_on, listening_store
-from embodied_rl.hybrid.train_worker import RankServer
 from embodied_rl.hybrid.weight_transports import pack_tensors, unpack_tensors
+from embodied_rl.learning.link import LinkClosed
+from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, listen_on, listening_store
+from embodied_rl.learning.train_worker import RankServer
 from embodied_rl.methods.language_apart import ModelFiles, write_model_files
 from embodied_rl.roles.failures import RoleLost, as_raised
 from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of, value_of
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 1.0
-"""What a rank that failed needs to tell why, before it ends."""
+"""Time for a failed rank to report its error before it ends."""
 _LOOK_S = 0.05
 _CAUSE_S = 10.0
 
@@ -158,12 +158,12 @@ class RayRanks:
         within = set(self._addresses) <= {own}
         self._address = _LOOPBACK if within else own
         listen_on(self._address)
-        # Here, where all are waited for: who meets the others in vain is waited for by them.
+        # Checked here, where all actors are awaited: a rank that fails later, at the meeting, keeps the others waiting.
         for reference in [actor.listen.remote(_LOOPBACK if within else None) for actor in self._actors]:
             value_of(reference, "RankWorker")
 
     def device_index(self, rank: int) -> int:
-        """See `RankHost.device_index`: an actor sees its own alone."""
+        """See `RankHost.device_index`: an actor sees only its own GPU."""
         return 0
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Those who play, as actors of a Ray cluster: `EnvWorker` (simulators, collector), `GenerationWorker` (policy), `RewardWorker`.
+"""The roles that play, as actors of a Ray cluster: `EnvWorker` (simulators, collector), `GenerationWorker` (policy), `RewardWorker`.
 
 ```
  driver: training loop          EnvWorker                                GenerationWorker
@@ -47,7 +47,7 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import Episode
 
 _END_S = 5.0
-"""For simulators to end in order, which may wait for somebody who does not answer."""
+"""Time for simulators to shut down in order; they may wait for a server that does not answer."""
 
 
 class RewardWorker:
@@ -101,7 +101,7 @@ class RayScorer:
 
 
 class EnvWorker:
-    """Simulators and the collector, which plays on between requests; its requests are answered by a thread of its own."""
+    """Simulators and the collector, which plays on between requests; a separate thread answers the requests."""
 
     def __init__(self, config: TrainConfig, generation: Any, rewards: list[Any], share: Share = WHOLE) -> None:
         """`share`: of the groups, where others play the rest."""
@@ -140,7 +140,7 @@ class EnvWorker:
             with contextlib.suppress(EOFError):
                 serve(player, self)
             player.close()
-        while True:  # a daemon of the actor, until that is ended: whoever still asks must not wait for ever
+        while True:  # a daemon thread, until the actor ends: late requests get an answer and do not wait for ever
             _, _, answer = self._requests.get()
             answer.set_result((kind, player) if kind != "value" else ("lost", "it was ended"))
 

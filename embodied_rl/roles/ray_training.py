@@ -1,4 +1,4 @@
-"""Whoever trains, as an actor of a Ray cluster: `TrainWorker` holds the policy that is trained and the optimizer's state."""
+"""Training as an actor of a Ray cluster: `TrainWorker` holds the policy that is trained and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -15,10 +14,12 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import HybridConfig, LanguageConfig, TrainConfig
-from embodied_rl.hybrid.rank_hosts import ranks_on
+from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
-from embodied_rl.methods import Experience, make_method
+from embodied_rl.learning.rank_hosts import ranks_on
+from embodied_rl.methods import Experience, Method, make_method
 from embodied_rl.methods.domain_building import build_domains_apart
+from embodied_rl.methods.domains_apart import SpecsElsewhere
 from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.ray_calls import Told, outcome_of, value_of
@@ -26,7 +27,9 @@ from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
 from embodied_rl.roles.ray_roles import wait_for_start
 from embodied_rl.roles.remote import RemotePlayer
-from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.collector import Collector, CollectorTimes
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.sim.simulators import SimulatorsElsewhere
 from embodied_rl.types import SimSpec
 
 _NO_WARM_STARTS: dict[str, Any] = {"warm_starts": {}}
@@ -105,23 +108,26 @@ class TrainWorker:
     @property
     def _ranks(self) -> Any:
         """Where `hybrid.sharding` divides the policy over actors; None: it trains in this one."""
-        return getattr(self.method, "sharded", None)
+        return self.method.sharded
 
     def ask(self, what: str, *arguments: Any) -> Told:
         """What the method's `what` returns: its state, or that it takes one."""
         return outcome_of(lambda: getattr(self.method, what)(*arguments))
 
 
-class TrainedApart:
-    """A method whose learning half is a `TrainWorker`. Implements `Method`, and `TrainedCopy` for the engine.
+class TrainedApart(Method):
+    """A method whose learning half is a `TrainWorker`. It is the engine's `TrainedCopy` too.
 
     Raises RoleLost when the worker has ended: its weights are gone, and the run goes back to its last checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, method: Any, player: RemotePlayer, cluster: RayCluster) -> None:
+    def __init__(self, config: TrainConfig, method: Method, player: RemotePlayer, cluster: RayCluster) -> None:
         self.inner, self._config = method, config
-        self.learner: Any = method.learner
+        self.learner = method.learner
         """Of this process; it has nothing to do."""
+        self.trained_copy = self
+        """See `HybridEngine.publish`: this is where the trained weights come from."""
+        assert player.policy is not None, "take_policy comes first"
         self._policy = player.policy
         num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
         rank: Any = ray.remote(RankWorker)
@@ -139,26 +145,15 @@ class TrainedApart:
             raise
 
     @property
-    def trained_copy(self) -> TrainedApart:
-        """See `HybridEngine.publish`: this is where the trained weights come from."""
-        return self
-
-    @property
-    def collector(self) -> Any:
-        return self.inner.collector
-
-    @property
     def finished(self) -> bool:
-        return bool(self.inner.finished)
+        return self.inner.finished
 
     @property
     def times(self) -> CollectorTimes:
-        times: CollectorTimes = self.inner.times
-        return times
+        return self.inner.times
 
     def collect(self, iteration: int) -> Experience:
-        experience: Experience = self.inner.collect(iteration)
-        return experience
+        return self.inner.collect(iteration)
 
     def prepare(self, experience: Experience) -> Experience:
         """The worker does it, with the update."""
@@ -177,7 +172,7 @@ class TrainedApart:
         self.inner.published(version)
 
     def restart(self, iteration: int) -> None:
-        warm_start = getattr(self.inner, "warm_start", None)
+        warm_start = self.inner.warm_start
         if warm_start is not None and warm_start.wanted:
             # Of a language agent: here, where policy and player are at hand; the worker takes what came of it.
             warm_start.run(iteration)
@@ -189,8 +184,7 @@ class TrainedApart:
         self.inner.finish()
 
     def metrics(self) -> dict[str, float]:
-        figures: dict[str, float] = self.inner.metrics()
-        return figures
+        return self.inner.metrics()
 
     def state_tensors(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._ask(self._worker.ask.remote("state_tensors"))
@@ -198,7 +192,7 @@ class TrainedApart:
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the ranks of a run without Ray wrote of their optimizer, as it stands in `state_tensors`."""
-        return dict(getattr(self.inner, "of_ranks", dict)(state))
+        return self.inner.of_ranks(state)
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         """The policy's present weights are taken too: they were loaded before."""
@@ -238,25 +232,16 @@ def _warm_starts(role: dict[str, Any]) -> dict[str, Any]:
     return {name: role[name] for name in _NO_WARM_STARTS if name in role}
 
 
-class _NoCollector:
+class _NoCollector(Collector):
     """The worker's method plays nothing."""
 
     times = CollectorTimes()
 
-    def restart(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def metrics(self) -> dict[str, float]:
-        return {}
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        """There is nothing to begin."""
 
 
-class _NoGenerator:
-    """The worker's method acts for nobody."""
-
-    version = 0
-
-
-def train_on_ray(config: TrainConfig, method: Any, player: RemotePlayer) -> TrainedApart:
+def train_on_ray(config: TrainConfig, method: Method, player: RemotePlayer) -> TrainedApart:
     """Give a method's learning half to an actor of the cluster that the player is on. Raises UserError when it cannot begin."""
     trained = TrainedApart(config, method, player, player.cluster)
     player.at_close.append(trained.close)
@@ -271,12 +256,9 @@ def _learner(config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, mode
         write_model_files(model, folder)
         language = blank_policy(config.policy, folder)
     if config.domains:
-        played: Any = SimpleNamespace(specs=specs[1:])
-        return build_domains_apart(config, played, Path(config.run_dir), None, language)
+        return build_domains_apart(config, SpecsElsewhere(specs[1:]), Path(config.run_dir), None, language)
     policy: Any = language or build_policy(config.policy, specs[0])
-    simulators: Any = SimpleNamespace(spec=specs[0], num_slots=num_slots)
-    nobody: Any = _NoGenerator()
-    return policy, make_method(config, simulators, policy, nobody, Path(config.run_dir))
+    return policy, make_method(config, SimulatorsElsewhere(specs[0], num_slots), policy, Generator(), Path(config.run_dir))
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

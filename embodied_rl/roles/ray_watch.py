@@ -39,7 +39,7 @@ class ClusterWatch:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,  # Ctrl-C is the driver's alone
+            start_new_session=True,  # Ctrl-C reaches only the driver
         )
         self.note()
 

@@ -12,15 +12,16 @@ from torch import Tensor
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
+from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_sync import is_lora
-from embodied_rl.methods.domain_roles import RolePolicies
-from embodied_rl.methods.language_apart import model_files
-from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.roles.failures import RoleLost
 from embodied_rl.roles.player import Played
-from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.timeline import record
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout, SimSpec
 
@@ -39,12 +40,14 @@ class PlayerHandle(Protocol):
     def close(self) -> None: ...
 
 
-class RemotePlayer:
-    """Stands where the training loop has its `EnvManager` and its `Generator`; a player that ends is replaced.
+class RemotePlayer(Simulators):
+    """Simulators with their generator in another process; a player that ends is replaced.
 
     Nothing is lost with it but time: groups that were in flight are asked for again, with their seeds, and what was consumed is known
     here. Fixed rollouts begin new episodes.
     """
+
+    plays_itself = True
 
     def __init__(
         self, config: TrainConfig, start: Callable[[TrainConfig], PlayerHandle], *, at_close: Sequence[Callable[[], None]] = ()
@@ -54,7 +57,7 @@ class RemotePlayer:
         self.at_close: list[Callable[[], None]] = list(at_close)
         self.version = 0
         self.num_restarts = 0
-        self.fault_records: list[FaultRecord] = []
+        self._faults: list[FaultRecord] = []
         self.publish_s = 0.0
         self.published_bytes = 0
         """Of the last time."""
@@ -62,12 +65,12 @@ class RemotePlayer:
         """The player has what never changes."""
         self.cluster: Any = None
         """The Ray cluster that it plays on; None without."""
-        self.policy: Any = None
+        self.policy: TrainedModule | None = None
         """Whose weights `publish` sends; see `take_policy`."""
-        self.model: dict[str, np.ndarray] | None = None
-        """Of a language agent: what its model is, for whoever builds it elsewhere (`language_apart.model_files`)."""
+        self.model: ModelFiles | None = None
+        """Of a language agent: its model's files, from which the player builds it elsewhere (`language_apart.model_files`)."""
         self.needs_restart = False
-        """A new player waits to be told which episodes to play."""
+        """A new player waits for `restart`, which says which episodes to play."""
         self._handle: PlayerHandle | None = None
         try:
             self._handle = start(config)
@@ -80,31 +83,54 @@ class RemotePlayer:
             raise
         self.spec = SimSpec.from_dict(described["spec"])
         self.num_slots = int(described["num_slots"])
-        self.worker_pids: list[int] = described["worker_pids"]
+        self._worker_pids: list[int] = described["worker_pids"]
         self.specs = [SimSpec.from_dict(spec) for spec in described.get("specs", ())]
         """Of several domains: of every seat, in the order of `multi_domain.seats_of`."""
+        self.generator = RemoteGenerator(self)
 
-    def take_policy(self, policy: Any) -> None:
-        """The policy that is trained: its weights are published from now on, and a language agent's player learns what model it is.
+    def take_policy(self, policy: TrainedModule, model: ModelFiles | None) -> None:
+        """The policy that is trained: its weights are published from now on.
+
+        `model`: files of a language agent's model, which the player receives; empty where no domain has a language policy; None: no agent.
 
         Raises UserError for a model that the player's token backend cannot run.
         """
         self.policy = policy
-        if isinstance(policy, LanguagePolicy | RolePolicies):
-            speaks = policy if isinstance(policy, LanguagePolicy) else policy.language
-            self.model = {} if speaks is None else model_files(speaks)
+        self.model = model
+        if model is not None:
             try:
-                self._live().call("take_model", files=self.model)
+                self._live().call("take_model", files=model)
             except RoleLost as lost:
                 self.replace(lost)
 
-    def texts(self, domain: str | None = None) -> list[str]:
-        """See `AgentPlayer.texts`, and `DomainPlayer.texts` of several domains."""
-        return [str(text) for text in self._insist("texts", **_of(domain))]
+    def worker_pids(self) -> list[int]:
+        """Of the player's simulators."""
+        return self._worker_pids
 
-    def demonstrate(self, domain: str | None = None) -> list[AgentEpisode]:
-        """See `AgentPlayer.demonstrate`, and `DomainPlayer.demonstrate` of several domains."""
-        return list(self._insist("demonstrate", **_of(domain)))
+    def texts(self) -> list[str]:
+        """See `AgentPlayer.texts`."""
+        return [str(text) for text in self._insist("texts")]
+
+    def texts_of(self, domain: str) -> list[str]:
+        """See `DomainPlayer.texts`."""
+        return [str(text) for text in self._insist("texts", domain=domain)]
+
+    def demonstrate(self) -> list[AgentEpisode]:
+        """See `AgentPlayer.demonstrate`."""
+        return list(self._insist("demonstrate"))
+
+    def demonstrate_in(self, domain: str) -> list[AgentEpisode]:
+        """See `DomainPlayer.demonstrate`."""
+        return list(self._insist("demonstrate", domain=domain))
+
+    @property
+    def fault_records(self) -> list[FaultRecord]:
+        """See `Simulators.fault_records`."""
+        return self._faults
+
+    def note_faults(self, records: Sequence[FaultRecord]) -> None:
+        """Faults of the player's simulators since the last time."""
+        self._faults.extend(records)
 
     def publish(self, version: int) -> None:
         """See `Generator.publish`."""
@@ -116,21 +142,21 @@ class RemotePlayer:
             self.replace(lost)
         self.publish_s = time.perf_counter() - started
 
-    def send(self, slots: np.ndarray, observation: Any, noise: np.ndarray | None) -> None:
-        raise RuntimeError("This process does not act: its player does.")
+    def evaluate(
+        self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
+    ) -> list[EpisodeSummary]:
+        """See `Player.evaluate`."""
+        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed))
 
-    def recv(self) -> Any:
-        raise RuntimeError("This process does not act: its player does.")
-
-    def evaluate(self, num_episodes: int, first_seed: int, domain: str | None = None) -> list[EpisodeSummary]:
-        """See `Player.evaluate`, and `DomainPlayer.evaluate` of several domains."""
-        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, **_of(domain)))
+    def evaluate_in(self, domain: str, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
+        """See `DomainPlayer.evaluate`."""
+        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=domain))
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """See `PlayerHandle.call`."""
         return self._live().call(what, **arguments)
 
-    def peek(self, slots: list[int]) -> dict[str, np.ndarray]:
+    def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
         """See `EnvManager.peek`; nothing where the player is gone."""
         try:
             return dict(self._live().call("peek", slots=list(slots)))
@@ -149,7 +175,7 @@ class RemotePlayer:
         self._end_player()
         try:
             self._handle = self._start(self.config)
-            self.worker_pids = self._handle.call("describe")["worker_pids"]
+            self._worker_pids = self._handle.call("describe")["worker_pids"]
             if self.model is not None:
                 self._handle.call("take_model", files=self.model)
             if self.policy is not None:
@@ -174,14 +200,12 @@ class RemotePlayer:
         self._has_base = True
 
     def _weights(self) -> dict[str, Tensor]:
-        """What the player acts with: of a language agent the model alone, any adapter merged into it, unless it merges by itself."""
+        """What the player acts with: of a language agent only the model, with any adapter merged, unless the player merges by itself."""
+        assert self.policy is not None, "take_policy comes first"
         if self.config.hybrid.publish == "adapter":
             state = self.policy.state_dict()
             return {name: tensor for name, tensor in state.items() if is_lora(name)} if self._has_base else dict(state)
-        if isinstance(self.policy, LanguagePolicy | RolePolicies):
-            return dict(self.policy.named_weights())
-        weights: dict[str, Tensor] = self.policy.state_dict()
-        return weights
+        return dict(self.policy.named_weights())
 
     def _insist(self, what: str, **arguments: Any) -> Any:
         """`ask`, again of a new player when one ends."""
@@ -202,21 +226,27 @@ class RemotePlayer:
         return self._handle
 
 
-def _of(domain: str | None) -> dict[str, Any]:
-    """A player of one task is not asked about domains."""
-    return {} if domain is None else {"domain": domain}
+class RemoteGenerator(Generator):
+    """What acts in a player's process, as the engine knows it: it takes weights, and nothing is asked of it here."""
+
+    def __init__(self, player: RemotePlayer) -> None:
+        self._player = player
+
+    def publish(self, version: int) -> None:
+        """See `Generator.publish`."""
+        self._player.publish(version)
+        self.version = version
 
 
-class RemoteCollector:
+class RemoteCollector(Collector):
     """Stands where a method has its collector, of rollouts or of groups."""
 
     def __init__(self, player: RemotePlayer, begin_again: Callable[[int], None]) -> None:
-        """`begin_again(iteration)`: tell a new player what to play, and whoever else must know."""
+        """`begin_again(iteration)`: restarts the method after a player was replaced; that starts the new player's episodes."""
         self._player, self._begin_again = player, begin_again
         self._queue: GroupQueue | None = None
         self._figures: dict[str, float] = {}
         self.times = CollectorTimes()
-        self.recorder: Any = None
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """See `RolloutCollector.restart` and `GroupCollector.restart`; `queue` becomes the image of the player's."""
@@ -265,7 +295,7 @@ class RemoteCollector:
             except RoleLost as lost:
                 self._player.replace(lost)
         waited = time.perf_counter() - started
-        self._player.fault_records.extend(played.faults)
+        self._player.note_faults(played.faults)
         for role, name, begin_ns, end_ns in played.spans:
             record(role, name, begin_ns, end_ns)
         times = played.times

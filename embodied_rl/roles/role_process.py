@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import embodied_rl
-from embodied_rl.hybrid.link import Link, LinkClosed
+from embodied_rl.learning.link import Link, LinkClosed
 from embodied_rl.roles.failures import RoleLost, as_raised
 from embodied_rl.roles.wire import pack
 from embodied_rl.stopping import waiting
@@ -38,7 +38,7 @@ class RoleProcess:
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         command = [sys.executable, "-m", module, str(theirs.fileno())]
-        # A group of its own: Ctrl-C is the trainer's alone, and the role ends with it.
+        # A separate process group: Ctrl-C reaches only the trainer, and the role ends with it.
         self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0)
         theirs.close()
         self._who, self._link = who, Link(self.socket)

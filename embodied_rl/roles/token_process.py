@@ -1,4 +1,4 @@
-"""A token backend in a process of its own on this machine: ``python -m embodied_rl.roles.token_process SOCKET``, and its handle.
+"""A token backend in a separate process on this machine: ``python -m embodied_rl.roles.token_process SOCKET``, and its handle.
 
 ```
  player's process (handle)                              host's process
@@ -22,10 +22,9 @@ from typing import Any
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids
-from embodied_rl.hybrid.learner import resolve_device
-from embodied_rl.hybrid.link import Link, LinkClosed
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
-from embodied_rl.hybrid.threads import compute_threads
+from embodied_rl.learning.devices import compute_threads, resolve_device
+from embodied_rl.learning.link import Link, LinkClosed
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
 from embodied_rl.roles.failures import told
 from embodied_rl.roles.role_process import RoleProcess
@@ -105,7 +104,7 @@ class TokenProcess:
         self._ask("resume")
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; through shared memory of its own."""
+        """See `TokenBackend.load_weights`; through its own shared memory."""
         named = dict(tensors)
         if self._publisher is None:
             self._publisher = SharedWeightsPublisher(named)
@@ -231,7 +230,7 @@ class _Host:
 
 
 def main(descriptor: int) -> None:
-    """Serve until nobody asks any more."""
+    """Serve requests until the player's process closes the socket."""
     link = Link(socket.socket(fileno=descriptor))
     message, tensors = link.recv()
     begin = unpack(message["with"], tensors)

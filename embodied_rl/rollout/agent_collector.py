@@ -32,8 +32,7 @@ from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.observations import copied
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
 from embodied_rl.rollout.silence import SilenceWatch
-from embodied_rl.rollout.training_recording import TrainingRecorder
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.stopping import waiting
 from embodied_rl.types import StepBatch
 
@@ -76,13 +75,13 @@ class AgentCollector(SlotPump[_Playing]):
     """Fills the queue's groups from a manager made with ``autoreset=False`` and a token backend; idle slots stand still. What it hands
     in are `AgentEpisode`s.
 
-    With ``min_ready=None`` all slots move together, so that what is sampled depends on the seeds alone: every request has a seed of its
-    own, made of the run's seed, the group, the member, the attempt and the turn. With a number whatever is ready moves on.
+    With ``min_ready=None`` all slots move together, so that samples depend only on the seeds: every request has its own seed,
+    made of the run's seed, the group, the member, the attempt and the turn. With a number whatever is ready moves on.
     """
 
     def __init__(
         self,
-        manager: EnvManager,
+        manager: Simulators,
         agent: Agent,
         backend: TokenBackend,
         queue: GroupQueue,
@@ -95,14 +94,12 @@ class AgentCollector(SlotPump[_Playing]):
     ) -> None:
         """
         Args:
-            trained: False: nobody learns from the episodes, so that answers in text alone are taken, and log-probabilities are 0.
+            trained: False: no learner uses the episodes, so that answers with text but no tokens are accepted, and log-probabilities are 0.
             temperature: in place of the agent's.
             greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready)
         self.agent, self.backend = agent, backend
-        self.recorder: TrainingRecorder | None = None
-        """Writes a share of the episodes down."""
         self._greedy_member, self._trained, self._temperature = greedy_member, trained, temperature
         self._requests: dict[int, int] = {}  # {request: slot}
         self._tools: dict[int, Future[str]] = {}  # {slot: what its tools will give}
@@ -125,7 +122,7 @@ class AgentCollector(SlotPump[_Playing]):
             return taken or bool(self._awaited)
         if self._in_step:
             before = time.perf_counter()
-            # Who has tokens to sample meanwhile does not stand and wait for a simulator.
+            # With requests or tool calls in flight the collector does not block on a simulator.
             wait_s = None if not self._overlaps else 0.0 if self._requests or self._tools else patience_s
             self._take_steps(self.manager.recv(min_ready=self.min_ready, timeout_s=wait_s))
             self._waited += time.perf_counter() - before
@@ -134,7 +131,7 @@ class AgentCollector(SlotPump[_Playing]):
         self._tick()
         return True
 
-    def restart(self, queue: GroupQueue) -> None:
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
         self._forget_all(queue)
         self.backend.abort(list(self._requests))
@@ -151,6 +148,10 @@ class AgentCollector(SlotPump[_Playing]):
         shares = {name: value / turns for name, value in counts.items() if name != "turns"}
         used = {} if self.agent.tools is None else {"tool_turns": 0.0, **self.agent.tools.figures()}
         return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **used, **shares}
+
+    def close(self) -> None:
+        """See `Collector.close`."""
+        self.agent.close()
 
     def metrics(self) -> dict[str, float]:
         """`figures`, as they are logged; those of the last batch (`batch_figures`), and of the scores of reward workers."""
@@ -212,7 +213,7 @@ class AgentCollector(SlotPump[_Playing]):
                 if playing.record is not None:
                     playing.record.stepped(len(playing.turns) - 1, bool(batch.success[row]))
             if slot in ended and (why := ended[slot].final_info.get("failure")):
-                # Nobody could say how good it was: that is no bad mark.
+                # The episode could not be scored: it failed, which is not a reward of 0.
                 self._counts["unscored"] += 1
                 self._stop(slot)
                 self.queue.failed(playing.assignment, str(why))
@@ -350,14 +351,14 @@ class AgentCollector(SlotPump[_Playing]):
         self._ask(asking, lambda playing: prompts[id(playing)])
 
     def _give_up_superfluous(self) -> None:
-        """End the answers of episodes that nobody needs any more; they come back from `poll` as aborted."""
+        """Abort the answers of episodes that the queue no longer needs; `poll` returns them as aborted."""
         superfluous = [number for number, slot in self._requests.items() if self.queue.should_stop(self._playing[slot].assignment)]
         if superfluous:
             self.backend.abort(superfluous)
 
 
 def _for_show(completion: Completion, version: int, stop_ids: tuple[int, ...]) -> Completion:
-    """An answer that nobody learns from, as a turn: at least one token, log-probabilities of 0, and of the present weights' age."""
+    """An answer that no learner uses, as a turn: at least one token, log-probabilities of 0, and of the present weights' age."""
     token_ids = completion.token_ids if completion.num_tokens else np.array(stop_ids[:1] or (0,), np.int64)
     zeros = np.zeros(len(token_ids), np.float32)
     text = completion.text if completion.num_tokens or completion.text is not None else ""

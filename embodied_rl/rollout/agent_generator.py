@@ -17,7 +17,7 @@ from embodied_rl.agents.parsing import InvalidAction, ToolRequest
 from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import texts
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import ActedBatch
+from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.tokens import Completion, TokenBackend
 from embodied_rl.stopping import waiting
 from embodied_rl.types import Observation
@@ -46,11 +46,13 @@ class _Playing:
         return int.from_bytes(digest, "little") >> 1
 
 
-class AgentGenerator:
-    """Implements `EpisodicGenerator` with an agent and a token backend.
+class AgentGenerator(Generator):
+    """A language agent: an agent and a token backend.
 
     A turn whose prompt is too long answers with the empty text; what was counted lies in `figures`.
     """
+
+    remembers = True
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class AgentGenerator:
     ) -> None:
         """
         Args:
-            weights: what `publish` loads into the backend; None: it takes the version alone.
+            weights: what `publish` loads into the backend; None: it loads no tensors, only the version.
             temperature: of the answers; None: `AgentConfig.evaluation_temperature`.
             seed: of the requests.
         """
@@ -76,7 +78,7 @@ class AgentGenerator:
         self._next_id = _FIRST_ID
         self._acted: deque[ActedBatch] = deque()
         self.on_answer: Callable[[int, str, Prompt, Completion, Answer], object] | None = None
-        """Told of every answer: slot, what was seen, the prompt, its tokens, what they mean. For films and pages of dialogues."""
+        """Called with every answer: slot, what was seen, the prompt, its tokens, what they mean. For films and pages of dialogues."""
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
 
     def begin(self, slots: Iterable[int]) -> None:
@@ -122,7 +124,7 @@ class AgentGenerator:
             for completion in self.backend.poll(min_ready=len(asked)):
                 slot_of = asked.pop(completion.request_id, None)
                 if slot_of is None:
-                    continue  # of somebody who gave up
+                    continue  # of an earlier call that was given up
                 if completion.finish_reason in ("failed", "aborted"):
                     raise UserError(f"The token backend gave no answer: {_why(completion)}")
                 playing = self._conversations[slot_of]

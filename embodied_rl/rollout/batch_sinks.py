@@ -151,7 +151,7 @@ class BatchSinks(SlotSinks):
         return {f"{room}.{key}": rows for room in self._rooms for key, rows in self._to_write(parts, room, ...).items()}
 
     def _to_write(self, parts: Split, room: str, chosen: Any) -> dict[str, Any]:
-        """Of what is seen, what nobody else writes."""
+        """Of what is seen, what is written here: all but the filmed columns."""
         if room not in self._rooms:
             return {}
         seen: Observation = getattr(parts, room)

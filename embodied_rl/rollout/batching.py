@@ -16,7 +16,8 @@ from embodied_rl.rollout.schedule import least_common_multiple
 
 Adjustment = Literal["copy", "delete", "auto", "random_sample"]
 """copy: fill up with copies of random rows. delete: drop random rows. auto: the nearer of the two; copies where they are equally near
-or nothing would be left. random_sample: exactly one multiple, drawn with replacement."""
+or nothing would be left. random_sample: as many random rows as the largest multiple that there are, none of them twice; where there are
+fewer than one multiple, all of them and copies, drawn with replacement. A number that is divisible stays as it is, in every mode."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def adjust_rows(
 ) -> AdjustedRows:
     """Choose rows so that their number is a multiple of D, the least common multiple of `divisors` (ranks × micro-batch, say).
 
-    With rem = num_rows mod D: ``copy`` adds D − rem copies, ``delete`` drops rem, ``random_sample`` draws D rows with replacement.
+    With rem = num_rows mod D: ``copy`` adds D − rem copies, ``delete`` drops rem, ``random_sample`` draws num_rows − rem rows without
+    replacement, in random order, or fills fewer than D up to D with replacement. rem = 0: the batch stays as it is.
 
     Args:
         divisors: what the learner needs the number of rows to be divisible by.
@@ -55,13 +57,18 @@ def adjust_rows(
         raise UserError(f"A batch of {num_rows} rows cannot be adjusted: at least one is needed.")
     multiple = least_common_multiple(divisors)
     rng = np.random.default_rng(np.random.SeedSequence(seed))
-    if mode == "random_sample":
-        return AdjustedRows(rng.integers(num_rows, size=multiple), np.ones(multiple, np.float32))
     rest = num_rows % multiple
     rows = np.arange(num_rows)
     if rest == 0:
         return AdjustedRows(rows, np.ones(num_rows, np.float32))
     missing = multiple - rest
+    if mode == "random_sample" and num_rows > multiple:
+        return AdjustedRows(rng.permutation(num_rows)[rest:], np.ones(num_rows - rest, np.float32))
+    if mode == "random_sample":
+        copies = rng.integers(num_rows, size=missing)
+        return AdjustedRows(
+            np.concatenate([rows, copies]), np.concatenate([np.ones(num_rows), np.full(missing, count_copies)]).astype("f4")
+        )
     if mode == "copy" or (mode == "auto" and (missing <= rest or num_rows < multiple)):
         copies = _spread_draw(rng, num_rows, missing)
         weight = np.concatenate([np.ones(num_rows, np.float32), np.full(missing, float(count_copies), np.float32)])

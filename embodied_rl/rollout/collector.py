@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,22 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied_rl.generation.base import Generator
+from embodied_rl.sim.crew import split_slots
 from embodied_rl.sim.ledger import Snapshot
-from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.timeline import span
-from embodied_rl.types import ActionLayout, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
+from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
+    from embodied_rl.rollout.groups import GroupQueue
+    from embodied_rl.rollout.scoring import Scorer
     from embodied_rl.rollout.training_recording import TrainingRecorder
 
 _NOISE_STREAM = 1
-
-
-def split_groups(num_slots: int, num_groups: int) -> list[range]:
-    """Contiguous groups of slots, as equal as can be. They depend on the slots alone, so that worker counts change no number."""
-    bounds = [round(group * num_slots / num_groups) for group in range(num_groups + 1)]
-    return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
 def action_noise(layout: ActionLayout, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
@@ -46,7 +42,47 @@ class CollectorTimes:
     """Turning observations into actions, and copying."""
 
 
-class RolloutCollector:
+class Collector:
+    """Fills what a method learns from: a rollout of all slots, or groups of episodes. One kind of batch is each collector's own."""
+
+    times: CollectorTimes
+    """Of the last batch."""
+    recorder: TrainingRecorder | None = None
+    """Writes a share of the episodes down."""
+    scorer: Scorer | None = None
+    """Gives episodes a further reward before they are handed in, while others are played."""
+    min_ready: int | None = None
+    """Slots to wait for; None: all of them, so that nothing is played before a batch is asked for."""
+
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        """Begin new episodes: those that `queue` asks for, or in all slots, with seeds of `seed_round`."""
+        raise NotImplementedError
+
+    def next_rollout(self, version: int) -> Rollout:
+        """The rollout that `version` learns from. Raises SimFault (see EnvManager)."""
+        raise AssertionError("this collector fills groups")
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        """The groups that `version` learns from. Raises SimFault (see EnvManager) and BatchNeverFullError."""
+        raise AssertionError("this collector fills rollouts")
+
+    def pump(self) -> bool:
+        """Play on for a moment, ahead of what was asked for; False: nothing may be played now."""
+        return False
+
+    def figures(self) -> dict[str, float]:
+        """What is counted of agents since the last call."""
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last batch; nothing beside `times` by default."""
+        return {}
+
+    def close(self) -> None:
+        """End what the collector holds beside simulators and backends: an agent's tools."""
+
+
+class RolloutCollector(Collector):
     """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap.
 
     With staleness S the next ones are collected while the trainer learns from the last (two buffers for S = 1): rollout n, which version
@@ -55,7 +91,7 @@ class RolloutCollector:
 
     def __init__(
         self,
-        manager: EnvManager,
+        manager: Simulators,
         generator: Generator,
         *,
         rollout_steps: int,
@@ -76,9 +112,7 @@ class RolloutCollector:
         self.rollout_steps = rollout_steps
         self.seed = seed
         self.times = CollectorTimes()
-        self.recorder: TrainingRecorder | None = None
-        """Writes a share of the episodes down."""
-        self._groups = split_groups(manager.num_slots, num_groups)
+        self._groups = split_slots(range(manager.num_slots), num_groups)
         self._batches: list[StepBatch] = []
         self.max_staleness = max_staleness
         self._filling: _Filling | None = None
@@ -91,8 +125,8 @@ class RolloutCollector:
         self._since = CollectorTimes()
         """What was spent since the last rollout was handed out."""
 
-    def restart(self, seed_round: int, *, reconfigure: bool = True) -> None:
-        """Begin new episodes in all slots, with seeds that depend on (seed, seed_round, slot) alone: where a run can be resumed.
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0, reconfigure: bool = True) -> None:
+        """Begin new episodes in all slots, with seeds that depend only on (seed, seed_round, slot): where a run can be resumed.
 
         What was collected ahead is given up.
         """
@@ -113,14 +147,14 @@ class RolloutCollector:
         whole = self.manager.restore(slots, [Snapshot.from_bytes(episode) for episode in episodes])
         self._batches = [_rows(whole, group) for group in self._groups]
 
-    def next_rollout(self, iteration: int) -> Rollout:
-        """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `iteration`.
+    def next_rollout(self, version: int) -> Rollout:
+        """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`.
 
         Raises SimFault (see EnvManager).
         """
         assert self._batches, "restart() comes first"
         if self._filling is None and not self._filled:
-            self._next_number = iteration
+            self._next_number = version
         while not self._filled:
             self._advance()
         self.times, self._since = self._since, CollectorTimes()
@@ -132,10 +166,6 @@ class RolloutCollector:
             return False
         self._advance()
         return True
-
-    def metrics(self) -> dict[str, float]:
-        """Nothing beside `times`; collectors elsewhere have more to tell."""
-        return {}
 
     def _advance(self) -> None:
         """The next decision of all slots; after the last one, what came of it."""

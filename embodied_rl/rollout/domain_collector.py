@@ -6,7 +6,7 @@
                     └── DomainShare("arm")  ──▶ GroupCollector ──▶ …
 ```
 
-In lockstep each collector moves all of its slots once in turn, so that what is played depends on the seeds alone; else whatever is ready
+In lockstep each collector moves all of its slots once in turn, so that what is played depends only on the seeds; else whatever is ready
 moves on.
 """
 
@@ -16,9 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.batch_figures import batch_figures
-from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
@@ -29,7 +28,7 @@ _GLANCE_S = 0.002
 
 
 class DomainShare:
-    """A group queue as the collector of one domain sees it. What `GroupQueue` promises, of this domain alone."""
+    """A group queue as the collector of one domain sees it. Keeps the contract of `GroupQueue`, for this one domain."""
 
     def __init__(self, queue: GroupQueue, domain: str) -> None:
         self._queue, self.domain = queue, domain
@@ -64,20 +63,15 @@ class DomainShare:
         return self._queue.describe()
 
 
-class DomainCollector:
+class DomainCollector(Collector):
     """Fills one queue from the collectors of its domains."""
 
     def __init__(self, collectors: Mapping[str, Any], queue: GroupQueue, *, lockstep: bool) -> None:
-        """`collectors`: {domain of the queue: `AgentCollector` or `GroupCollector`}, whatever queue they were made with."""
+        """`collectors`: {domain of the queue: a `QueuePump`}, whatever queue they were made with."""
         self.collectors = dict(collectors)
-        self.queue, self._lockstep = queue, lockstep
+        self.queue, self._lockstep, self.min_ready = queue, lockstep, None if lockstep else 1
         self.times = CollectorTimes()
         self._figures: dict[str, float] = {}
-
-    @property
-    def min_ready(self) -> int | None:
-        """None: in lockstep, so that nothing is played before somebody asks for groups."""
-        return None if self._lockstep else 1
 
     def pump(self) -> bool:
         """A round of all collectors. False: no episode is running, and none may begin."""
@@ -102,7 +96,6 @@ class DomainCollector:
         self._figures = batch_figures(self.queue, groups, version) | {
             f"{place_of(domain)}/agent/{key}": value
             for domain, collector in self.collectors.items()
-            if isinstance(collector, AgentCollector)
             for key, value in collector.figures().items()
         }
         return groups
@@ -111,8 +104,9 @@ class DomainCollector:
         """Of the last batch (`batch_figures`), and of the agents up to it (`AgentCollector.figures`): ``domains/lake/agent/invalid``."""
         return self._figures
 
-    def restart(self, queue: GroupQueue) -> None:
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Give every running episode up and go on with another queue."""
+        assert queue is not None, "groups are asked for by a queue"
         self.queue = queue
         for domain, collector in self.collectors.items():
             collector.restart(DomainShare(queue, domain))

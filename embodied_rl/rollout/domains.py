@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-import numpy as np
-
 from embodied_rl.errors import UserError
-from embodied_rl.types import EpisodeGroup
 
 PLAYER_SIGN = "@"
 """``domain@player``: the groups of a domain that another player plays."""
 
 
 class DomainMixture:
-    """Deals group numbers 0, 1, 2, … out to domains in proportion to their weights: a function of the number and the weights alone.
+    """Deals group numbers 0, 1, 2, … out to domains in proportion to their weights: a function of only the number and the weights.
 
     After every n groups the number of each domain's groups differs from its share n·wᵢ/Σw by at most 1 − 1/(2k − 2), k being the
     number of domains: the best bound there is (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980).
@@ -97,26 +94,3 @@ def place_of(name: str) -> str:
     """Where the figures of a queue's domain stand in the metrics: ``domains/lake``, ``players/cool/lake`` of ``lake@cool``."""
     domain, _, player = name.partition(PLAYER_SIGN)
     return f"players/{player}/{domain}" if player else f"domains/{domain}"
-
-
-def domain_metrics(groups: Iterable[EpisodeGroup]) -> dict[str, float]:
-    """Figures of a batch for each domain: ``<domain>/groups``, ``score``, ``score_std`` (within a group, mean over groups),
-    ``success``, ``length`` (environment steps of an episode) and ``solved`` / ``unsolved`` (share of groups in which all / no episodes
-    succeed: those teach nothing to a group-relative method).
-    """
-    by_domain: dict[str, list[EpisodeGroup]] = {}
-    for group in groups:
-        by_domain.setdefault(group.domain, []).append(group)
-    metrics: dict[str, float] = {}
-    for domain, members in sorted(by_domain.items()):
-        success = np.array([group.success_rate for group in members])
-        metrics |= {
-            f"{domain}/groups": float(len(members)),
-            f"{domain}/score": float(np.mean(np.concatenate([group.scores for group in members]))),
-            f"{domain}/score_std": float(np.mean([group.scores.std() for group in members])),
-            f"{domain}/success": float(np.mean([episode.success for group in members for episode in group.episodes])),
-            f"{domain}/length": float(np.mean([episode.num_steps for group in members for episode in group.episodes])),
-            f"{domain}/solved": float(np.mean(success == 1.0)),
-            f"{domain}/unsolved": float(np.mean(success == 0.0)),
-        }
-    return metrics

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from embodied_rl.errors import UserError
-from embodied_rl.generation.base import EpisodicGenerator, Generator
-from embodied_rl.rollout.program_manager import ProgramManager
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.generation.base import Generator
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, EpisodeSummary
 
 _NOISE = 0x6E6F6973
@@ -22,7 +20,7 @@ Draw = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def evaluate(
-    manager: EnvManager | ProgramManager,
+    manager: Simulators,
     generator: Generator,
     num_episodes: int,
     *,
@@ -42,7 +40,7 @@ def evaluate(
         num_episodes: see above.
         first_seed: see above.
         reconfigure: begin as in fresh simulators, whatever was played before (see `EnvManager.reset`).
-        temperature: of action tokens that are drawn, from random numbers that depend on an episode's seed alone; None: the mode.
+        temperature: of action tokens that are drawn, from random numbers that depend only on an episode's seed; None: the mode.
         on_episode: called with every episode as it ends.
 
     Returns:
@@ -52,7 +50,7 @@ def evaluate(
     Raises:
         UserError: a temperature, and what acts draws no action tokens.
     """
-    if isinstance(manager, ProgramManager):
+    if manager.plays_itself:
         return manager.evaluate(generator, num_episodes, first_seed, on_episode)
     with _drawing(generator, temperature) as draw:
         return _evaluate(manager, generator, num_episodes, first_seed, reconfigure, draw, on_episode)
@@ -64,10 +62,7 @@ def _drawing(generator: Generator, temperature: float | None) -> Iterator[Draw |
     if temperature is None:
         yield None
         return
-    at_temperature = getattr(generator, "at_temperature", None)
-    if at_temperature is None:
-        raise UserError("evaluation.temperature is of action tokens; language agents have agent.evaluation_temperature. Set it null.")
-    with at_temperature(temperature) as layout:
+    with generator.at_temperature(temperature) as layout:
         yield episode_noise(layout)
 
 
@@ -84,7 +79,7 @@ def episode_noise(layout: ActionLayout) -> Draw:
 
 
 def _evaluate(
-    manager: EnvManager,
+    manager: Simulators,
     generator: Generator,
     num_episodes: int,
     first_seed: int,
@@ -100,7 +95,7 @@ def _evaluate(
     finished: list[EpisodeSummary] = []
     observation = {key: part.copy() for key, part in batch.observation.items()}
     slots = np.arange(manager.num_slots)
-    remembering = generator if isinstance(generator, EpisodicGenerator) else None
+    remembering = generator if generator.remembers else None
     if remembering is not None:
         remembering.begin(slots)
     while left.any():
@@ -132,7 +127,7 @@ def _evaluate(
     return _whole(finished, first, num_episodes)
 
 
-def _begin_next(manager: EnvManager, slots: list[int], seeds: list[int], observation: dict[str, np.ndarray]) -> None:
+def _begin_next(manager: Simulators, slots: list[int], seeds: list[int], observation: dict[str, np.ndarray]) -> None:
     """Where episodes do not begin by themselves: these slots' next ones, with their first observations put in place."""
     manager.begin(slots, seeds)
     for key, part in manager.recv(slots).observation.items():

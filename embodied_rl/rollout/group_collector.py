@@ -17,7 +17,7 @@ from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
 from embodied_rl.rollout.restoring import StartShelf
 from embodied_rl.rollout.start_sources import SourceEpisode
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.timeline import span
 from embodied_rl.types import ActionLayout, ActionSpec, Episode, EpisodeSummary, Observation, StepBatch
 
@@ -29,7 +29,7 @@ _NOISE_BLOCK = 64
 
 
 class EpisodeNoise:
-    """The randomness of one episode's actions, a function of `key` alone: the order of arrival changes nothing."""
+    """The randomness of one episode's actions, a function of only `key`: the order of arrival changes nothing."""
 
     def __init__(self, action: ActionSpec | ActionLayout, key: Sequence[int]) -> None:
         """`action` is the policy's, or the simulator's where the policy gives that one."""
@@ -113,12 +113,12 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
     """Fills the queue's groups from a manager made with ``autoreset=False``; slots that have nothing to play stand still.
 
     With ``min_ready=None`` all running slots move together, so that which observations share a forward pass, and with it the last bit
-    of every number, depends on the seeds alone. With a number the collector takes whatever is ready, and nobody waits for the slowest.
+    of every number, depends only on the seeds. With a number the collector takes whatever is ready; no slot waits for the slowest.
     """
 
     def __init__(
         self,
-        manager: EnvManager,
+        manager: Simulators,
         generator: Generator,
         queue: GroupQueue,
         *,
@@ -138,8 +138,6 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         self._greedy_member = greedy_member
         self.layout = layout or ActionLayout.of(manager.spec.action)
         self.generator = generator
-        self.recorder: TrainingRecorder | None = None
-        """Writes a share of the episodes down."""
         self._starts, self._shelf = starts, None if starts is None else StartShelf(manager, starts)
         self._unanswered: dict[int, Observation] = {}
 
@@ -147,7 +145,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         """One round: begin what the queue asks for, take in what is ready, answer it. False: nothing runs, and nothing may begin.
 
         Args:
-            patience_s: how long to wait where nothing is ready; in lockstep, for scores alone.
+            patience_s: how long to wait where nothing is ready; in lockstep, only for scores.
 
         Raises as `next_groups` does.
         """
@@ -172,7 +170,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         """Of the last batch (`batch_figures`), and of the scores of reward workers."""
         return self._common_metrics()
 
-    def restart(self, queue: GroupQueue) -> None:
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
         self._forget_all(queue)
         self._unanswered.clear()

@@ -51,6 +51,17 @@ class GroupCounts:
     in_flight: int = 0
     """Unfinished, or finished and not yet consumed."""
 
+    def figures(self, prefix: str = "groups/") -> dict[str, float]:
+        """For metrics."""
+        named = {
+            "consumed": self.consumed,
+            "filtered": self.filtered,
+            "stale": self.stale,
+            "failed": self.failed,
+            "in_flight": self.in_flight,
+        }
+        return {f"{prefix}{name}": float(count) for name, count in named.items()}
+
     @property
     def add_up(self) -> bool:
         return self.admitted == self.consumed + self.filtered + self.stale + self.failed + self.in_flight
@@ -107,7 +118,7 @@ class GroupQueue:
         Args:
             seed: the run's; with domain and number, all that a group's seed depends on.
             filters: from a complete group to the reason why it is dropped, or None (`embodied_rl.algorithms.filters`).
-            clock: seconds; for timeouts alone.
+            clock: seconds; only for timeouts.
             share: which groups are played here; all of them unless others play the rest.
         """
         self.config = config
@@ -338,7 +349,7 @@ class GroupQueue:
         again, with the same numbers and seeds, so that nothing is lost silently.
 
         Args:
-            settled: count the batch that was taken as consumed for good: for whoever took it, lest it be asked for again.
+            settled: count the batch that was taken last as consumed; the caller has it, so that it is not asked for again.
         """
         with self._lock:
             training = [] if settled else self._training

@@ -15,7 +15,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, derive_seed
 from embodied_rl.sim.ledger import Snapshot
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import StepBatch
 
 Key = Hashable
@@ -28,7 +28,7 @@ class SimHost:
     An episode is movable while it waits for its action; one whose step is in flight becomes so when it was received.
     """
 
-    def __init__(self, manager: EnvManager, slots: Sequence[int] | None = None) -> None:
+    def __init__(self, manager: Simulators, slots: Sequence[int] | None = None) -> None:
         """
         Args:
             slots: those of the manager that belong to this host; None: all of them. Hosts may share a manager.
@@ -80,13 +80,13 @@ class SimHost:
         return self.received([int(slot) for slot in batch.slots]), batch
 
     def sending(self, keys: Sequence[Key]) -> list[int]:
-        """For whoever calls the manager for several hosts: the slots of these episodes, which are in flight from now on."""
+        """The slots of these episodes, which now count as in flight. For a caller that sends to the manager for several hosts at once."""
         slots = [self._slots[key] for key in keys]
         self._in_flight.update(slots)
         return slots
 
     def received(self, slots: Sequence[int]) -> list[Key]:
-        """For whoever calls the manager for several hosts: whose these slots of this host are; they have come back."""
+        """The keys of this host's slots, which have come back. For a caller that receives from the manager for several hosts at once."""
         self._in_flight.difference_update(slots)
         return [self._keys[slot] for slot in slots]
 

@@ -74,7 +74,7 @@ class ReplayFigures:
     num_messages: int = 0
     """Played again; they are in no other count of steps."""
     num_mismatches: int = 0
-    """Starts where something else was seen than before: the simulator does not depend on its seed and actions alone."""
+    """Starts where something else was seen than before: the simulator depends on more than its seed and actions."""
     max_drift: float = 0.0
     """Largest finite difference of an observation."""
 
@@ -132,7 +132,7 @@ class StartLibrary:
         return chunk_effects(tracked.counts(), min_episodes=self.config.min_episodes, effect=self.config.crucial_effect)
 
     def _uniform(self, group: int, purpose: str) -> float:
-        """In [0, 1): a hash of (run seed, group, purpose) alone."""
+        """In [0, 1): a hash of only (run seed, group, purpose)."""
         digest = hashlib.blake2b(f"start/{self.seed}/{group}/{purpose}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 

@@ -1,4 +1,4 @@
-"""The members of one group while they are being played: used by the group queue alone, except for `Assignment`."""
+"""The members of one group while they are being played: only the group queue uses them, except for `Assignment`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who acts while episodes are recorded: the simulator's expert, or a generator, step by step or in chunks."""
+"""The players of a recording: the simulator's expert, or a generator, step by step or in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.sim.instrumented import Split
-from embodied_rl.types import ActionLayout, ActionSpec
+from embodied_rl.types import ActionLayout, ActionSpec, Observation
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Played:
 
 
 class Player(Protocol):
-    """Whoever acts."""
+    """Chooses the actions of a recording: an expert or a generator."""
 
     draws: bool
     """Whether its actions are drawn with noise."""
@@ -68,7 +68,7 @@ class GeneratorPlayer:
     ) -> None:
         self.draws, self.layout = draws, layout
         self._generator, self._action = generator, action
-        self._value: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = getattr(generator, "value", None) if values else None
+        self._value: Callable[[Observation], np.ndarray] | None = generator.value if values and generator.has_values else None
 
     def act(self, seen: Split, noise: np.ndarray | None) -> Played:
         num_rows = len(next(iter(seen.observation.values())))
@@ -76,7 +76,7 @@ class GeneratorPlayer:
         acted = self._generator.recv()
         if self.layout is not None and self.layout.chunk_size > 1:
             return self._chunks(acted, self.layout)
-        # Where an action cannot be told in parts of one number a unit (a denoising), there is no way to keep it.
+        # An action that does not consist of one number a unit (a denoising) cannot be stored.
         kept = self.layout is None or self.layout.width == self.layout.num_units
         value = None if self._value is None else self._value(seen.observation)
         return Played(

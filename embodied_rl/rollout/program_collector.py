@@ -26,7 +26,7 @@ _SEEDS = 29
 class ProgramCollector(QueuePump):
     """Fills the queue's groups with the episodes of programs, `num_slots` of them at a time.
 
-    Every session has a seed of its own, made of the run's seed, the group, the member and the attempt, and every request of it one more:
+    Every session has its own seed, made of the run's seed, the group, the member and the attempt, and every request of it one more:
     what is sampled depends on these, the prompt and the weights.
     """
 
@@ -56,7 +56,7 @@ class ProgramCollector(QueuePump):
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Start the programs that the queue asks for, and hand in those that ended. False: none is running."""
-        # Model and programs work at the same time: nothing is told apart, and no time counts as waited.
+        # Model and programs work at the same time: their times are not separated, and no time counts as waited.
         self._start()
         if not self.runner.num_running:
             return False
@@ -66,8 +66,9 @@ class ProgramCollector(QueuePump):
         self._tick()
         return True
 
-    def restart(self, queue: GroupQueue) -> None:
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """End every running program and go on with another queue."""
+        assert queue is not None, "groups are asked for by a queue"
         self.runner.stop_all()
         self._turns.clear()
         self.queue = queue
@@ -127,7 +128,7 @@ class ProgramCollector(QueuePump):
         self.queue.finished(whose, episode)
 
     def _look(self) -> None:
-        """Stop what is not needed any more, and tell the queue who has moved on."""
+        """Stop programs that are not needed any more, and report to the queue those that have moved on."""
         for whose in self.runner.tags:
             assert isinstance(whose, Assignment), "we named it so"
             if self.queue.should_stop(whose):

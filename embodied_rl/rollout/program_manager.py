@@ -17,6 +17,7 @@ from embodied_rl.rollout.program_collector import episode_of_session
 from embodied_rl.rollout.program_runner import Played, ProgramRunner
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import ProgramOptions, TaskBook, is_program, program_spec
 from embodied_rl.types import EpisodeSummary
 
@@ -28,7 +29,7 @@ _NEVER_S = 1e9
 
 
 class ProgramGenerator(AgentGenerator):
-    """Serves programs through an agent proxy of its own; its backend is the proxy's until `close`."""
+    """Serves programs through its own agent proxy, which has the backend until `close`."""
 
     def __init__(
         self, agent: Agent, tokenizer: Any, backend: TokenBackend, weights: Callable[[], Iterable[tuple[str, Any]]], token: str
@@ -38,7 +39,7 @@ class ProgramGenerator(AgentGenerator):
             tokenizer: the model's `ChatTokenizer`.
             agent: how answers are sampled and how long they may be; its prompts are not used, for programs write their own.
             weights: what `publish` loads into the backend.
-            token: opens sessions; a secret, so that programs have those alone that were opened for them.
+            token: opens sessions; a secret, so that programs have only the sessions that were opened for them.
 
         Raises:
             UserError: the model has no chat template.
@@ -47,7 +48,7 @@ class ProgramGenerator(AgentGenerator):
         self._runners: list[ProgramRunner] = []
         self.tokenizer = tokenizer
         options = ProxyOptions(model=MODEL_NAME, stop_ids=agent.stop_ids, max_new_tokens=agent.config.max_new_tokens)
-        # Programs have time limits of their own.
+        # Programs have their own time limits.
         self.proxy = AgentProxy(backend, tokenizer, options, token=token, limits=SessionLimits(max_sessions=4096, idle_s=_NEVER_S))
         super().__init__(agent, self.proxy.shared_backend, weights)
 
@@ -70,11 +71,11 @@ class ProgramGenerator(AgentGenerator):
         self.agent.close()
 
 
-class ProgramManager:
+class ProgramManager(Simulators):
     """Holds the programs' options; there are no simulator processes behind it."""
 
     autoreset = False
-    chunk_size = 1
+    plays_itself = True
 
     def __init__(self, config: SimConfig, num_slots: int | None = None) -> None:
         """
@@ -88,12 +89,10 @@ class ProgramManager:
         self.tasks = TaskBook(self.options)
         self.spec = program_spec(config)
         self.num_slots = num_slots or config.num_slots
-        self.fault_records: list[Any] = []
-        """Simulators' faults: there are none. See `ProgramCollector.faults`."""
 
     def texts(self) -> list[str]:
         """What a tiny model's tokenizer must know."""
-        # Alone and behind a space, which are different words to it.
+        # Each text without and with a space before it: the tokenizer treats these as different words.
         return [*self.options.texts, *(space + text for text in self.tasks.texts for space in ("", " "))]
 
     def evaluate(
@@ -145,19 +144,6 @@ class ProgramManager:
             final_info=info,
         )
 
-    def discard(self) -> None:
-        """See `EnvManager.discard`: nothing is running here."""
-
-    def offload(self) -> int:
-        """See `EnvManager.offload`: there is nothing to be let go."""
-        return 0
-
-    def onload(self) -> None:
-        """See `EnvManager.onload`."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
     def __enter__(self) -> ProgramManager:
         return self
 
@@ -165,7 +151,7 @@ class ProgramManager:
         self.close()
 
 
-def make_manager(config: SimConfig, seeds: EpisodeSeeds, **options: Any) -> Any:
+def make_manager(config: SimConfig, seeds: EpisodeSeeds, **options: Any) -> EnvManager | ProgramManager:
     """The environment manager of a configuration, or what stands in its place for agent programs; see `EnvManager.from_config`.
 
     Raises:

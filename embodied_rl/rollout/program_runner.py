@@ -1,4 +1,4 @@
-"""Agent programs side by side: each plays in a process of its own, with a session of its own at the agent proxy.
+"""Agent programs side by side: each plays in a separate process, with its own session at the agent proxy.
 
 ```
    start ──▶ process ──HTTP──▶ AgentProxy ──▶ token backend        a program ends by itself, runs out of time, or is stopped;
@@ -46,7 +46,7 @@ class ProgramFaultKind(enum.Enum):
     """Ended with a status that means neither success nor failure, by a signal, or with an exception that it replied with."""
     TIMED_OUT = "timed_out"
     NO_REWARD = "no_reward"
-    """Ended well, and nobody said how it went."""
+    """Ended well, but without a reward from the program or through its session."""
     NO_TURNS = "no_turns"
     """Never asked the model, or was never answered."""
     NOT_TRAINABLE = "not_trainable"
@@ -175,7 +175,7 @@ class ProgramRunner:
         return self.proxy.num_turns(self._running[tag].session)
 
     def stop(self, tag: Hashable) -> None:
-        """End a program that nobody needs any more; nothing is heard of it again."""
+        """End a program that is not needed any more; `wait` does not return it."""
         one = self._running.pop(tag)
         one.process.end()
         self.proxy.end_session(one.session)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from embodied_rl.rollout.batch_figures import batch_figures
-from embodied_rl.rollout.collector import CollectorTimes
+from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.scoring import Scorer
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Episode, EpisodeGroup
 
 TICK_EVERY_S = 1.0
@@ -22,7 +21,7 @@ Playing = TypeVar("Playing")
 """An episode while it is being played."""
 
 
-class QueuePump(abc.ABC):
+class QueuePump(Collector, abc.ABC):
     """Fills a queue's groups, a round of `pump` after another."""
 
     def __init__(self, queue: GroupQueue, *, seed: int) -> None:
@@ -72,11 +71,9 @@ class QueuePump(abc.ABC):
 class SlotPump(QueuePump, Generic[Playing]):
     """A pump over a manager made with ``autoreset=False``: a slot plays an episode of the queue's, or is idle and stands still."""
 
-    def __init__(self, manager: EnvManager, queue: GroupQueue, *, seed: int, min_ready: int | None) -> None:
+    def __init__(self, manager: Simulators, queue: GroupQueue, *, seed: int, min_ready: int | None) -> None:
         super().__init__(queue, seed=seed)
         self.manager, self.min_ready = manager, min_ready
-        self.scorer: Scorer | None = None
-        """Gives episodes a further reward before they are handed in, while others are played."""
         self._awaited: dict[int, Assignment] = {}
         """Of episodes that are being scored, by the scorer's numbers."""
         self._num_scored = 0
@@ -85,7 +82,7 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._in_step = 0
         """Slots that the simulators will answer for."""
         self.on_stop: Callable[[int], object] | None = None
-        """Told of slots whose episode is over, or needed no more."""
+        """Called with every slot whose episode is over, or needed no more."""
 
     def _next_slot(self) -> tuple[int, Assignment] | None:
         """An idle slot and what it is to play, as long as there are both."""
@@ -131,8 +128,9 @@ class SlotPump(QueuePump, Generic[Playing]):
                 self.queue.finished(assignment, found)
         return bool(scored)
 
-    def _forget_all(self, queue: GroupQueue) -> None:
+    def _forget_all(self, queue: GroupQueue | None) -> None:
         """Give every running episode up and go on with another queue."""
+        assert queue is not None, "groups are asked for by a queue"
         self.manager.discard()
         self.queue = queue
         self._playing.clear()

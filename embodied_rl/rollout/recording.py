@@ -23,10 +23,10 @@ from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.rollout.batch_sinks import BatchSinks
-from embodied_rl.rollout.collector import split_groups
 from embodied_rl.rollout.group_collector import EpisodeNoise
 from embodied_rl.rollout.players import ChunkInPlay, Played, Player
 from embodied_rl.rollout.seed_queue import Outcome, RecordingPlan, SeedQueue
+from embodied_rl.sim.crew import split_slots
 from embodied_rl.sim.instrumented import IMAGE, Split, plain_snapshot, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, SimSpec, StepBatch
@@ -76,7 +76,7 @@ class Recorder:
 
     Args:
         manager: of an `instrumented` simulator, made with ``autoreset=False``; what its slots were doing is lost.
-        player: who acts.
+        player: chooses the actions.
         writer: where to.
         plan: which seeds.
         num_groups: of slots that are stepped in turns.
@@ -84,7 +84,7 @@ class Recorder:
         films: where the simulators put their videos, of a `filmed` one; None: pictures are encoded in this process.
 
     Raises:
-        UserError: snapshots are asked for and the simulator has none of its own.
+        UserError: snapshots are asked for and the simulator has none itself.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Recorder:
         self._manager, self._player, self._writer, self._plan = manager, player, writer, plan
         self._layout = player.layout or ActionLayout.of(manager.spec.action)
         self._on_episode = on_episode
-        self._groups = split_groups(manager.num_slots, min(num_groups, manager.num_slots))
+        self._groups = split_slots(range(manager.num_slots), min(num_groups, manager.num_slots))
         self._seen = [_room(manager.spec, len(group)) for group in self._groups]
         self._playing: dict[int, _Playing] = {}
         self._moving: list[list[int]] = [[] for _ in self._groups]
@@ -162,7 +162,7 @@ class Recorder:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _known(self) -> dict[int, Outcome]:
-        """What an earlier part of this recording tells about seeds. Those that were given up are tried again."""
+        """Outcomes of seeds in an earlier part of this recording. Seeds that were given up are tried again."""
         first, limit = self._plan.first_seed, self._plan.seed_limit
         known: dict[int, Outcome] = {}
         if self._plan.only_success:

@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied_rl.rollout.initialized import Start, StartLibrary
 from embodied_rl.sim.ledger import Snapshot
-from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.simulators import Simulators
 
 _MAX_KEPT = 256
 _MAX_DRIFT = 1e-3
@@ -25,7 +25,7 @@ class StartShelf:
     all members start in the same bits.
     """
 
-    def __init__(self, manager: EnvManager, library: StartLibrary) -> None:
+    def __init__(self, manager: Simulators, library: StartLibrary) -> None:
         self._manager, self._library = manager, library
         self._kept: dict[Start, Snapshot] = {}
 

@@ -80,12 +80,6 @@ class GroupQueueConfig:
         return self.group_size + self.redundancy
 
     @property
-    def max_rollouts(self) -> int:
-        """Episodes that can run at a time; more environment slots than this stand idle."""
-        groups = self.num_places if self.max_concurrent_groups is None else min(self.num_places, self.max_concurrent_groups)
-        return groups * self.rollouts_per_group
-
-    @property
     def rejected_limit(self) -> int:
         return REJECTED_PER_PLACE * self.groups_per_step if self.max_rejected_per_step is None else self.max_rejected_per_step
 
@@ -141,7 +135,7 @@ def _due(groups: Mapping[int, int], taken: set[int], version: int, staleness: in
 
 
 def group_seed(run_seed: int, domain: str, number: int) -> int:
-    """Seed in [0, 2**30) of a group's initial state: a hash of (run seed, domain, group number) alone.
+    """Seed in [0, 2**30) of a group's initial state: a hash of only (run seed, domain, group number).
 
     Held-out seeds begin at 2**30 (`embodied_rl.sim.seeding`), so that training never meets them; and a resumed run asks for the same
     episodes, whatever had finished before.

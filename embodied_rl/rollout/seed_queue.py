@@ -20,7 +20,7 @@ class RecordingPlan:
     first_seed: int = 0
     """Seeds are first_seed, first_seed + 1, …"""
     only_success: bool = False
-    """Keep the first `num_episodes` successful episodes in the order of their seeds, whoever finishes first."""
+    """Keep the first `num_episodes` successful episodes in the order of their seeds, not in the order in which they finish."""
     max_seeds: int | None = None
     """With only_success: give up after so many seeds; None: 10 × num_episodes."""
     noise_seed: int = 0
@@ -29,7 +29,7 @@ class RecordingPlan:
     """Steps between snapshots of the simulator; None: none."""
     max_retries: int = 2
     """How often an episode that its simulator gave up is begun again. (With on_fault=restart the neighbours in the same process are
-    given up with it; otherwise it alone.)"""
+    given up with it; otherwise only this episode is.)"""
 
     def __post_init__(self) -> None:
         limits = (self.num_episodes, self.seed_limit, 1 if self.snapshot_every is None else self.snapshot_every)

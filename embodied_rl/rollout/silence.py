@@ -1,4 +1,4 @@
-"""Servers that do not answer: one that never did ends the run with its reason, one that has fallen silent is told of."""
+"""Servers that do not answer: one that never answered ends the run with its reason; one that stopped answering gets a warning."""
 
 from __future__ import annotations
 

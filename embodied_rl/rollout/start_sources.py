@@ -16,8 +16,8 @@ import numpy as np
 
 from embodied_rl.sim.instrumented import EXPERT, Expert, plain_snapshot
 from embodied_rl.sim.ledger import Snapshot
-from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.types import ActionSpec, StepBatch
 
@@ -76,7 +76,7 @@ class SourceEpisode:
 
 
 def record_expert(
-    manager: EnvManager, make_expert: Callable[[], Expert], seeds: Sequence[int], *, every: int
+    manager: Simulators, make_expert: Callable[[], Expert], seeds: Sequence[int], *, every: int
 ) -> tuple[list[SourceEpisode], int]:
     """Let an expert play each of these seeds, in as many slots as there are, and record it.
 

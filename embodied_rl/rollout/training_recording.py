@@ -35,9 +35,9 @@ class _Slot:
     index: int = 0
     """Number of its episode since the restart."""
     recorded: bool = False
-    """Whether the episode is one that is written down; decided when somebody first acts in it."""
+    """Whether the episode is written down; decided at its first action."""
     fresh: bool = True
-    """Nobody has acted in the episode yet."""
+    """The episode has had no action yet."""
 
 
 class TrainingRecorder:

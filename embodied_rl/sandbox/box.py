@@ -16,7 +16,7 @@ from typing import IO, Literal, TypedDict
 from embodied_rl.sandbox import landlock
 
 Level = Literal["namespaces", "landlock", "prlimit"]
-"""What holds a program, the strongest first; `embodied_rl.sandbox.levels` tells them apart."""
+"""What holds a program, the strongest first; `embodied_rl.sandbox.levels` compares them."""
 Network = Literal["none", "ports", "open"]
 """none: not even this machine. ports: TCP connections to the ports that are named. open: any."""
 
@@ -32,7 +32,7 @@ _ETC = (
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/nix/store", "/sys/devices/system/cpu")
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/host.conf", "/etc/services", "/etc/protocols")
 _SHOWN = ("/dev/random", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/version", "/etc/passwd", "/etc/group")
-"""Where the program's root is ours: what it has of its own in namespaces."""
+"""Readable where the program shares our root; in namespaces the program gets its own."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 _GRACE_S = 10.0
 

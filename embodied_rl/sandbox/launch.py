@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 
-from embodied_rl.sandbox import kernel, landlock, namespaces, seccomp, supervisor
+from embodied_rl.sandbox import cgroup, kernel, landlock, namespaces, seccomp, supervisor
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,19 +27,21 @@ _MORE_PROCESSES = 8
 
 
 def main(spec: Spec) -> str:
-    """Run the program. Returns in the program's process alone, the source of the Python program that is to be run there."""
+    """Run the program. Returns only in the program's process: the source of the Python program to run there."""
     kernel.adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     inside = spec["level"] == "namespaces"
     told, tell = os.pipe()
     go, let_go = os.pipe()
-    me = os.getpid()
+    me, group = os.getpid(), cgroup.new_group()
     launched = os.fork()
     if not launched:
         os.close(told)
         os.close(let_go)
         try:
             kernel.end_with_parent(me)
+            if group is not None:
+                group.enter()
             if inside:
                 _enter(spec, tell, go)
             else:
@@ -57,7 +59,7 @@ def main(spec: Spec) -> str:
     os.dup2(quiet, 1)
     if inside and os.read(told, 1):
         os.write(let_go, b"n" if namespaces.map_users(launched) else b"u")
-    tree = supervisor.Tree(launched, hulls=2 if inside else 0)
+    tree = supervisor.Tree(launched, hulls=2 if inside else 0, group=group)
     reason, status = supervisor.watch(tree, launched, spec)
     tree.kill()
     if os.getppid() != spec["parent"]:  # which would have deleted it

@@ -1,4 +1,4 @@
-"""A root folder, processes and a network of a program's own: what the kernel's namespaces give without anybody's help."""
+"""A program's own root folder, processes and network: what the kernel's namespaces give without any installed helper."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def enter(*, network: bool) -> None:
 
 
 def map_users(process: int) -> bool:
-    """Give the users of a process's new namespace their meaning. Whether `NOBODY` is among them, as it is for root."""
+    """Give the users of a process's new namespace their meaning. Returns whether it also has the unprivileged user, as it does for root."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         try:

@@ -11,6 +11,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from embodied_rl.sandbox.box import Spec
+    from embodied_rl.sandbox.cgroup import Group
 
 _INTERVAL_S = 0.05
 _FORGET_S = 1.0
@@ -24,13 +25,14 @@ _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 class Tree:
     """The descendants of this process, which adopts those whose parents have ended."""
 
-    def __init__(self, launched: int, *, hulls: int) -> None:
+    def __init__(self, launched: int, *, hulls: int, group: Group | None = None) -> None:
         """
         Args:
             launched: the first of them.
             hulls: how many of them, in a line from `launched` down, are ours and not the program's.
+            group: that they are in; it is removed when they have been killed.
         """
-        self._launched, self._hulls = launched, hulls
+        self._launched, self._hulls, self._group = launched, hulls, group
         self._foreign: set[int] = set()
         self._forget_s = 0.0
 
@@ -62,13 +64,24 @@ class Tree:
             hull = next((number for number, fields in tree.items() if int(fields[1]) == hull), 0)
         return tree
 
+    def used_s(self, processes: dict[int, list[bytes]]) -> float:
+        """Processor time of all that ran, in seconds: as the group says, or those `processes` and the ended ones that were waited for."""
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ticks = sum(int(ticks) for fields in processes.values() for ticks in fields[11:15])
+        # What left its group, which prlimit cannot hold back, is in the other sum.
+        return max(ticks / _TICK + ended.ru_utime + ended.ru_stime, self._group.used_s() if self._group is not None else 0.0)
+
     def kill(self) -> None:
         """All of them, and wait until there are none."""
+        if self._group is not None:
+            self._group.kill()
         while True:
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             except ChildProcessError:
+                if self._group is not None:
+                    self._group.remove()
                 return
             for number in self.read():
                 _kill(number)
@@ -94,12 +107,13 @@ def watch(tree: Tree, launched: int, spec: Spec) -> tuple[str, int | None]:
             return "stopped", None
         if time.monotonic() >= ends:
             return "time", None
-        if told is None and (reason := _beyond(tree.of_program(), spec)):
+        if told is None and (reason := _beyond(tree, spec)):
             return reason, None
 
 
-def _beyond(tree: dict[int, list[bytes]], spec: Spec) -> str:
+def _beyond(everything: Tree, spec: Spec) -> str:
     """Which limit is passed, as a sentence; empty: none."""
+    tree = everything.of_program()
     threads = sum(int(fields[17]) for fields in tree.values())
     if threads > spec["processes"]:
         return f"it ran {threads} processes and threads at a time (limit: {spec['processes']})"
@@ -108,9 +122,7 @@ def _beyond(tree: dict[int, list[bytes]], spec: Spec) -> str:
         held = sum(_proportional(number, int(fields[21]) * _PAGE) for number, fields in tree.items())
         if held > spec["memory_mb"] * 2**20:
             return f"it held {held >> 20} MB of memory in {len(tree)} processes (limit: {spec['memory_mb']})"
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ticks = sum(int(ticks) for fields in tree.values() for ticks in fields[11:15])
-    used = ticks / _TICK + ended.ru_utime + ended.ru_stime
+    used = everything.used_s(tree)
     if spec["cpu_s"] and used > spec["cpu_s"]:
         return f"it used {used:.1f} s of processor time (limit: {spec['cpu_s']:g})"
     written = _without_name(tree) + (0 if spec["level"] == "namespaces" else _size(spec["scratch"]))

@@ -9,7 +9,7 @@ from typing import Any
 from embodied_rl import __version__
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import did_you_mean
-from embodied_rl.http_server import HttpProblem, HttpRequest, HttpServer, Reply, ServerLimits, require_token, require_token_off_loopback
+from embodied_rl.http_server import HttpProblem, HttpRequest, HttpServer, Reply, ServerLimits, require_token, token_to_ask_for
 from embodied_rl.service.environment import OPERATIONS, EnvRequest, ServiceLimits
 from embodied_rl.service.hub import Hub
 from embodied_rl.sim.wire import ENCODINGS
@@ -44,14 +44,17 @@ class EnvironmentService:
     ) -> None:
         """Listen and serve until `close`.
 
+        Args:
+            token: that clients must send; "none": none, only on the loopback. None: what EMBODIED_RL_TOKEN holds, or a new one (`token`).
+
         Raises:
             UserError: others could reach it and there is no token, or the address cannot be listened on.
         """
-        require_token_off_loopback(host, token, variable=TOKEN_VARIABLE)
-        self._token = token
+        self.token, self.token_is_new = token_to_ask_for(TOKEN_VARIABLE, token, host)
+        """What clients must send, and whether it was made here and must be shown to the user."""
         self.hub = Hub(simulators, limits or ServiceLimits())
         try:
-            self._server = HttpServer(self._answer, host=host, port=port, limits=http, any_host_header=token is not None)
+            self._server = HttpServer(self._answer, host=host, port=port, limits=http, any_host_header=self.token is not None)
         except BaseException:
             self.hub.close()
             raise
@@ -69,7 +72,7 @@ class EnvironmentService:
     # ---- routes -----------------------------------------------------------------------------------------------------
 
     def _answer(self, request: HttpRequest) -> Reply:
-        require_token(request, self._token)
+        require_token(request, self.token)
         routes: dict[tuple[str, str], Callable[[HttpRequest], Reply]] = {
             ("GET", "/v1/health"): self._health,
             ("GET", "/v1/simulators"): lambda request: Reply({"simulators": self.hub.names}),

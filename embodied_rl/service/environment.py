@@ -20,7 +20,7 @@ from embodied_rl.sim.wire import Encoding
 
 OPERATIONS = ("reset", "step", "snapshot", "restore", "render")
 _DETAIL = 2000
-"""Characters of a simulator's traceback that are told."""
+"""Characters of a simulator's traceback that clients receive."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ServiceLimits:
     cpu_s: float | None = None
     """CPU seconds of one environment's process in all (RLIMIT_CPU)."""
     idle_s: float = 600.0
-    """An environment that nobody asks anything of for so long is closed."""
+    """An environment without a request for so long is closed."""
     step_timeout_s: float = 60.0
     """Of one reset, step, snapshot, restore or picture; then the process is ended."""
     start_timeout_s: float = 180.0
@@ -88,7 +88,7 @@ def _read_outcome(message: Mapping[str, Any], payload: bytes) -> Outcome:
 
 
 class Environment:
-    """A process with one environment. `lock` is held by whoever talks to it; `begin` and `finish` are called with it held."""
+    """A process with one environment. The thread that talks to it holds `lock`; `begin` and `finish` are called with it held."""
 
     def __init__(self, env_id: str, config: SimConfig, encoding: Encoding, limits: ServiceLimits) -> None:
         """Start the process; `started` waits for its simulator."""
@@ -132,7 +132,7 @@ class Environment:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since somebody last asked something of it."""
+        """Seconds since its last request."""
         return time.monotonic() - self.last_used
 
     def touch(self) -> None:

@@ -1,7 +1,7 @@
 """The process of one environment of the service: `main` is called by `embodied_rl.sim.keeper` with SOCKET LIFE.
 
 It answers one request after the other with a status and a body that is JSON already, so that pictures are compressed here and not in the
-server. What a simulator raises while it is stepped ends the process: nobody knows what state it is in.
+server. What a simulator raises while it is stepped ends the process: its state is unknown afterwards.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Host:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: in an info, which nobody computes with, it becomes null."""
+    """JSON has no NaN: in an info, which training does not read, it becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -136,7 +136,7 @@ def _live_with_server(life_fd: int, connection: socket.socket) -> None:
     """End this process when the server lets go or dies, even in the middle of a step."""
 
     def watch() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the main thread alone is to say where it is
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # only the main thread is to print where it is
         with contextlib.suppress(OSError):
             os.read(life_fd, 1)  # returns only when the server's end is closed
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ from embodied_rl.sim.wire import Encoding
 _WATCH_S = 0.25
 _GRACE_S = 2.0
 _REMEMBERED = 1000
-"""Environments that are gone, and requests that made some, whose story is still told."""
+"""Closed environments, and requests that made some, about which clients can still ask."""
 
 
 class Hub:
@@ -227,7 +227,7 @@ class Hub:
                     environment.condemn(problem)
                 elif environment.idle_s > self.limits.idle_s and environment.lock.acquire(blocking=False):
                     try:
-                        if environment.idle_s <= self.limits.idle_s:  # somebody asked something in between
+                        if environment.idle_s <= self.limits.idle_s:  # a request came in between
                             continue
                         idle = f"Environment '{environment.env_id}' was closed: nobody asked anything of it for {self.limits.idle_s:g} s."
                         environment.end(HttpProblem(410, "idle", idle))

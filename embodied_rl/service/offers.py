@@ -92,6 +92,8 @@ def _require_plain(config: SimConfig, name: str, value: Any, depth: int) -> None
             raise _refused(config, name, f"lists hold at most {MOST_ITEMS} values and are at most {DEEPEST} deep")
         for item in value:
             _require_plain(config, name, item, depth - 1)
+    elif isinstance(value, bool) and len(named_code({"target": config.target, name: value})) > 1:
+        raise _refused(config, name, "it opens the sandbox, which only the operator of this service may")
     elif isinstance(value, str):
         path = _PATH_FORM.fullmatch(value) and not (name == "task" and _NAMESPACED_TASK.fullmatch(value))
         if path or len(named_code({"target": config.target, name: value})) > 1 or len(value) > LONGEST_TEXT:
@@ -117,7 +119,7 @@ class _Schema:
 
 @functools.cache
 def _schema(target: str) -> _Schema:
-    """Arguments of a factory, by its source alone."""
+    """Arguments of a factory, read from its source without importing it."""
     module, _, attribute = target.partition(":")
     try:
         spec = importlib.util.find_spec(module)

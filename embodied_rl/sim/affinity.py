@@ -1,6 +1,6 @@
 """Where worker processes run: which cores and which memory each gets, set in the worker itself and read back.
 
-`plan_placement` decides, from a `Topology` alone, so that it can be tested for machines that are not at hand;
+`plan_placement` decides from a `Topology` only, so that tests can cover machines that are not at hand;
 `apply_placement` runs in the worker, before its simulator is imported, and reports what really holds.
 """
 
@@ -125,8 +125,8 @@ def place_workers(
 def choose_policy(topology: Topology, gpus: Sequence[int] = (0,), cgroup_root: Path = Path("/sys/fs/cgroup")) -> PlacementPolicy:
     """What "auto" stands for on this machine.
 
-    ``none`` with one node, with fewer than `MIN_CORES` physical cores, or under a CPU quota (whoever else has a share of
-    the machine would be sent to the same cores); else ``near_gpu`` where the node of all `gpus` is known, else ``spread``.
+    ``none`` with one node, with fewer than `MIN_CORES` physical cores, or under a CPU quota (other runs that share the
+    machine would choose the same cores); else ``near_gpu`` where the node of all `gpus` is known, else ``spread``.
     """
     nodes = [node for node in topology.nodes if topology.usable_in(node.index)]
     if len(nodes) < 2 or len(topology.physical_cores) < MIN_CORES or _quota(cgroup_root) < len(topology.cores):
@@ -154,7 +154,7 @@ def plan_placement(
     with more workers than those, they share them in turns. `shares_with` says who shares.
 
     Args:
-        gpus: as this process numbers them; near_gpu alone looks at them.
+        gpus: as this process numbers them; only near_gpu uses them.
         threads: that libraries in a worker may use. It is a property of the simulator, not of the machine: sums of
             floating-point numbers depend on it, and episodes must not depend on where they run.
     Raises:
@@ -291,7 +291,7 @@ class AppliedPlacement:
 
     worker: int
     cores: tuple[int, ...]
-    """Cores that the process may run on; empty where the system does not tell."""
+    """Cores that the process may run on; empty where the system does not report them."""
     memory_policy: str
     """``preferred:0``, ``bind:0``, ``default``, … or ``unavailable: `` and why."""
     threads: int
@@ -330,7 +330,7 @@ def _pin(cores: Sequence[int]) -> list[str]:
     if not hasattr(os, "sched_setaffinity"):
         return [f"{sys.platform} cannot pin processes"]
     tasks = Path("/proc/self/task")
-    # sched_setaffinity(0) is the calling thread's alone; others may exist already (a watchdog, a library's pool).
+    # sched_setaffinity(0) sets only the calling thread; others may exist already (a watchdog, a library's pool).
     others = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else []
     try:
         os.sched_setaffinity(0, cores)
@@ -345,9 +345,9 @@ def _pin(cores: Sequence[int]) -> list[str]:
 def limit_threads(num_threads: int) -> dict[str, int]:
     """Limit the thread pools of libraries in this process; what was limited and to how many threads.
 
-    The variables of `thread_variables` reach libraries that are loaded afterwards. Of those that are loaded already, torch
-    and numba are told; OpenBLAS, MKL and OpenMP are where threadpoolctl is installed (without it they keep the number they
-    were loaded with, so set the variables before the process starts). Torch is never imported here.
+    Libraries that are loaded later read the variables of `thread_variables`. For libraries that are loaded already, this function
+    calls torch and numba, and, where threadpoolctl is installed, limits OpenBLAS, MKL and OpenMP (without it they keep the number
+    they were loaded with, so set the variables before the process starts). It never imports torch.
     """
     os.environ.update(thread_variables(num_threads))
     limited = {"environment": num_threads}
@@ -370,7 +370,7 @@ def limit_threads(num_threads: int) -> dict[str, int]:
     return limited
 
 
-# --- in words --------------------------------------------------------------------------------------------------------
+# --- as text ---------------------------------------------------------------------------------------------------------
 
 
 def describe(topology: Topology, placements: Sequence[Placement]) -> list[str]:

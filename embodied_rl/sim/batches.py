@@ -57,7 +57,7 @@ class SlotViews:
     def is_ready(self) -> bool:
         """Whether every slot has a step waiting."""
         marks = self.marks()
-        return marks == self._marks[READY] or min(marks, default=READY) >= READY
+        return PENDING not in marks and IDLE not in marks
 
     def may_send(self) -> bool:
         """Whether no slot is being stepped."""
@@ -121,7 +121,7 @@ class SlotViews:
         )
 
     def clear_outcome(self) -> None:
-        """Before a batch that holds observations alone."""
+        """Zero reward and flags before a batch that holds only observations."""
         for name in ("reward", "terminated", "truncated", "success"):
             self._arrays[name][self._rows] = 0
 
@@ -167,19 +167,24 @@ class SlotViews:
 
 
 class ViewsOfSlots:
-    """The `SlotViews` of a crew, each made once: there are a few ranges, and scattered sets come again and again."""
+    """The `SlotViews` of a `Crew`, each made once: there are a few ranges, and scattered sets come again and again."""
 
     def __init__(self, crew: Crew, num_slots: int, chunk_size: int) -> None:
         self._crew, self._num_slots, self._chunk_size = crew, num_slots, chunk_size
         self._ranges: dict[range, SlotViews] = {}
         self._scattered: dict[tuple[int, ...], SlotViews] = {}
+        self._last: tuple[Slots | None, SlotViews | None] = (None, None)
 
     def of(self, slots: Slots) -> SlotViews:
         """Raises ValueError for slots that do not exist."""
         if isinstance(slots, range) and slots.step == 1:
+            last, views = self._last  # the same range is sent and received; its hash costs as much as putting actions
+            if slots is last and views is not None:
+                return views
             known = self._ranges.get(slots)
             if known is None:
                 known = self._ranges[slots] = SlotViews(self._crew, self._checked(slots), self._chunk_size)
+            self._last = (slots, known)
             return known
         ids = sorted(slots.tolist() if isinstance(slots, np.ndarray) else map(int, slots))
         if ids and ids[-1] - ids[0] == len(ids) - 1 and len(set(ids)) == len(ids):

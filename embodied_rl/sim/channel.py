@@ -34,7 +34,7 @@ class Channel:
     """Requests one way, each with one answer: JSON, each with an optional block of raw bytes; nothing is pickled.
 
     Every message carries the key of its channel, which the asking end draws and the first request brings, and the number of the request
-    that it asks or answers. So bytes that somebody else wrote, and answers to something else, are known at once.
+    that it asks or answers. So the channel detects foreign bytes, and answers to another request, at once.
     """
 
     def __init__(self, connection: socket.socket, *, asks: bool = False) -> None:

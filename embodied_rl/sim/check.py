@@ -1,8 +1,8 @@
-"""check_sim(): is this simulator well-behaved? Plays it in this process and in new ones, and reports what holds and what does not.
+"""check_sim(): is this simulator well-behaved? Plays it in this process and in new ones, and reports which properties hold.
 
-The properties are those that the environment manager stands on (`embodied_rl.sim.env.SimEnv`): an episode is a function of its
-seed and its actions alone, rows are written completely and nobody else's, nothing resets by itself, a snapshot continues as its
-spec says. ``python -m embodied_rl.catalog check SIM`` prints the report.
+The properties are those that the environment manager stands on (`embodied_rl.sim.env.SimEnv`): an episode depends only on its
+seed and its actions, the simulator writes its own rows completely and no others, nothing resets by itself, a snapshot continues as
+its spec says. ``python -m embodied_rl.catalog check SIM`` prints the report.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def check_sim(
             for name, needs, body in CHECKS:
                 results.append(_run(name, needs, body, session, results))
         finally:
-            with suppress(Exception):  # the check "close" has told
+            with suppress(Exception):  # the check "close" has reported it
                 session.close()
     return CheckReport(session.spec.task, num_envs, tuple(results))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,11 +48,11 @@ class CrewPlan:
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
 
-    def reset_patience(self) -> Patience:
-        """How long a reset of all slots may take."""
+    def reset_patience(self, built_s: float) -> Patience:
+        """How long a reset of all slots may take, where building the simulators took `built_s`."""
         if self.reset_timeout_s is not None:
             return Patience(self.reset_timeout_s)
-        return LearnedPatience(self.start_timeout_s, self.num_workers)
+        return LearnedPatience(self.start_timeout_s, self.num_workers, built_s)
 
     @property
     def runs(self) -> list[list[range]]:
@@ -72,6 +73,8 @@ class CrewPlan:
 
 def crew_size(num_workers: int | None, num_slots: int) -> int:
     """Processes for so many slots: as many as asked for, or as there are cores; never more than slots. Warns of more than cores."""
+    if isinstance(num_workers, str):
+        raise UserError(f"EnvManager needs a number of workers, or None for one per core, got {num_workers!r}.")
     cores = available_cores()
     size = min(num_workers or cores, num_slots)
     if size > cores:
@@ -84,7 +87,7 @@ def crew_size(num_workers: int | None, num_slots: int) -> int:
 class Crew:
     """`begin` starts the processes, which build their simulators side by side with whatever comes next; `finish` waits for them.
 
-    `processes` is the list of everything that runs, to be closed by whoever owns it.
+    `processes` lists every process that runs; its owner, the `EnvManager`, closes them.
     """
 
     def __init__(self, factory: SimFactory, plan: CrewPlan, processes: list[WorkerProcess]) -> None:
@@ -99,12 +102,15 @@ class Crew:
         self._were_spares: list[WorkerProcess] = []
         self.applied: list[dict[str, Any]] = [{} for _ in self.runs]
         """What each worker says about its cores and memory nodes."""
+        self.built_s = 0.0
+        """Seconds from the start of the processes until all had built their simulators."""
         self.slab: Slab | None = None
         self.spec: SimSpec
         self._processes = processes
 
     def begin(self) -> None:
         """Start all workers; does not wait."""
+        self._begun = time.perf_counter()
         self.workers = [self._spawn(index) for index in range(self.plan.num_workers)]
 
     def finish(self) -> None:
@@ -115,6 +121,7 @@ class Crew:
             UserError: the simulator rejects its configuration, or there is not enough shared memory.
         """
         specs = [self.receive_spec(index) for index in range(len(self.workers))]
+        self.built_s = time.perf_counter() - self._begun
         self.spec = specs[0]
         if any(spec != self.spec for spec in specs):
             raise UserError(f"The workers' simulators differ: {[spec.to_dict() for spec in specs]}.")

@@ -52,6 +52,10 @@ class SimFault(RuntimeError):
 class NonFiniteSimulationError(SimFault, NonFiniteError):
     """A simulator returned NaN or infinity in an observation or reward."""
 
+    def context(self) -> dict[str, Any]:
+        """See `NonFiniteError.context`: the episodes too."""
+        return {**super().context(), "slots": self.slots, "episode_seeds": self.seeds, "episode_steps": self.steps}
+
 
 class WrongShapeError(ValueError):
     """A simulator returned a value that does not fit its own spec."""

@@ -59,7 +59,7 @@ def drawing(task: str) -> Iterator[None]:
 
 
 class FilmedSim:
-    """Passes everything on to the simulator named by `target`; implements `SimEnv`. A task in words without pictures shows its text."""
+    """Passes everything on to the simulator named by `target`; implements `SimEnv`. For a text task without pictures it draws the text."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class FilmedSim:
         # Simulators that must know beforehand that they will draw say so by taking these.
         drawing = {name: value for name, value in wanted.items() if name in parameters}
         self._sim: SimEnv = SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs)
-        # A task in words that draws nothing is shown as its text.
+        # A text task that draws nothing is shown as its text.
         self._shows_text = not self._sim.spec.can_render and "text" in self._sim.spec.variables
         self.spec = dataclasses.replace(self._sim.spec, can_render=True) if self._shows_text else self._sim.spec
         self._cameras, self._size = tuple(cameras), size

@@ -169,7 +169,7 @@ class InstrumentedSim:
         inner, scratch = self._sim.spec, StepBuffers.allocate(self._sim.spec, num_envs)
         self._plain = tuple(inner.observation)
         if physics or image_size is not None or expert is not None:
-            self._sim.reset([0], [0], scratch, None)  # what follows can be asked of a running episode alone
+            self._sim.reset([0], [0], scratch, None)  # the calls below need a running episode
         if physics:
             self._add_physics()
         if image_size is not None:

@@ -111,7 +111,7 @@ def main() -> None:
         sys.argv = [module, str(connection), str(life)]
         importlib.import_module(module).main()
         return
-    for descriptor in (connection, life):  # the worker's alone: that it has closed them says that it ended
+    for descriptor in (connection, life):  # only the worker keeps these open: that they close shows that it ended
         os.close(descriptor)
     with contextlib.suppress(OSError):
         os.write(ready, str(worker).encode())
@@ -122,7 +122,7 @@ def main() -> None:
     else:
         with contextlib.suppress(OSError):
             os.killpg(worker, signal.SIGKILL)
-    # A signal as shells tell it; a status below zero says that the keeper itself was killed.
+    # A signal as shells report it; a status below zero says that the keeper itself was killed.
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 

@@ -142,8 +142,8 @@ class EpisodeLedger:
     def resume_item(self, slot: int, mark: int, observation: Mapping[str, Any] | None, *, abort: bool, cautious: bool) -> dict[str, Any]:
         """What a worker needs to take the slot's episode up where its owner believes it to be.
 
-        `mark` is the slot's state in the slab: a step that is pending will be done again, one that is ready was done, and after an
-        end that nobody fetched yet the next episode is the running one.
+        `mark` is the slot's state in the slab: the worker repeats a step that is pending, one that is ready was done, and after an
+        end that the manager has not fetched yet the next episode is the running one.
         """
         over = mark in (ENDED, ABORTED)
         actions = [] if over or abort else self.actions(slot)

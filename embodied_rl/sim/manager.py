@@ -22,23 +22,25 @@ from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
 from embodied_rl.sim.patience import Patience
 from embodied_rl.sim.process import WorkerProcess, close_all, done
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.supervisor import Supervisor, read_drift
-from embodied_rl.sim.transport import ABORTED, IDLE, PENDING, READY, fence
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, fence
+from embodied_rl.sim.worker_choice import auto_workers
 from embodied_rl.types import SimSpec, StepBatch
 
 _POLL_EVERY_SENDS = 1024
 _POLL_EVERY_S = 0.1
 
 
-class EnvManager:
+class EnvManager(Simulators):
     """`num_slots` environments over `num_workers` processes.
 
     Lockstep is ``step``, which is ``send`` and ``recv`` of all slots. With groups of slots the caller keeps the workers busy
     while it thinks: ``send`` one group, ``recv`` the other; or it takes whatever is ready: ``recv(min_ready=4)``. What comes back
-    for a slot depends on its seeds and actions alone, not on the number of workers or the order of calls.
+    for a slot depends only on its seeds and actions, not on the number of workers or the order of calls.
 
-    A worker that fails is replaced as `faults` says, while the other slots go on; `fault_records` tells what happened.
+    A worker that fails is replaced as `faults` says, while the other slots go on; `fault_records` reports what happened.
 
     Raises (from every call that talks to a worker):
         SimFault: a worker failed and the policy says to stop, or it fails again and again; with the worker's traceback.
@@ -89,9 +91,10 @@ class EnvManager:
             spare_workers: workers built ahead, that take a failed one's place at once.
             step_timeout_s: a worker that does nothing for so long while it should step has failed.
             start_timeout_s: the same for building and restoring.
-            reset_timeout_s: the same for `reset`; None: ten times the longest seen, at least 20 s and at most start_timeout_s.
+            reset_timeout_s: the same for `reset`; None: ten times the longest seen (see `LearnedPatience`), at most start_timeout_s.
         """
         self.num_slots, self.chunk_size, self.autoreset = num_slots, chunk_size, autoreset
+        self._all_slots = range(num_slots)
         self.num_workers = crew_size(num_workers, num_slots)
         self._seeds, self._policy = seeds or EpisodeSeeds.training(0), faults or FaultPolicy()
         self._plan = CrewPlan(
@@ -124,13 +127,16 @@ class EnvManager:
         autoreset: bool = True,
         chunk_size: int = 1,
     ) -> EnvManager:
-        """The manager a configuration describes. `render` asks simulators that must know beforehand to be able to draw."""
+        """The manager a configuration describes. `render` asks simulators that must know beforehand to be able to draw.
+
+        ``num_workers=auto`` is what was measured when a training run began, as many as there are cores where none did.
+        """
         kwargs = {**config.kwargs, **({"render": True} if render else {})}
         slots = num_slots or config.num_slots
         return EnvManager(
             SimFactory(config.target, config.task, kwargs, config.extra),
             slots,
-            num_workers=None if config.num_workers is None else min(config.num_workers, slots),
+            num_workers=auto_workers(config, slots, chunk_size),
             num_groups=min(config.pipeline_groups, slots),
             seeds=seeds,
             success_ends_episode=config.success_ends_episode,
@@ -152,9 +158,9 @@ class EnvManager:
 
         Args:
             seeds: from now on; None: the manager's own.
-            seed_round: part of the training seeds, so that a run can go on with seeds of its own after each checkpoint.
-            reconfigure: also forget what the simulator keeps between episodes, so that what follows depends on the seeds
-                alone (ManiSkill; slow there).
+            seed_round: selects the training seeds, so that a run goes on with different ones after each checkpoint.
+            reconfigure: also forget what the simulator keeps between episodes, so that what follows depends only on the
+                seeds (ManiSkill; slow there).
         """
         crew = self._live_crew()
         self._drain()
@@ -168,9 +174,8 @@ class EnvManager:
 
     def step(self, actions: np.ndarray | Sequence[str]) -> StepBatch:
         """Step all slots with actions [num_slots, A] (chunks: [num_slots, k, A]) in the simulator's units, or texts."""
-        slots = range(self.num_slots)
-        self.send(slots, actions)
-        return self.recv(slots)
+        self.send(self._all_slots, actions)
+        return self.recv(self._all_slots)
 
     # ---- asynchronous -----------------------------------------------------------------------------------------------
 
@@ -256,7 +261,7 @@ class EnvManager:
         fence()
         marks = views.marks()
         views.mark(IDLE)
-        if max(marks, default=READY) == READY:
+        if ENDED not in marks and ABORTED not in marks:
             return views.batch(None)
         batch = views.batch(marks)
         for episode in batch.episodes:
@@ -285,7 +290,7 @@ class EnvManager:
 
     # ---- snapshots and offload --------------------------------------------------------------------------------------
 
-    def snapshot(self, slots: Sequence[int] | range) -> list[Snapshot]:
+    def snapshot(self, slots: Slots) -> list[Snapshot]:
         """Save the running episodes of these slots; steps in flight finish first (and stay ready to be received).
 
         Raises UserError where the simulator's episodes cannot be saved (`spec.snapshots`).
@@ -300,11 +305,11 @@ class EnvManager:
             raise SnapshotError(f"The episodes of slots {lost} are too long to be saved as actions from their seed.")
         return [self._ledger.snapshot(slot, crew.state[slot], crew.observation(slot), self.spec.task, self.chunk_size) for slot in chosen]
 
-    def restore(self, slots: Sequence[int] | range, snapshots: Sequence[Snapshot]) -> StepBatch:
+    def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
         """Take up saved episodes in these slots, whatever they were doing; their seeds, and those of later episodes, come along.
 
         Returns:
-            The batch of these slots: `observation` as it was saved. `last_drift` then tells how far each replayed one was off.
+            The batch of these slots: `observation` as it was saved. `last_drift` then holds how far each replayed one was off.
 
         Raises:
             SnapshotError: a snapshot of another task or chunk size.
@@ -456,7 +461,7 @@ class EnvManager:
         self._crew, self.spec = crew, crew.spec
         self._ledger = EpisodeLedger(self.num_slots, keep_actions=self.spec.snapshots != "none")
         self._supervisor = Supervisor(crew, self._policy, self._ledger)
-        self._resets = {reconfigure: self._plan.reset_patience() for reconfigure in (False, True)}
+        self._resets = {reconfigure: self._plan.reset_patience(crew.built_s) for reconfigure in (False, True)}
         self.last_drift = {}
         self._views = ViewsOfSlots(crew, self.num_slots, self.chunk_size)
         self._all = self._views.of(range(self.num_slots))

@@ -1,7 +1,7 @@
 """The kernel's memory policy of the calling thread: set_mempolicy(2) and get_mempolicy(2), through libnuma or directly.
 
-libnuma's functions of these names are the bare system calls. Where the library is not installed, the calls are made by
-number; where neither is possible, or a container forbids them, the caller is told so.
+libnuma's functions of these names are the bare system calls. Where the library is not installed, this module makes the calls by
+number; where neither is possible, or a container forbids them, the functions return ``unavailable: `` and the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def set_memory_policy(nodes: Sequence[int], mode: MemoryMode = "preferred", libr
     Memory that is in use already stays where it is; threads and processes started afterwards inherit the policy.
 
     Args:
-        nodes: NUMA nodes, all below 1024; empty: leave the policy alone and report it.
+        nodes: NUMA nodes, all below 1024; empty: report the policy and do not change it.
         mode: "preferred" falls back to other nodes when these are full, where "bind" kills the process.
     Returns:
         ``default``, ``preferred:0``, ``bind:0-1``, …, or ``unavailable: `` and the reason. Never raises for lack of permission.

@@ -32,14 +32,14 @@ _READY_S = 60.0
 _KEEPER_S = 10.0
 """For a keeper to end a worker and all that it started."""
 _REAP_S = 10.0
-"""For a process whose socket is closed already to end, on a busy machine: its status tells why."""
+"""For a process whose socket is closed already to end, on a busy machine: its status says why."""
 
 
 class WorkerProcess:
     """One ``embodied_rl.sim.worker``, with its socket, its output and the way to end it.
 
     The process is a fresh interpreter (never a fork of ours: simulators hold threads, locks and graphics contexts), in its own
-    process group so that Ctrl-C reaches the manager alone. It dies with the manager, also when that is SIGKILLed, and all that
+    process group so that Ctrl-C reaches only the manager. It dies with the manager, also when that is SIGKILLed, and all that
     it started dies with it: between the two stands its keeper (`embodied_rl.sim.keeper`), which is our child.
     """
 
@@ -145,9 +145,9 @@ class WorkerProcess:
         )
 
     def release(self) -> None:
-        """Tell the process that its manager is done with it: it ends within about a second, whatever it is doing."""
+        """Signal the process that its manager is done with it: it ends within about a second, whatever it is doing."""
         if self._life_write >= 0:
-            # A byte, not only the end of the pipe: a process that somebody forked since then holds our end open too.
+            # A byte, not only the end of the pipe: a process that was forked from ours since then holds our end open too.
             with contextlib.suppress(OSError):
                 os.write(self._life_write, b"x")
             os.close(self._life_write)
@@ -158,7 +158,7 @@ class WorkerProcess:
         self._process.terminate()
 
     def kill(self) -> None:
-        """End the process at once, and return when it is gone: what it shared is then ours alone."""
+        """End the process at once, and return when it is gone: afterwards it no longer writes to shared memory."""
         self.end_at_once()
         try:
             self._process.wait(_KEEPER_S)
@@ -168,7 +168,7 @@ class WorkerProcess:
         self.close()
 
     def resident_mb(self) -> float:
-        """Resident memory in MB (2**20 bytes); 0 where it cannot be told."""
+        """Resident memory in MB (2**20 bytes); 0 where it is not known."""
         try:
             with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
                 return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -239,7 +239,7 @@ def done(message: Mapping[str, Any], payload: bytes) -> None:
 
 
 def close_all(workers: list[WorkerProcess]) -> None:
-    """Let go of all first, then wait for each, so that closing takes as long as the slowest alone; empties the list."""
+    """Release all workers, then wait for each, so that closing takes as long as the slowest one; empties the list."""
     for worker in workers:
         worker.release()
     for worker in workers:

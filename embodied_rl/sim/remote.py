@@ -40,7 +40,7 @@ def make(
     start_timeout_s: float = 170.0,
     **kwargs: Any,
 ) -> SimEnv:
-    """`num_envs` environments of a service, each in a process of its own there.
+    """`num_envs` environments of a service, each in its own process there.
 
     Args:
         num_envs: environments of this client.
@@ -48,7 +48,7 @@ def make(
         sim: the simulator's name in the service's catalogue; not for ROCK.
         task: another task of it; None: its own. For ROCK, the environment's id.
         protocol: "embodied_rl", or "rock" for ``/apis/v1/envs/gem/…``.
-        sim_kwargs: the simulator's arguments, over there.
+        sim_kwargs: the simulator's arguments on the service.
         token_env: environment variable that holds the service's token, where it asks for one.
         attempt_s: without an answer for so long, a request is sent again on another connection.
         deadline_s: of one call with all its repeats.
@@ -56,7 +56,7 @@ def make(
         **kwargs: for ROCK, what `embodied_rl.sim.text.gem.make` takes beside the task: history, success_return, room of texts.
 
     Raises:
-        UserError: nobody answers at the URL, or the service refuses what is asked.
+        UserError: no service answers at the URL, or it refuses the request.
     """
     if protocol not in PROTOCOLS:
         raise UserError(f"sim.kwargs.protocol='{protocol}' is not a choice.{did_you_mean(protocol, PROTOCOLS)}")
@@ -76,7 +76,7 @@ def make(
 class RemoteSim:
     """See `make`. Every request is numbered, so that one that is sent again is not executed again.
 
-    A fault over there is one here: the manager makes new environments and takes the episodes up as for a local simulator. The other
+    A fault of the service counts as a local one: the manager makes new environments and resumes the episodes as usual. The other
     environments of this client are closed with the failed one, as they would end with a local worker's process.
     """
 
@@ -87,12 +87,12 @@ class RemoteSim:
         self.env_ids: list[str] = list(env_ids)
         """The service's names of the environments."""
         self._numbers = list(numbers)
-        # Each has a process of its own, whatever shares one over there would.
+        # The service runs each in its own process, also for simulators that otherwise step together.
         self.spec: SimSpec = replace(spec, steps_together=False)
 
     @staticmethod
     def made(client: JsonClient, num_envs: int, sim: str, task: str | None, kwargs: Mapping[str, Any], start_timeout_s: float) -> RemoteSim:
-        """New environments. Raises UserError: nobody answers, or the service refuses."""
+        """New environments. Raises UserError: no service answers, or it refuses."""
         asked = {"sim": sim, "task": task, "kwargs": dict(kwargs), "count": num_envs, "encoding": "base64"}
         try:
             require_server(client, "/v1/health")
@@ -110,7 +110,7 @@ class RemoteSim:
         """Environments that another client made, in the middle of their episodes: what a client that was started anew goes on with.
 
         Raises:
-            UserError: nobody answers at the URL, or no environment is named.
+            UserError: no service answers at the URL, or no environment is named.
             RemoteFault: one of them is gone.
         """
         if not env_ids:
@@ -161,7 +161,7 @@ class RemoteSim:
         return decode_array(self._ask("render", {env_id: {}})[env_id]["image"], "uint8")
 
     def close(self) -> None:
-        """Close the environments over there; where the service cannot be reached, its idle limit does."""
+        """Close this client's environments; where the service cannot be reached, its idle limit closes them."""
         if self._closed:
             return
         self._closed = True
@@ -173,7 +173,7 @@ class RemoteSim:
         self._client.close()
 
     def _ask(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """`_ask_all`, closing everything over there when that fails for good."""
+        """`_ask_all`; closes all of this client's environments when that fails for good."""
         try:
             return self._ask_all(operation, asked)
         except UserError:
@@ -211,7 +211,7 @@ class RemoteSim:
 
 
 def require_server(client: JsonClient, path: str) -> None:
-    """Raises UserError unless somebody answers at `path`, and takes our token."""
+    """Raises UserError unless a service answers at `path` and accepts our token."""
     try:
         answer = client.call("GET", path, deadline_s=_CONNECT_S)
     except RemoteFault as fault:
@@ -240,7 +240,7 @@ def _error(answer: Answer, what: str) -> Exception:
 
 
 class NonFiniteRemote(RemoteFault):
-    """The simulator over there returned NaN or infinity."""
+    """The service's simulator returned NaN or infinity."""
 
     def __init__(self, env_id: int, message: str) -> None:
         super().__init__("non_finite", message)

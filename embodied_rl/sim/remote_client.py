@@ -18,6 +18,8 @@ from embodied_rl.errors import UserError
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses that say "not now". 500 is not among them: it is what became of an environment."""
 _LINE = 300
+MOST_BYTES = 2**28
+"""Of one answer."""
 
 
 class RemoteFault(RuntimeError):
@@ -99,7 +101,7 @@ class JsonClient:
             deadline_s: in place of the patience's own.
 
         Raises:
-            RemoteFault: "connection" or "bad_response" when the deadline is over.
+            RemoteFault: "connection" or "bad_response" when the deadline is over; "bad_response" for an answer of more than `MOST_BYTES`.
         """
         data = None if body is None else json.dumps(body).encode()
         until = time.monotonic() + (self.patience.deadline_s if deadline_s is None else deadline_s)
@@ -159,7 +161,11 @@ class JsonClient:
     def _exchange(self, connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None) -> tuple[Answer, float]:
         connection.request(method, self._prefix + path, data, self._headers)
         response = connection.getresponse()
-        content = response.read()
+        content = response.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            response.close()
+            self.close()
+            raise RemoteFault("bad_response", f"An answer of {self.url}{path} is longer than {MOST_BYTES:,} bytes.")
         retry_after = response.headers.get("Retry-After", "0")
         try:
             body = json.loads(content) if content else {}

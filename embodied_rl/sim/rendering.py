@@ -22,7 +22,7 @@ PRIVATE_FOLDER = "share/graphics"
 MIN_LAVAPIPE_API = (1, 4)
 """SAPIEN 3.0.3 refuses the lavapipe of Mesa 22.3 (Debian 12, Vulkan 1.3) and works with Mesa 25.0 (Vulkan 1.4).
 
-lavapipe reports driver version 1 whatever Mesa it came with, so its Vulkan version is what tells them apart.
+lavapipe reports driver version 1 whatever Mesa it came with, so the probe compares its Vulkan version.
 """
 
 PROBE_TIMEOUT_S = 60.0
@@ -160,7 +160,7 @@ def _preload(folder: Path) -> None:
         try:
             ctypes.CDLL(str(folder / name))
         except OSError:
-            return  # whoever needs it says so itself
+            return  # the library that needs it raises its own error
 
 
 def _is_usable(device: dict[str, int | str]) -> bool:

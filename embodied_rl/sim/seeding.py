@@ -1,4 +1,4 @@
-"""Which seed an episode gets: a function of the slot and the episode's number alone, never of workers or siblings."""
+"""Which seed an episode gets: it depends only on the slot and the episode's number, never on workers or siblings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches the workers of a crew, and replaces those that fail while the others go on."""
+"""Watches the workers of a `Crew`, and replaces those that fail while the others go on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Watch:
 
 
 class Supervisor:
-    """Deadlines, deaths, restarts and records for one crew. `poll` never waits for a simulator."""
+    """Deadlines, deaths, restarts and records for one `Crew`. `poll` never waits for a simulator."""
 
     def __init__(self, crew: Crew, policy: FaultPolicy, ledger: EpisodeLedger) -> None:
         self.crew, self.policy, self.ledger = crew, policy, ledger
@@ -177,7 +177,7 @@ class Supervisor:
         self._strikes.pop(slot, None)
 
     def revive_all(self) -> None:
-        """After the crew's processes were ended on purpose: start them, and take every slot's episode up again."""
+        """After the workers' processes were ended on purpose: start them, and take every slot's episode up again."""
         for watch in self._watches:
             watch.phase, watch.open_faults, watch.noticed_at = _Phase.STARTING, [], time.perf_counter()
             watch.deadline = time.perf_counter() + self.crew.plan.start_timeout_s

@@ -27,14 +27,14 @@ _STATUS = {"cpus": "Cpus_allowed_list", "mems": "Mems_allowed_list"}
 
 @dataclass(frozen=True)
 class NumaNode:
-    """A set of cores with memory of their own."""
+    """A set of cores with their own memory."""
 
     index: int
     """The kernel's number; numbers may have gaps."""
     cores: tuple[int, ...]
-    """The kernel's CPU numbers (hardware threads) of this node, all of them, usable or not. May be empty: memory alone."""
+    """The kernel's CPU numbers (hardware threads) of this node, all of them, usable or not. Empty: a node with only memory."""
     memory_total_bytes: int | None
-    """None: not reported. 0: cores alone."""
+    """None: not reported. 0: a node with only cores."""
     memory_free_bytes: int | None
     distances: Mapping[int, int] = field(default_factory=dict)
     """{node: relative cost of reaching its memory}, 10 for the node's own; empty where not reported."""
@@ -98,7 +98,7 @@ class Topology:
         """Read the machine whose ``sys`` and ``proc`` lie below `root`.
 
         For this machine (`root` is "/") the cores are those of `sched_getaffinity`, the GPUs those that NVIDIA's driver
-        shows, and `visible` is ``CUDA_VISIBLE_DEVICES``; for another tree both come from its own files alone.
+        shows, and `visible` is ``CUDA_VISIBLE_DEVICES``; for another tree both come only from its files.
 
         Args:
             gpus: all GPUs in the order of their PCI addresses; None: look for them.

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
@@ -68,7 +67,7 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
         "slot_state": ((-(-n // 8) * 8,), "uint8"),  # filled up to whole words: see `Marks`
         "begin": ((n,), "uint8"),
         "begin_seed": ((n,), "int64"),
-        "manager_bell": ((1,), "uint32"),
+        "manager_bell": ((1,), "uint32"),  # every field begins a cache line
         "manager_waiting": ((1,), "uint32"),
         # A cache line each, so that workers do not slow each other down.
         "worker_bell": ((num_workers, 16), "uint32"),
@@ -171,8 +170,8 @@ _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX_SYSCALL is not None else Non
 
 
 def memory_of(array: np.ndarray) -> memoryview:
-    """The array's memory as a memoryview (numpy's arrays are buffers, though their type does not say so)."""
-    return memoryview(cast(Any, array))
+    """The array's memory as a memoryview."""
+    return array.data
 
 
 class Marks:
@@ -200,7 +199,7 @@ class Marks:
 
 
 class Bell:
-    """One waiter sleeps on it, anybody rings it: spin for some microseconds, yield, then block on a futex.
+    """One process waits on it, any process may ring it: spin for some microseconds, yield, then block on a futex.
 
     Where there is no futex the waiter sleeps in short naps instead.
     """
@@ -224,21 +223,30 @@ class Bell:
     def wait(self, ready: Callable[[], bool], deadline: float, on_slice: Callable[[], None] | None = None) -> bool:
         """Return True once `ready()` holds, False after `deadline` (time.perf_counter seconds).
 
-        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer).
+        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer). What `ready` looks at changes before the bell is rung:
+        until then the waiter looks at the bell's word only, which has its own cache line that no other waiter reads.
         """
-        clock = time.perf_counter
+        clock, word = time.perf_counter, self._word
+        seen = word[0]
+        fence()
         if ready():
             return True
         spin_until = clock() + _SPIN_S
         while clock() < spin_until:
-            if ready():
-                return True
+            if word[0] != seen:
+                seen = word[0]
+                fence()
+                if ready():
+                    return True
         yield_until = spin_until + _YIELD_S
         for _ in range(self._yields):
             os.sched_yield()
-            if ready():
-                return True
-            if clock() > yield_until:  # on a busy machine a yield may last as long as another's time slice
+            if word[0] != seen:
+                seen = word[0]
+                fence()
+                if ready():
+                    return True
+            elif clock() > yield_until:  # on a busy machine a yield may last as long as another's time slice
                 break
         return self._block(ready, deadline, on_slice)
 

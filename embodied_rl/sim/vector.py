@@ -28,7 +28,7 @@ class ManagerVectorEnv(VectorEnv):
     """
 
     def __init__(self, manager: EnvManager, autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP) -> None:
-        """How an episode's end is told (https://farama.org/Vector-Autoreset-Mode).
+        """How the view reports an episode's end (https://farama.org/Vector-Autoreset-Mode).
 
         Args:
             manager: whose slots are shown.
@@ -77,7 +77,7 @@ class ManagerVectorEnv(VectorEnv):
         Args:
             seed: one, from which every slot's and every later episode's seed follows; or a list with that of each slot's next episode
                 (None: one that follows from the others), from which those of later episodes follow; None: go on with new ones.
-            options: ``{"reconfigure": True}`` also forgets what the simulator keeps between episodes. DISABLED alone:
+            options: ``{"reconfigure": True}`` also forgets what the simulator keeps between episodes. Only for DISABLED:
                 ``{"reset_mask": [N] bool}`` begins new episodes in these slots, and leaves the others where they are; `seed` is then
                 of these slots.
 
@@ -136,7 +136,7 @@ class ManagerVectorEnv(VectorEnv):
         rows = np.asarray(actions).reshape(self.num_envs, -1)
         if self._mode is AutoresetMode.NEXT_STEP:
             return self._step_or_begin(rows)
-        if self._over.any():  # DISABLED alone
+        if self._over.any():  # only in DISABLED
             over = np.flatnonzero(self._over).tolist()
             raise UserError(f"The episodes of slots {over} are over: begin new ones first, reset(options={{'reset_mask': …}}).")
         batch = self.manager.step(rows)
@@ -181,7 +181,7 @@ class ManagerVectorEnv(VectorEnv):
         return shown["state"] if self._plain else shown, reward, terminated, truncated, infos
 
     def _infos(self, batch: StepBatch, slots: np.ndarray) -> dict[str, Any]:
-        """What every step tells, as gymnasium lays it out: an entry per slot, and a mask of the slots that have one."""
+        """The ``infos`` of a step, as gymnasium lays them out: an entry per slot, and a mask of the slots that have one."""
         infos: dict[str, Any] = {}
         stepped = np.isin(np.arange(self.num_envs), slots)
         for key, values in (("success", batch.success if self.manager.spec.reports_success else None), ("aborted", batch.aborted)):

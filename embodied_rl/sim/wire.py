@@ -1,6 +1,6 @@
 """How observations, actions and snapshots look as JSON: what `embodied_rl.sim.remote` and the environment service say to each other.
 
-Numbers in plain lists for whoever types requests by hand; raw bytes in base64, exact and small, for programs; pictures as PNG in both.
+Plain lists of numbers for requests typed by hand; raw bytes in base64, exact and small, for programs; pictures as PNG in both.
 What a value is follows from its part of the spec, so that no text can be mistaken for an array.
 """
 

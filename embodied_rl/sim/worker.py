@@ -27,7 +27,7 @@ from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.slots import NonFiniteOutput, SlotRunner
 from embodied_rl.sim.snapshots import decode_state, encode_state
-from embodied_rl.sim.transport import Bell, Layout, Slab
+from embodied_rl.sim.transport import PENDING, Bell, Layout, Slab, memory_of
 
 _NEVER = float("inf")
 
@@ -40,7 +40,8 @@ class Worker:
         self.current = runners[0]
         """Whose simulator was called last."""
         arrays, index = slab.arrays, runners[0].index
-        self.control_pending = arrays["control_pending"][index]
+        self._control_pending = memory_of(arrays["control_pending"][index, :1]).cast("B").cast("I")
+        self._states = [runner.state_bytes for runner in runners]
         self.failed = arrays["failed"][index]
         self.bell = Bell(arrays["worker_bell"][index, :1], arrays["worker_waiting"][index, :1])
         self.manager_bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
@@ -50,8 +51,8 @@ class Worker:
         """Serve until the manager lets go (ChannelClosed). What the simulator raises goes up as it is."""
         while True:
             self.bell.wait(self._has_work, _NEVER, self._check_parent)
-            if self.control_pending[0]:
-                self.control_pending[0] = 0
+            if self._control_pending[0]:
+                self._control_pending[0] = 0
                 self._control()
             if not self._awaits_resume:
                 for runner in self.runners:
@@ -60,9 +61,13 @@ class Worker:
                         self.manager_bell.ring()
 
     def _has_work(self) -> bool:
-        if self.control_pending[0]:
+        if self._control_pending[0]:
             return True
-        return not self._awaits_resume and any(runner.has_pending() for runner in self.runners)
+        if not self._awaits_resume:
+            for state in self._states:  # a generator would cost more than the look
+                if PENDING in state.tobytes():
+                    return True
+        return False
 
     def _of(self, slot: int) -> SlotRunner:
         """The runner of a slot."""
@@ -118,7 +123,7 @@ def _live_with_manager(life_fd: int, released: threading.Event) -> None:
     """Set `released` when the manager lets go or dies, and end this process a second later, even in the middle of a step."""
 
     def watch() -> None:
-        if hasattr(signal, "pthread_sigmask"):  # where it hangs, the main thread alone is to say
+        if hasattr(signal, "pthread_sigmask"):  # only the main thread is to report where it hangs
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         with contextlib.suppress(OSError):
             os.read(life_fd, 1)  # returns only when the manager's end is closed

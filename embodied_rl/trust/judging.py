@@ -121,7 +121,7 @@ def _covers(allowed_name: str, name: str) -> bool:
 
 def _message(file: Path, code: NamedCode, targets: Sequence[str], trust: Sequence[str]) -> str:
     others = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
-    lead = f"'{file}' names code that is not registered here: {code.key}={_shown(code.name)}{others}. If you trust it: "
+    lead = f"'{file}' names code that is not registered here: {_shown(str(code), 160)}{others}. If you trust it: "
     typed, words = _typed(trust), _command()
     if all(name.isprintable() for name in trust):  # nothing that a terminal would obey is copied from a file
         choices = [typed if words is None else shlex.join([*words, typed]), f"add {shlex.quote(typed)} to this command"]
@@ -129,7 +129,7 @@ def _message(file: Path, code: NamedCode, targets: Sequence[str], trust: Sequenc
             if len(lead) + len(way) <= MESSAGE_LENGTH:
                 return lead + way
     where = f"'{file}'" if len(str(file)) <= 120 else f"'…{str(file)[-120:]}'"
-    return f"{where} names code that is not registered here: {code.key[:60]}={_shown(code.name)}{others}. See docs/trust.md: trust=…."
+    return f"{where} names code that is not registered here: {_shown(str(code))}{others}. See docs/trust.md: trust=…."
 
 
 def _typed(names: Sequence[str]) -> str:

@@ -14,10 +14,25 @@ from embodied_rl.paths import configs_dir
 from embodied_rl.registry import installed_config_folders, installed_targets
 
 MOST_VALUES = 1_000_000
-_ALWAYS = frozenset({"address", "environment", "function", "target", "url", "base_url", "api_key_env", "token_env"})
+_ALWAYS = frozenset({"address", "base_url", "endpoint", "entity", "environment", "function", "host", "target", "uri", "url"}) | {
+    "api_key_env",
+    "token_env",
+}
 """Keys whose every text names code, a server, or a secret that is sent to one."""
 _WORDS = frozenset({"command", "env"})
 """Keys of a program's command line and its environment variables."""
+_OPENS: Mapping[str, tuple[object, ...]] = {
+    "allow_network": (False,),
+    "python_network": (False,),
+    "network": ("proxy",),
+    "readable": (),
+    "writable": (),
+    "pass_env": (),
+    "sandbox": ("landlock", "namespaces"),
+    "python_sandbox": ("landlock", "namespaces"),
+    "wandb_mode": ("offline",),
+}
+"""{keys that open a sandbox, or send what a run measures to an account: their values that do neither, beside nothing}"""
 _PROSE = ("agent", "run_dir", "recording", "resume", "trust")
 """First keys of what is prompts and paths and never resolved as a name, but for `_TOOLS`."""
 _TOOLS = "tool_options"
@@ -42,6 +57,10 @@ class NamedCode:
         """The last part of the key."""
         return self.key.rpartition(".")[2]
 
+    def __str__(self) -> str:
+        """``sim.target=os:system``"""
+        return f"{self.key.removesuffix(self.last)}{self.name}" if self.name.startswith(f"{self.last}=") else f"{self.key}={self.name}"
+
 
 def named_code(plain: Any) -> list[NamedCode]:
     """All that a configuration of plain values names, in its order.
@@ -59,6 +78,8 @@ def named_code(plain: Any) -> list[NamedCode]:
             return found
         path, value, target = waiting.pop()
         last = path[-1] if path else ""
+        if last in _OPENS and value and not isinstance(value, (list, tuple)) and value not in _OPENS[last]:
+            found.append(NamedCode(".".join(path), last if value is True else f"{last}={_word(value)}"))
         if last in _WORDS and isinstance(value, (str, Mapping, list, tuple)):
             found += [NamedCode(".".join(path), shlex.join(_words(value)))] if value else []
         elif isinstance(value, Mapping):
@@ -67,8 +88,6 @@ def named_code(plain: Any) -> list[NamedCode]:
             waiting += [((*path, str(key)), part, target) for key, part in reversed(list(value.items()))]
         elif isinstance(value, (list, tuple)):
             waiting += [(path, part, target) for part in reversed(value)]
-        elif last == "python_network" and value:
-            found.append(NamedCode(".".join(path), last))
         elif isinstance(value, str) and value and not _is_prose(path) and _names(last, value, target):
             found.append(NamedCode(".".join(path), value))
     raise UserError(f"A configuration holds at most {MOST_VALUES:,} values.")
@@ -107,19 +126,20 @@ def _word(value: Any) -> str:
 
 @cache
 def registered_code() -> frozenset[tuple[str, str]]:
-    """{(last key, name)} of what the shipped configurations and those of installed packages name, and of registered simulators.
+    """{(last key, name)} of what the shipped configurations and those of installed packages name, and of what entry points register.
 
     Of each package its own code counts, and addresses; a placeholder (``package.module:Class``) and a relative path do not.
     """
     import yaml
 
-    known = {("target", target) for target in installed_targets("sim").values()}
+    kinds = {"target": ("sim", "policies"), "loss": ("losses",), "advantage": ("advantages",), "names": ("loggers",)}
+    known = {(key, target) for key, groups in kinds.items() for group in groups for target in installed_targets(group).values()}
     for package, folder in {"embodied_rl": configs_dir(), **installed_config_folders()}.items():
         for path in folder.rglob("*.yaml"):
             try:
                 found = named_code(yaml.safe_load(path.read_text(encoding="utf-8")))
             except (yaml.YAMLError, OSError, UnicodeDecodeError):
-                continue  # told where the file is used
+                continue  # reported where the file is used
             own = f"{package.partition('.')[0]}."
             known |= {(code.last, code.name) for code in found if code.name.startswith(own) or "://" in code.name}
     return frozenset(known)

@@ -26,7 +26,7 @@ _BYTES = 32
 
 
 def sign(what: str, content: bytes) -> str | None:
-    """A signature, hexadecimal; None where there is no key, and none can be made (told once, as a warning).
+    """A signature, hexadecimal; None where there is no key, and none can be made (one warning says so).
 
     Args:
         what: one of the kinds above.
@@ -79,7 +79,7 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Whole or not at all, and of several processes at once, the first one's key is everybody's."""
+    """Write the key whole or not at all; of several processes at once, all use the first one's key."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:

@@ -234,7 +234,14 @@ def test_tools_without_what_they_need_are_refused(options: dict[str, Any], told:
 
 
 @pytest.mark.parametrize(
-    "server", [{"comand": ["x"]}, {"command": "x y"}, {"command": ["x"], "env": {"A": 1}}, {"command": ["x"], "timeout_s": 0}]
+    "server",
+    [
+        {"comand": ["x"]},
+        {"command": "x y"},
+        {"command": ["x"], "env": {"A": 1}},
+        {"command": ["x"], "timeout_s": 0},
+        {"command": ["x"], "timeout_s": 1e20},
+    ],
 )
 def test_a_server_that_is_described_wrongly_is_refused(server: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"agent\.tool_options\.mcp\[0\]"):

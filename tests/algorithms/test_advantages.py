@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from embodied_rl.algorithms.advantages import gae, whiten
 
@@ -108,6 +109,29 @@ def test_equals_forward_sums(dtype: Any) -> None:
     tolerance = 1e-5 if dtype == np.float32 else 1e-12
     np.testing.assert_allclose(advantage, naive(arrays, 0.97, 0.9), atol=tolerance)
     np.testing.assert_allclose(returns, advantage + arrays["value"], atol=tolerance)
+
+
+def test_threads_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    shape, cut_share = (1024, 257), 0.01
+    terminated, truncated = rng.random(shape) < 0.01, rng.random(shape) < cut_share
+    cut = truncated & ~terminated
+    final = np.zeros(shape, np.float32)
+    final[cut] = rng.normal(size=int(cut.sum()))
+    floats = {name: rng.normal(size=shape).astype(np.float32) for name in ("reward", "value")}
+    last = rng.normal(size=shape[1]).astype(np.float32)
+
+    def of(first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        part = np.s_[:, first:stop]
+        given = {name: array[part] for name, array in (*floats.items(), ("terminated", terminated), ("truncated", truncated))}
+        return gae(**given, last_value=last[first:stop], final_value=final[part][cut[part]], gamma=0.9, gae_lambda=0.8)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    advantage, returns = of(0, 257)  # enough for three threads; one slot by itself is not
+    for slot in (0, 85, 86, 171, 172, 256):
+        alone = of(slot, slot + 1)
+        np.testing.assert_array_equal(advantage[:, slot], alone[0][:, 0])
+        np.testing.assert_array_equal(returns[:, slot], alone[1][:, 0])
 
 
 def test_limits_of_lambda() -> None:

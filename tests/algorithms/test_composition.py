@@ -8,7 +8,7 @@ import pytest
 
 from embodied_rl.algorithms.composition import compose, method_options
 from embodied_rl.compose import load_train_config
-from embodied_rl.config import AlgorithmConfig, GroupsConfig, KlConfig, RewardConfig, group_names
+from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, KlConfig, RewardConfig, group_names
 from embodied_rl.errors import UserError
 
 GRPO = AlgorithmConfig(advantage="grpo", groups=GroupsConfig())
@@ -43,8 +43,24 @@ def test_every_algorithm_file_makes_sense(name: str) -> None:
         (replace(GRPO, kl=KlConfig(target=0.1)), "give one above 0"),
         (replace(GRPO, loss="policy_gradient", groups=GroupsConfig(max_staleness=1)), "takes old episodes for new ones"),
         (replace(GRPO, loss="decoupled_ppo"), "'decoupled_ppo' needs algorithm.loss_options.weight_high"),
+        (
+            replace(GRPO, loss="decoupled_ppo", loss_options={"weight_high": 1e10}),
+            "algorithm.loss_options.weight_high must be above 0 and at most 1,000,000,000, got 10000000000",
+        ),
+        (replace(GRPO, loss="topr", loss_options={"ratio_low": -1}), "algorithm.loss_options.ratio_low must be between 0 and"),
+        (replace(GRPO, loss="topr", loss_options={"level": "word"}), "algorithm.loss_options.level='word' is not a choice"),
+        (
+            replace(GRPO, advantage="gigpo", advantage_options={"step_weight": "1"}),
+            "algorithm.advantage_options.step_weight must be a number",
+        ),
         (replace(GRPO, advantage_options={"alon": "zero"}), "is no option of 'grpo'. Did you mean 'alone'"),
         (replace(GRPO, loss_options={"clip_low": 0.1}), "set algorithm.clip_low"),
+        (replace(GRPO, anchor_similarity=0.9), "which advantage='grpo' does not compare"),
+        (replace(GRPO, correction=CorrectionConfig(mode="mask"), ratio="token"), "weighs whole decisions"),
+        (
+            replace(GRPO, correction=CorrectionConfig(reject=2.0), loss="decoupled_ppo", loss_options={"weight_high": 2.0}),
+            "brings weights of its own",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(config: AlgorithmConfig, reason: str) -> None:

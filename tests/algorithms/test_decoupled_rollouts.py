@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose
+from embodied_rl.algorithms.composition import compose, correction_of
 from embodied_rl.algorithms.losses import ppo_clip_loss
 from embodied_rl.algorithms.off_policy import decoupled_ppo_loss
-from embodied_rl.algorithms.ppo import decoupled
+from embodied_rl.algorithms.ppo import corrected
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
+from embodied_rl.config import AlgorithmConfig, CorrectionConfig
 from embodied_rl.errors import UserError
+from embodied_rl.loggers.jsonl import read_metrics
+from tests.short_run import train_shortly
 
 
 def batch_of(rows: int, units: int, *, unit_mask: torch.Tensor | None = None) -> tuple[Batch, torch.Tensor, torch.Tensor]:
@@ -33,8 +39,9 @@ def test_loss_and_gradient_are_those_of_the_catalogue(mode: str, dual_clip: floa
     batch, proximal, present = batch_of(64, 3)
     present.requires_grad_()
     bounds = {"weight_low": 0.6, "weight_high": 1.6, "weight_mode": mode}
+    config = AlgorithmConfig(loss="decoupled_ppo", loss_options=bounds)
     clip = {"clip_low": 0.2, "clip_high": 0.25, "dual_clip": dual_clip}
-    weighed, metrics = decoupled(batch, proximal, bounds)
+    weighed, metrics = corrected(batch, proximal, correction_of(config))
     mine, _ = ppo_clip_loss(log_prob=present.sum(-1), old_log_prob=weighed.log_prob.sum(-1), advantage=weighed.advantage, **clip)
     (gradient,) = torch.autograd.grad(mine, present)
     theirs, expected = decoupled_ppo_loss(
@@ -58,7 +65,7 @@ def test_written_out_by_hand() -> None:
     behaviour = torch.tensor([[-1.0, -1.0], [-0.5, -0.5]], dtype=torch.float64)
     proximal = torch.tensor([[-0.9, -0.9], [-1.0, -1.0]], dtype=torch.float64)
     batch = batch.replaced(log_prob=behaviour, advantage=torch.tensor([2.0, 3.0], dtype=torch.float64))
-    weighed, metrics = decoupled(batch, proximal, {"weight_low": 0.5, "weight_high": 2.0})
+    weighed, metrics = corrected(batch, proximal, CorrectionConfig(mode="mask", low=0.5, high=2.0))
     assert weighed.advantage.tolist() == pytest.approx([2.0 * 1.2214027581601699, 0.0])
     assert weighed.log_prob.tolist() == proximal.tolist()
     assert metrics["weight_bounded_fraction"] == 0.5
@@ -67,7 +74,7 @@ def test_written_out_by_hand() -> None:
 def test_units_that_were_not_executed_do_not_count() -> None:
     mask = torch.tensor([[True, True, False, False]] * 8)
     batch, proximal, _ = batch_of(8, 4, unit_mask=mask)
-    weighed, _ = decoupled(batch, proximal, {"weight_high": 100.0})
+    weighed, _ = corrected(batch, proximal, CorrectionConfig(mode="mask", high=100.0))
     seen = (proximal - batch.log_prob)[:, :2].sum(-1).exp()
     torch.testing.assert_close(weighed.advantage, batch.advantage * seen)
 
@@ -79,6 +86,7 @@ def test_units_that_were_not_executed_do_not_count() -> None:
         (("algorithm.loss=decoupled_ppo",), "weight_high"),
         (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.normalize_advantage=minibatch"), "minibatch"),
         (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.ratio=token"), r"algorithm\.ratio=token"),
+        (("algorithm.correction.mode=clamp", "algorithm.ratio=token"), r"algorithm\.correction on fixed rollouts weighs whole decisions"),
         (("algorithm=grpo", "algorithm.max_staleness=1"), r"algorithm\.groups\.max_staleness"),
     ],
 )
@@ -86,3 +94,23 @@ def test_refused(overrides: tuple[str, ...], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         compose(load_train_config(["sim=cartpole", *overrides]).algorithm)
     compose(load_train_config(["sim=cartpole", "algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5"]).algorithm)
+
+
+def test_the_preset_is_the_loss_of_that_name(tmp_path: Path) -> None:
+    short = (
+        "sim=cartpole",
+        "algorithm.groups.group_size=3",
+        "algorithm.groups.groups_per_step=2",
+        "policy.hidden_sizes=[8]",
+        "total_steps=150",
+    )
+    exact = ("algorithm.groups.max_staleness=0", "algorithm.num_epochs=2")
+    preset = train_shortly(tmp_path / "preset", *short, *exact, "algorithm=decoupled_ppo")
+    named = ("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.correction.mode=none")
+    by_name = train_shortly(tmp_path / "named", *short, *exact, "algorithm=decoupled_ppo", *named)
+    first, second = load_checkpoint(preset).policy, load_checkpoint(by_name).policy
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, second[name], rtol=0, atol=2e-5)
+    told = [row["train/weight_mean"] for row in read_metrics(preset / "metrics.jsonl") if "train/weight_mean" in row]
+    assert told == pytest.approx([1.0] * len(told), abs=0.5)
+    assert told

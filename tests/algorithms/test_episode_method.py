@@ -10,7 +10,8 @@ import torch
 
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import EpisodeBatch, EpisodeValues
-from embodied_rl.config import AlgorithmConfig, GroupsConfig, KlConfig, RewardConfig
+from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, KlConfig, RewardConfig
+from embodied_rl.errors import UserError
 from embodied_rl.types import Episode, EpisodeGroup
 
 CONFIG = AlgorithmConfig(advantage="dr_grpo", groups=GroupsConfig(group_size=2), normalize_advantage="none", gamma=0.5)
@@ -42,7 +43,7 @@ def credit(config: AlgorithmConfig, *groups: EpisodeGroup, values: EpisodeValues
     batch = EpisodeBatch.of(groups)
     method = EpisodeMethod(config)
     zeros = EpisodeValues(torch.zeros(batch.shape), torch.zeros(batch.shape[0]))
-    return batch, method.prepare(batch, values or zeros, None, None), method
+    return batch, method.prepare(batch, values or zeros), method
 
 
 GROUPS = (group(4, episode([1, 2, 3], 40), episode([4], 40)), group(7, episode([0, 5], 70), episode([5, -1, 3], 70)))
@@ -138,7 +139,68 @@ def test_a_divergence_in_the_reward_is_taken_from_each_step() -> None:
     batch = EpisodeBatch.of(GROUPS)
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(4))
     present, reference = torch.zeros(batch.shape), torch.full(batch.shape, -2.0)
-    found = EpisodeMethod(config).prepare(batch, values, present, reference)
+    method = EpisodeMethod(config)
+    found = method.prepare(batch, values, method.divergence(present, reference))
     # d = 0 - (-2) = 2, half of it a step: rewards 0, 1, 2.
     np.testing.assert_allclose(found.advantage[0], [3, 3, 2], atol=1e-6)
     assert found.metrics["kl"] == pytest.approx(2.0)
+
+
+def test_episodes_that_were_cut_off_may_earn_nothing_or_not_be_learned_from() -> None:
+    cut, whole = episode([1, 2], 40, terminated=False), episode([4], 40)
+    config = replace(CONFIG, advantage="reinforce", gamma=1.0)
+    for truncated, expected in (("keep", [[3, 2], [4, 0]]), ("zero", [[0, 0], [4, 0]]), ("mask", [[0, 0], [4, 0]])):
+        _, found, _ = credit(replace(config, reward=RewardConfig(truncated=truncated)), group(0, cut, whole))
+        np.testing.assert_allclose(found.advantage, expected, atol=1e-6)
+        assert found.mask.tolist() == [[truncated != "mask"] * 2, [True, False]]
+    # What is not learned from is not compared with either: the mean of 4 and 6 is 5, whatever the third had.
+    config = replace(CONFIG, advantage="dr_grpo", reward=RewardConfig(truncated="mask"))
+    _, found, _ = credit(config, group(0, cut, whole, episode([6], 40)))
+    np.testing.assert_allclose(found.advantage[:, 0], [0, -1, 1], atol=1e-6)
+
+
+def test_long_answers_are_penalised_and_count_as_cut_off() -> None:
+    batch = EpisodeBatch.of([group(0, episode([1, 1], 40), episode([1, 1], 40))])
+    batch = replace(batch, num_tokens=torch.tensor([[6, 9], [10, 2]]))
+    values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(2))
+    reward = RewardConfig(overlong_tokens=10, overlong_buffer=4, overlong_penalty=2.0)
+    config = replace(CONFIG, advantage="reinforce", gamma=0.0, reward=reward)
+    # From 6 tokens to 10 the penalty grows from 0 to 2: 9 tokens cost 1.5, 10 cost 2.
+    np.testing.assert_allclose(EpisodeMethod(config).prepare(batch, values).advantage, [[1, -0.5], [-1, 1]], atol=1e-6)
+    config = replace(config, reward=RewardConfig(overlong_tokens=10, truncated="zero"))
+    np.testing.assert_allclose(EpisodeMethod(config).prepare(batch, values).advantage, [[1, 1], [0, 0]], atol=1e-6)
+
+
+def test_advantages_are_clipped() -> None:
+    _, found, _ = credit(replace(CONFIG, advantage="reinforce", gamma=1.0, advantage_clip=2.5), *GROUPS)
+    np.testing.assert_allclose(found.advantage[0], [2.5, 2.5, 2.5], atol=1e-6)  # 6, 5 and 3
+
+
+def test_texts_that_are_alike_are_one_anchor() -> None:
+    config = replace(CONFIG, advantage="gigpo", gamma=1.0, advantage_options={"normalize": "mean", "step_weight": 1.0})
+    texts = ("a room with a red door", "a room with a red doors", "nothing like it")
+    batch = EpisodeBatch.of([group(0, *(episode([score], 40) for score in (1, 3, 5)))])
+    batch = replace(batch, observation={"text": np.array(texts)})  # type: ignore[dict-item]
+    values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(3))
+    plain = EpisodeMethod(config).prepare(batch, values).advantage[:, 0]
+    alike = EpisodeMethod(replace(config, anchor_similarity=0.9)).prepare(batch, values).advantage[:, 0]
+    # Episodes: -2, 0, 2. Steps: each alone; or the first two together, -1 and 1.
+    np.testing.assert_allclose(plain, [-2, 0, 2], atol=1e-6)
+    np.testing.assert_allclose(alike, [-3, 1, 2], atol=1e-6)
+    numbers = replace(batch, observation={"state": torch.zeros(3, 1)})
+    with pytest.raises(UserError, match="compares texts"):
+        EpisodeMethod(replace(config, anchor_similarity=0.9)).prepare(numbers, values)
+
+
+def test_corrections_multiply_the_advantages_that_were_normalised() -> None:
+    correction = CorrectionConfig(mode="clamp", high=1.5, reject=3.0)
+    config = replace(CONFIG, advantage="reinforce", gamma=1.0, correction=correction)
+    batch = EpisodeBatch.of([group(0, episode([1, 1], 40), episode([1, 1], 40))])
+    values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(2))
+    # Two action units of -0.5 each were sampled: -1 a decision. Ratios 0.5 and 2 (clamped to 1.5); 4 and 4, rejected: 4 > 3.
+    present = torch.tensor([[0.5, 2.0], [4.0, 4.0]]).log() - 1.0
+    found = EpisodeMethod(config).prepare(batch, values, present=present)
+    np.testing.assert_allclose(found.advantage, [[2 * 0.5, 1 * 1.5], [0, 0]], rtol=1e-6)
+    assert found.metrics["rejected_fraction"] == 0.5
+    assert found.metrics["weight_bounded_fraction"] == 0.75
+    assert found.mask.all(), "what is rejected stays in the denominator"

@@ -97,3 +97,18 @@ def test_built_from_a_configuration() -> None:
         build_filters([{"name": "mean_score", "min": 0.1}])
     with pytest.raises(UserError, match="'path' needs path"):
         build_filters([{"name": "path", "minimum": 1}])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"name": "mean_score", "minimum": float("nan")}, r"filters\[1\]\.minimum must be between -1,000,000,000,000 and .*, got nan"),
+        ({"name": "mean_score", "maximum": 1e20}, r"filters\[1\]\.maximum must be between .*, got 1e\+20"),
+        ({"name": "zero_variance", "tolerance": -1}, r"filters\[1\]\.tolerance must be between 0 and 1, got -1"),
+        ({"name": "path", "path": 5, "equals": 1}, r"filters\[1\]\.path must be text, got 5"),
+        ({"name": "path", "path": "a", "equals": float("inf")}, r"filters\[1\]\.equals must be a finite number"),
+    ],
+)
+def test_an_option_that_does_not_fit_its_type_is_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^algorithm\.groups\.{message}"):
+        build_filters([{"name": "zero_variance"}, setting])

@@ -199,12 +199,21 @@ def test_small_differences_that_are_real_still_count() -> None:
     close(dr_grpo(score=score.double(), group=torch.zeros(2, dtype=torch.long)), [-5e-6, 5e-6], 1e-7)
 
 
-@pytest.mark.parametrize("method", [grpo, dr_grpo, rloo, opo, pass_at_k, pass_at_k_std])
+@pytest.mark.parametrize("method", [grpo, dr_grpo, rloo, opo])
 def test_a_group_of_one_keeps_its_score_or_gets_nothing(method: Callable[..., Tensor]) -> None:
     score, group = torch.tensor([0.3, 1.0, 0.0], dtype=torch.float64), torch.tensor([5, 9, 9])
     mask = torch.ones((3, 2), dtype=torch.bool)
     assert method(score=score, group=group, mask=mask)[0].tolist() == [0.3, 0.3]
     assert method(score=score, group=group, mask=mask, alone="zero")[0].tolist() == [0.0, 0.0]
+
+
+def test_pass_at_k_refuses_a_group_of_one() -> None:
+    score, group = torch.tensor([0.3, 1.0, 0.0]), torch.tensor([5, 9, 9])
+    with pytest.raises(ValueError, match="group 5 has one row"):
+        pass_at_k(score=score, group=group)
+    # A row of which nothing counts is no row.
+    mask = torch.tensor([[False], [True], [True]])
+    close(pass_at_k(score=score, group=group, mask=mask)[:, 0], [0.0, 1.0, 0.0])
 
 
 def test_gpg_of_a_group_of_one() -> None:

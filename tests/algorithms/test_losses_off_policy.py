@@ -6,7 +6,15 @@ from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import SEQUENCE_TOKEN_MEAN
 from embodied_rl.algorithms.losses import policy_gradient_loss, ppo_clip_loss
-from embodied_rl.algorithms.off_policy import cispo_loss, decoupled_ppo_loss, importance_weights, rejection_mask, topr_loss
+from embodied_rl.algorithms.off_policy import (
+    cispo_loss,
+    correction_weights,
+    decoupled_ppo_loss,
+    importance_weights,
+    rejection_mask,
+    topr_loss,
+)
+from embodied_rl.config import CorrectionConfig
 
 # Ratios pi / behaviour of two rows; the last entry of the second is hidden.
 RATIOS = torch.tensor([[0.5, 1.0, 4.0], [2.0, 2.0, 1e9]], dtype=torch.float64)
@@ -70,6 +78,77 @@ def test_rejection_mask() -> None:
     assert kept(high=5.0, token_veto=0.6) == [[False] * 3, [True, True, False]]
     one_per_row = rejection_mask(log_prob=double(0.0, 1.0), behaviour_log_prob=double(0.0, 0.0), high=2.0, token_veto=0.5)
     assert one_per_row.tolist() == [True, False]
+
+
+def test_correction_weights_of_a_batch_by_hand() -> None:
+    # w of two sequences: 0.5, 1, 3 | 4, 1 and a hidden one. Their geometric means: 1.5^(1/3) = 1.14 and 4^(1/2) = 2.
+    ratios = double([[0.5, 1.0, 3.0], [4.0, 1.0, 1e9]])
+    mask = torch.tensor([[True] * 3, [True, True, False]])
+
+    def weights(**options: object) -> tuple[list[list[float]], dict[str, float]]:
+        found, metrics = correction_weights(
+            CorrectionConfig(**options),  # type: ignore[arg-type]
+            log_prob=ratios.log(),
+            behaviour_log_prob=torch.zeros(2, 3, dtype=torch.float64),
+            mask=mask,
+        )
+        return found.tolist(), metrics
+
+    clamped, metrics = weights(mode="clamp", high=2.0)
+    assert clamped == [pytest.approx([0.5, 1.0, 2.0]), pytest.approx([2.0, 1.0, 0.0])]
+    assert metrics["weight_bounded_fraction"] == pytest.approx(2 / 5)
+    assert weights(mode="mask", low=0.8, high=3.5)[0] == [pytest.approx([0.0, 1.0, 3.0]), pytest.approx([0.0, 1.0, 0.0])]
+    # The whole sequences' ratios are 1.5 and 4.
+    assert weights(mode="mask", level="sequence", high=3.0)[0] == [pytest.approx([1.5] * 3), [0.0] * 3]
+    # Without weights, rejected as wholes: the second sequence's 2 lies outside [1 / 1.5, 1.5].
+    dropped, metrics = weights(reject=1.5)
+    assert dropped == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+    assert metrics == {"rejected_fraction": pytest.approx(2 / 5)}
+    # Divided by their mean over the five entries, (0.5 + 1 + 2 + 2 + 1) / 5 = 1.3, so that they weigh 5 in all.
+    normalised, _ = weights(mode="clamp", high=2.0, batch_normalise=True)
+    assert sum(map(sum, normalised)) == pytest.approx(5.0)
+    assert normalised[0][0] == pytest.approx(0.5 / 1.3)
+
+
+def test_a_correction_is_the_weight_of_decoupled_ppo() -> None:
+    # Decoupled PPO is PPO around the present policy with these weights: the same loss and gradient from both.
+    generator = torch.Generator().manual_seed(2)
+    new, proximal, behaviour, advantage = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64)
+    new.requires_grad_()
+    clip = {"clip_low": 0.2, "clip_high": 0.3}
+    weight, _ = correction_weights(
+        CorrectionConfig(mode="mask", low=0.3, high=3.0), log_prob=proximal, behaviour_log_prob=behaviour, chunk_id=None
+    )
+    mine, _ = ppo_clip_loss(log_prob=new, old_log_prob=proximal, advantage=advantage, weight=weight, **clip)  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(mine, new)
+    theirs, _ = decoupled_ppo_loss(
+        log_prob=new,
+        proximal_log_prob=proximal,
+        behaviour_log_prob=behaviour,
+        advantage=advantage,
+        weight_low=0.3,
+        weight_high=3.0,
+        **clip,  # type: ignore[arg-type]
+    )
+    (other,) = torch.autograd.grad(theirs, new)
+    assert mine.item() == theirs.item()
+    assert torch.equal(gradient, other)
+    assert 0 < float((weight == 0).float().mean()) < 1
+
+
+def test_topr_may_taper_by_the_score() -> None:
+    # Row 0 succeeded and has a negative advantage; row 1 failed and has a positive one. The ratio of both is 0.25.
+    new = double([[0.5], [0.5]]).log().requires_grad_()
+    arguments = {"log_prob": new, "behaviour_log_prob": double([[2.0], [2.0]]).log(), "advantage": double(-1.0, 1.0)}
+    by_advantage, _ = topr_loss(**arguments)  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(by_advantage, new)
+    assert gradient.flatten().tolist() == pytest.approx([0.25 / 2, -1 / 2])
+    positive = torch.tensor([True, False])
+    by_score, _ = topr_loss(**arguments, sign="score", positive=positive)  # type: ignore[arg-type]
+    (gradient,) = torch.autograd.grad(by_score, new)
+    assert gradient.flatten().tolist() == pytest.approx([1 / 2, -0.25 / 2])
+    with pytest.raises(ValueError, match="needs positive"):
+        topr_loss(**arguments, sign="score")  # type: ignore[arg-type]
 
 
 def test_decoupled_ppo_by_hand() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.algorithms.kl import AdaptiveKlCoefficient
+from embodied_rl.algorithms.kl import AdaptiveKlCoefficient, kl_estimate
 from embodied_rl.algorithms.reward_shaping import (
     clip_reward,
     difference_reward,
@@ -156,11 +156,13 @@ def test_kl_in_reward_by_hand() -> None:
     reference = torch.tensor([[-1.5, -1.0, NAN], [-0.5, NAN, NAN]], dtype=torch.float64)
     reward = place_at_last(torch.tensor([1.0, -1.0], dtype=torch.float64), mask)
     # k1: 0.5, -1 and 0.
-    shaped, metrics = kl_in_reward(reward=reward, log_prob=log_prob, reference_log_prob=reference, coefficient=0.1, mask=mask)
+    kl = kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind="k1")
+    shaped, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=0.1, mask=mask)
     np.testing.assert_allclose(shaped, [[-0.05, 1.1, 0.0], [-1.0, 0.0, 0.0]], atol=1e-15)
     assert metrics["kl"].item() == pytest.approx((0.5 - 1.0 + 0.0) / 3)
     assert metrics["kl_penalty"].item() == pytest.approx(0.1 * -0.5 / 3)
-    squared, _ = kl_in_reward(reward=reward, log_prob=log_prob, reference_log_prob=reference, coefficient=0.1, kind="k2", mask=mask)
+    kl = kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind="k2")
+    squared, _ = kl_in_reward(reward=reward, kl=kl, coefficient=0.1, mask=mask)
     np.testing.assert_allclose(squared, [[-0.0125, 0.95, 0.0], [-1.0, 0.0, 0.0]], atol=1e-15)
 
 
@@ -172,7 +174,8 @@ def test_kl_in_reward_keeps_a_bandit_near_its_reference() -> None:
     optimizer = torch.optim.SGD([logits], lr=1.0)
     for _ in range(600):
         log_prob = logits.log_softmax(-1)
-        reward, _ = kl_in_reward(reward=worth, log_prob=log_prob, reference_log_prob=reference.log(), coefficient=beta)
+        kl = kl_estimate(log_prob=log_prob, reference_log_prob=reference.log(), kind="k1")
+        reward, _ = kl_in_reward(reward=worth, kl=kl, coefficient=beta)
         assert not reward.requires_grad
         optimizer.zero_grad()
         (-(log_prob.exp().detach() * reward * log_prob).sum()).backward()
@@ -184,9 +187,10 @@ def test_kl_in_reward_keeps_a_bandit_near_its_reference() -> None:
 def test_adaptive_coefficient_steers_the_penalty() -> None:
     coefficient = AdaptiveKlCoefficient(0.1, target=0.01, horizon=10)
     log_prob, reference = torch.full((4,), math.log(0.9)), torch.full((4,), math.log(0.5))
-    before, metrics = kl_in_reward(reward=torch.zeros(4), log_prob=log_prob, reference_log_prob=reference, coefficient=coefficient.value)
+    kl = log_prob - reference
+    before, metrics = kl_in_reward(reward=torch.zeros(4), kl=kl, coefficient=coefficient.value)
     # log 1.8 = 0.588 is far above the target: 1 + 0.2 · 4 / 10 = 1.08.
     coefficient.update(metrics["kl"].item(), 4)
-    after, _ = kl_in_reward(reward=torch.zeros(4), log_prob=log_prob, reference_log_prob=reference, coefficient=coefficient.value)
+    after, _ = kl_in_reward(reward=torch.zeros(4), kl=kl, coefficient=coefficient.value)
     torch.testing.assert_close(after, 1.08 * before)
     assert before[0].item() == pytest.approx(-0.1 * math.log(1.8), rel=1e-6)

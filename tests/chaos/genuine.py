@@ -18,7 +18,7 @@ from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.hybrid.sharded_checkpoint import read_whole, save_sharded
+from embodied_rl.learning.sharded_checkpoint import read_whole, save_sharded
 from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from embodied_rl.video import mp4_as_gif, write_mp4

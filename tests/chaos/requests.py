@@ -50,7 +50,9 @@ class Requests(Attack):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         http = ServerLimits(max_body_mb=2.0, request_s=_REQUEST_S)
-        self._envs = EnvironmentService({**offered_simulators(), **_TOYS}, limits=ServiceLimits(max_environments=4), http=http)
+        self._envs = EnvironmentService(
+            {**offered_simulators(), **_TOYS}, token="none", limits=ServiceLimits(max_environments=4), http=http
+        )
         tokenizer = ChatTokenizer(train_tokenizer(["go left", "go right", "Where is the cup?"] * 4, 300), "tiny")
         answer = [*(int(token) for token in tokenizer.encode("go left")), _END]
         options = ProxyOptions(model="tiny", stop_ids=(_END,))

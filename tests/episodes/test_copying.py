@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.copying import copy_episodes
+from embodied_rl.episodes.copying import adopted, require_compatible
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import Recording, RecordingError
 from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.types import TensorSpec
@@ -22,6 +23,12 @@ def record(folder: Path, seeds: range, spec: object = STATE_SPEC, **policy: obje
         for seed in seeds:
             writer.add(make_episode(seed=seed, num_steps=seed + 2, images={"front": moving_square(seed + 3, 33, 48)}))
     return folder
+
+
+def copy_episodes(source: Recording, writer: RecordingWriter, indices: Iterable[int] | None = None) -> list[int]:
+    require_compatible(source.info, writer.info, str(source.path), str(writer.folder))
+    numbers = range(len(source)) if indices is None else indices
+    return [writer.add(adopted(source.episode(number), source.info, writer.info)) for number in numbers]
 
 
 def test_a_split_is_the_chosen_episodes_and_videos_lose_nothing(tmp_path: Path) -> None:

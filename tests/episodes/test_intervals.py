@@ -15,7 +15,6 @@ from embodied_rl.episodes.intervals import (
     effective_sample_size,
     empirical_bernstein,
     largest_share,
-    leave_one_out_counts,
     percentile_interval,
     refit_errors,
     resample_counts,
@@ -32,7 +31,6 @@ def test_resamples_are_of_the_size_of_the_data_and_shared() -> None:
     assert counts.var() == pytest.approx(0.95, rel=0.05)
     np.testing.assert_array_equal(counts, resample_counts(20, 4000, seed=3))
     assert (counts != resample_counts(20, 4000, seed=4)).any()
-    np.testing.assert_array_equal(leave_one_out_counts(3), [[0, 1, 1], [1, 0, 1], [1, 1, 0]])
 
 
 def test_percentiles_are_read_off() -> None:

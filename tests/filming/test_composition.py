@@ -13,7 +13,7 @@ from tests.filming.samples import filmed_episode
 
 ACTION = ActionSpec.discrete(2)
 BORDERS = Overlays(parse_overlays("success"), ACTION)
-SIZE = 96
+SIZE, GAP = 96, 4
 
 
 def test_an_ended_tile_keeps_its_last_moment_in_a_frame_of_its_outcome() -> None:
@@ -22,8 +22,9 @@ def test_an_ended_tile_keeps_its_last_moment_in_a_frame_of_its_outcome() -> None
     pictures = Pictures([Row("", [short, long])], BORDERS, reports_success=True)
     assert len(pictures) == 4
     width = border_width(SIZE)
+    assert pictures[0].shape[1] == 2 * SIZE + GAP
     for index, frame in enumerate(pictures):
-        left, right = frame[:, :SIZE], frame[:, SIZE:]
+        left, right = frame[:, :SIZE], frame[:, SIZE + GAP :]
         assert (left[SIZE // 2 : -width, width:-width] == 50 + min(index, 1)).all()
         assert (right[SIZE // 2 : -width, width:-width] == 150 + index).all()
         assert (left[-1] == (GREEN if index >= 1 else 50)).all()
@@ -41,17 +42,21 @@ def test_many_episodes_become_a_grid() -> None:
         [Row("", [filmed_episode(10 * n, 1, False) for n in range(1, 7)])], Overlays(frozenset(), ACTION), reports_success=True
     )
     frame = pictures[0]
-    assert frame.shape == (2 * SIZE, 3 * SIZE, 3)
-    assert [int(frame[y * SIZE + 48, x * SIZE + 48, 0]) for y in range(2) for x in range(3)] == [10, 20, 30, 40, 50, 60]
+    assert frame.shape == (2 * SIZE + GAP, 3 * SIZE + 2 * GAP, 3)
+    assert [int(frame[y * (SIZE + GAP) + 48, x * (SIZE + GAP) + 48, 0]) for y in range(2) for x in range(3)] == [10, 20, 30, 40, 50, 60]
 
 
 def test_wide_tiles_of_several_cameras_fill_fewer_columns() -> None:
     wide = filmed_episode(10, 1, False)
     wide.frames = [np.concatenate([frame, frame], axis=1) for frame in wide.frames]
-    assert Pictures([Row("", [wide] * 4)], Overlays(frozenset(), ACTION), reports_success=True)[0].shape == (2 * SIZE, 4 * SIZE, 3)
+    assert Pictures([Row("", [wide] * 4)], Overlays(frozenset(), ACTION), reports_success=True)[0].shape == (
+        2 * SIZE + GAP,
+        4 * SIZE + GAP,
+        3,
+    )
     two = Overlays(frozenset(), ACTION, ("front", "wrist"))
     duel = Pictures([Row("a", [wide] * 3), Row("b", [wide] * 3)], two, reports_success=True)[0]
-    assert duel.shape[1] == 4 * SIZE
+    assert duel.shape[1] == 4 * SIZE + GAP
 
 
 @pytest.mark.parametrize(("count", "blocks", "columns"), [(1, 1, 1), (4, 1, 4), (6, 2, 4)])
@@ -59,7 +64,7 @@ def test_in_a_duel_the_same_seeds_stand_one_above_the_other(count: int, blocks: 
     ours, theirs = ([filmed_episode(base + 5 * n, 1, False) for n in range(count)] for base in (40, 140))
     frame = Pictures([Row("ours", ours), Row("theirs", theirs)], Overlays(frozenset(), ACTION), reports_success=True)[0]
     height, width, _ = frame.shape
-    assert width == columns * SIZE
+    assert width == columns * (SIZE + GAP) - GAP
     band = (height // (2 * blocks)) - SIZE
     assert 8 < band < 40
     for number in range(count):
@@ -67,7 +72,7 @@ def test_in_a_duel_the_same_seeds_stand_one_above_the_other(count: int, blocks: 
         for row, base in enumerate((40, 140)):
             top = (2 * block + row) * (SIZE + band)
             assert tuple(frame[top + 1, -2]) == BANDS[row]
-            tile = frame[top + band : top + band + SIZE, column * SIZE : (column + 1) * SIZE]
+            tile = frame[top + band : top + band + SIZE, column * (SIZE + GAP) : column * (SIZE + GAP) + SIZE]
             assert (tile == base + 5 * number).all()
     # The names are written in white.
     assert frame[:band, :, 0].max() > 180

@@ -9,9 +9,9 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.filming.episodes import Moment
-from embodied_rl.filming.overlays import DEFAULT, NAMES, Overlays, annotate, draw_action, normalised, parse_overlays
+from embodied_rl.filming.overlays import DEFAULT, NAMES, Bands, Overlays, add_action, annotate, normalised, parse_overlays
 from embodied_rl.types import ActionSpec
-from embodied_rl.video import GREEN, TextLook, overlay
+from embodied_rl.video import GREEN, TextLook, border_width, overlay
 from tests.filming.samples import SPEC, filmed_episode
 
 BLUE = (88, 166, 255)
@@ -27,7 +27,7 @@ def drawn(text: str, moment: Moment = MOMENT, cameras: tuple[str, ...] = (), fra
 def test_names_can_be_chosen_one_by_one_or_together() -> None:
     assert parse_overlays("none") == frozenset()
     assert parse_overlays("all") == frozenset(NAMES)
-    assert parse_overlays("default") == frozenset(DEFAULT) == {"task", "step", "answer", "success"}
+    assert parse_overlays("default") == frozenset(DEFAULT) == {"task", "instruction", "step", "answer", "success"}
     assert parse_overlays(" default, actions ") == {*DEFAULT, "actions"}
     with pytest.raises(UserError, match=r"overlay=rewards: 'rewards' is not a choice. Did you mean 'reward'\?"):
         parse_overlays("rewards")
@@ -43,7 +43,7 @@ def test_each_overlay_writes_its_own_text_and_no_other() -> None:
     np.testing.assert_array_equal(drawn("success", dataclasses.replace(MOMENT, success=False)), FRAME)
     unknown = dataclasses.replace(MOMENT, value=None, action=None)
     np.testing.assert_array_equal(drawn("value", unknown), overlay(FRAME, [], ["value –"]))
-    np.testing.assert_array_equal(drawn("actions", unknown), FRAME)
+    np.testing.assert_array_equal(drawn("actions", unknown), add_action(FRAME, None, SPEC.action))
     assert (FRAME == 100).all(), "the episode's own picture was drawn into"
 
 
@@ -52,8 +52,7 @@ def test_a_long_instruction_takes_two_lines_and_no_more() -> None:
     overlays = Overlays(parse_overlays("instruction"), SPEC.action)
     picture = annotate(FRAME, long, MOMENT, overlays)
     strip = TextLook.of(FRAME).strip(2)
-    assert (picture[strip:] == 100).all()
-    assert (picture[strip - 1] != 100).all()
+    np.testing.assert_array_equal(picture[strip:], FRAME)
     rows = np.flatnonzero((picture[:strip] > 200).all(axis=-1).any(axis=1))
     assert rows.max() - rows.min() > TextLook.of(FRAME).line, "there are letters in both lines"
 
@@ -67,10 +66,10 @@ def test_bars_stand_for_the_share_of_each_dimensions_range() -> None:
 
     def heights(action: list[float]) -> list[int]:
         """Signed pixels of each bar: up from the middle is positive."""
-        picture = draw_action(FRAME, np.array(action), SPEC.action, 0)
+        picture = add_action(FRAME, np.array(action), SPEC.action)
+        np.testing.assert_array_equal(picture[: len(FRAME)], FRAME)
         blue = (picture == BLUE).all(axis=-1)
-        panel = np.argwhere((picture != 100).any(axis=-1))
-        middle = (panel[:, 0].min() + panel[:, 0].max()) / 2
+        middle = (len(FRAME) + len(picture)) / 2
         columns = np.flatnonzero(blue.any(axis=0))
         groups = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
         found = []
@@ -82,40 +81,55 @@ def test_bars_stand_for_the_share_of_each_dimensions_range() -> None:
 
     full_up, full_down = heights([1.0, 0.0])
     assert full_up == pytest.approx(-full_down, abs=1)
-    assert 15 < full_up < 35  # of a panel a fifth of 256 pixels high
+    assert 12 < full_up < 20  # half of an eighth of 256 pixels
     half, nothing = heights([0.5, 5.0])
     assert half == pytest.approx(full_up / 2, abs=1)
     assert abs(nothing) <= 1
 
 
 @pytest.mark.parametrize("count", [1, 7, 26, 64, 200])
-def test_bars_of_any_number_stay_inside_the_picture(count: int) -> None:
+def test_bars_of_any_number_stay_inside_the_band(count: int) -> None:
     spec = ActionSpec.continuous([-1.0] * count, [1.0] * count)
     for size in (64, 256):
         frame = np.full((size, size, 3), 100, np.uint8)
-        changed = (draw_action(frame, np.ones(count), spec, 20) != 100).any(axis=-1)
-        rows, columns = np.nonzero(changed)
-        assert rows.max() < size - 20
-        assert columns.min() >= 0
-        assert columns.max() < size - 1
-        assert columns.min() > size * 0.4, "the left part of the picture is not covered"
+        empty, full = add_action(frame, None, spec), add_action(frame, np.ones(count), spec)
+        assert empty.shape == full.shape
+        rows, columns = np.nonzero((empty != full).any(axis=-1))
+        assert rows.min() > size
+        edge = border_width(size)
+        assert columns.min() >= edge
+        assert columns.max() < size - edge
 
 
 def test_a_choice_is_one_filled_square() -> None:
     spec = ActionSpec.discrete(3)
-    pictures = [draw_action(FRAME, np.array([choice]), spec, 0) for choice in range(3)]
+    pictures = [add_action(FRAME, np.array([choice]), spec) for choice in range(3)]
     places = [np.flatnonzero((picture == BLUE).all(axis=-1).any(axis=0)).mean() for picture in pictures]
     assert places == sorted(places)
     assert places[1] - places[0] == pytest.approx(places[2] - places[1])
-    np.testing.assert_array_equal(draw_action(FRAME, np.array(["go"], object), ActionSpec.text(), 0), FRAME)
+    words = Overlays(parse_overlays("actions"), ActionSpec.text())
+    np.testing.assert_array_equal(annotate(FRAME, EPISODE, MOMENT, words), FRAME)
 
 
 def test_several_cameras_carry_their_names_below_the_strip() -> None:
     wide = np.full((256, 512, 3), 100, np.uint8)
-    alone, named = drawn("task", frame=wide), drawn("task", cameras=("front", "wrist"), frame=wide)
-    rows, columns = np.nonzero((alone != named).any(axis=-1))
-    assert rows.min() > TextLook.of(wide).strip(1)
-    assert rows.max() < 64
+    plain, named = drawn("task", frame=wide), drawn("task", cameras=("front", "wrist"), frame=wide)
+    strip = TextLook.of(wide).strip(1)
+    np.testing.assert_array_equal(named[:strip], plain[:strip])
+    np.testing.assert_array_equal(named[2 * strip :], wide)
+    columns = np.flatnonzero((named[strip : 2 * strip] > 200).all(axis=-1).any(axis=0))
     assert (columns < 256).any()
     assert (columns > 256).any()
     np.testing.assert_array_equal(drawn("task", cameras=("front",)), drawn("task"))
+
+
+def test_tiles_of_one_film_have_one_size_and_no_band_covers_a_picture() -> None:
+    talkative = dataclasses.replace(EPISODE, instruction="pick up the red cube and put it into the drawer that is open " * 3)
+    overlays = Overlays(parse_overlays("all"), SPEC.action)
+    bands = Bands.of([EPISODE, talkative], overlays)
+    assert bands == Bands(above=3, below=2)  # the task and two lines; seed and step, reward and value
+    quiet, loud = (annotate(FRAME, episode, MOMENT, overlays, bands) for episode in (EPISODE, talkative))
+    assert quiet.shape == loud.shape
+    top = TextLook.of(FRAME).strip(3)
+    for picture in (quiet, loud):
+        np.testing.assert_array_equal(picture[top : top + len(FRAME)], FRAME)

@@ -72,16 +72,16 @@ def test_the_best_recorded_episodes_are_shown(tmp_path: Path) -> None:
     (path,) = film_recording(recording, tmp_path / "videos", Film(select="best:2", size=64, formats=("mp4",), overlay="none"))
     assert path.name == "Toy-v0_toy_best.mp4"
     frames = mp4(path)
-    assert frames[0].shape == (64, 128, 3)
+    assert frames[0].shape == (64, 132, 3)
     # The left tile is seed 3's, whose last picture has the grey 5; the right one stops at seed 1's third. H.264 blurs by little.
     last = frames[-1].astype(int)
     assert abs(last[32, 32] - 5).max() <= 3
-    assert abs(last[32, 96] - 3).max() <= 3
+    assert abs(last[32, 100] - 3).max() <= 3
     (again,) = film_recording(recording, tmp_path / "videos", Film(select="best:2", size=64, formats=("mp4",), overlay="none"))
     assert again.name == "Toy-v0_toy_best_2.mp4"
     (first,) = film_recording(recording, tmp_path / "videos", Film(num_episodes=9, size=64, formats=("mp4",), cameras=("wrist",)))
     assert first.name == "Toy-v0_toy.mp4"
-    assert mp4(first)[0].shape == (64, 192, 3), "all three, where there are no nine"
+    assert mp4(first)[0].shape[1] == 3 * 64 + 2 * 4, "all three, where there are no nine"
 
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:

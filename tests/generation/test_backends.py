@@ -9,7 +9,7 @@ import torch
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.generation.torch_backend import ModuleActor, NumpyGaussianActor, TorchGenerator
 from embodied_rl.types import ActionSpec, SimSpec
-from tests.hybrid.samples import SPEC, make_batch, make_policy
+from tests.learning.samples import SPEC, make_batch, make_policy
 
 DISCRETE = SimSpec("Toy-v0", SPEC.observation, ActionSpec.discrete(4))
 

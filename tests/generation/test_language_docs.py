@@ -35,6 +35,6 @@ def test_table_of_backends_names_what_exists() -> None:
     import importlib
 
     found = re.findall(r"^\| `(\w+)\.(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(found) == 6
+    assert len(found) == 5
     for module, name in found:
         assert hasattr(importlib.import_module(f"embodied_rl.generation.{module}"), name)

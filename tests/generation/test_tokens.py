@@ -16,7 +16,6 @@ from embodied_rl.generation.tokens import (
     check_new_ids,
     context_room,
     derive_seed,
-    fit_prompt,
     uniform_stream,
 )
 
@@ -80,19 +79,6 @@ def test_room_by_hand() -> None:
     assert isinstance(too_long, Failure)
     assert too_long.kind == "prompt_too_long"
     assert "3 tokens" in too_long.message
-
-
-def test_fitting_drops_the_oldest_behind_what_is_kept() -> None:
-    prompt = np.array([90, 91, 1, 2, 3, 4, 5])
-    fitted = fit_prompt(prompt, 8, 3, keep_first=2)
-    # 8 − 3 = 5 tokens may stay: two kept ones and the last three.
-    assert fitted.prompt_ids.tolist() == [90, 91, 3, 4, 5]
-    assert (fitted.num_dropped, fitted.dropped_from) == (2, 2)
-    untouched = fit_prompt(prompt, 10, 3, keep_first=2)
-    assert untouched.prompt_ids is prompt
-    assert untouched.num_dropped == 0
-    with pytest.raises(UserError, match="no room for 2 kept ones"):
-        fit_prompt(prompt, 5, 3, keep_first=2)
 
 
 def test_ids_in_flight_are_unique() -> None:

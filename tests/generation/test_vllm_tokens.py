@@ -39,7 +39,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param(["in_process"], marks=pytest.mark.ci_sample), ["in_process", "--tied"], ["async"], ["async", "--tied"]],
+    [pytest.param([], marks=pytest.mark.ci_sample), ["--tied"]],
     ids=" ".join,
 )
 def test_engine(arguments: list[str]) -> None:
@@ -101,10 +101,10 @@ def test_engine(arguments: list[str]) -> None:
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.timeout(580)
-@pytest.mark.parametrize("engine", [pytest.param("in_process", marks=pytest.mark.ci_sample), "async"])
-def test_pictures(engine: str) -> None:
+@pytest.mark.ci_sample
+def test_pictures() -> None:
     """A vision-language model in the layout of LLaVA: log-probabilities are the trainer's, after updates of its vision tower too."""
-    command = [sys.executable, "-m", "tests.generation.vllm_vision_scenario", engine]
+    command = [sys.executable, "-m", "tests.generation.vllm_vision_scenario"]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=570, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]

@@ -10,7 +10,6 @@ import importlib
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
-from embodied_rl.generation.vllm_tokens import AsyncVLLMTokens, VLLMOptions, VLLMTokens
+from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
@@ -32,11 +31,11 @@ CONTEXT = 256
 class Player:
     """A backend, the policy it samples from, and a record of what happened."""
 
-    def __init__(self, engine: str, tied: bool, folder: Path) -> None:
+    def __init__(self, tied: bool, folder: Path) -> None:
         make_tiny_model(folder, TEXTS, shape=TinyShape(tied=tied, spread=0.15, max_context=CONTEXT))
         self.policy = build_language_policy(LanguageConfig(str(folder), dtype="float32", lora_rank=0 if tied else 4))
         options = VLLMOptions(str(folder), max_batch=16, seed=5)
-        self.backend: Any = VLLMTokens(options) if engine == "in_process" else AsyncVLLMTokens(options)
+        self.backend: Any = VLLMTokens(options)
         self.rng = np.random.default_rng(0)
         self.next_id = 0
 
@@ -166,12 +165,12 @@ def ends(player: Player) -> dict[str, Any]:
     }
 
 
-def in_flight(player: Player, engine: str) -> dict[str, Any]:
+def in_flight(player: Player) -> dict[str, Any]:
     """Pause, new weights, abort, resume, while requests are under way."""
     version = player.backend.version + 1
     requests = player.requests(5, max_new_tokens=200, prompt_ids=np.array([7, 8, 9]))
     player.backend.submit(requests)
-    _let_some_tokens_come(player, engine)
+    _let_some_tokens_come(player)
     player.backend.pause()
     early = {completion.request_id: completion for completion in player.backend.poll(timeout_s=0.2)}
     paused = player.backend.num_in_flight
@@ -204,7 +203,7 @@ def in_flight(player: Player, engine: str) -> dict[str, Any]:
     }
 
 
-def asleep(player: Player, engine: str) -> dict[str, Any]:
+def asleep(player: Player) -> dict[str, Any]:
     """The same requests twice: undisturbed, and with a sleep in the midst of them; then new weights that come while it sleeps."""
     backend, old = player.backend, player.backend.version
     whole = player.requests(3, max_new_tokens=120, prompt_ids=np.array([7, 8, 9]))
@@ -212,7 +211,7 @@ def asleep(player: Player, engine: str) -> dict[str, Any]:
     again = [GenerationRequest(**{**vars(one), "request_id": 7000 + one.request_id}) for one in whole]
     awake = backend.cache_bytes
     backend.submit(again)
-    _let_some_tokens_come(player, engine)
+    _let_some_tokens_come(player)
     freed = backend.release_memory()
     figures = {"freed": freed, "frees": backend.can_free_memory, "bytes": [awake, backend.cache_bytes], "again": backend.release_memory()}
     answered = len(backend.poll(timeout_s=0.2))
@@ -234,12 +233,9 @@ def asleep(player: Player, engine: str) -> dict[str, Any]:
     return {**figures, "answered": answered, "same": same, "error": player.error(requests, new), "versions": versions, "version": old + 1}
 
 
-def _let_some_tokens_come(player: Player, engine: str) -> None:
-    if engine == "in_process":
-        for _ in range(6):
-            player.backend.poll(timeout_s=0)
-    else:
-        time.sleep(0.15)
+def _let_some_tokens_come(player: Player) -> None:
+    for _ in range(6):
+        player.backend.poll(timeout_s=0)
 
 
 def refusals(player: Player) -> dict[str, str]:
@@ -262,23 +258,21 @@ def refusals(player: Player) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("engine", choices=["in_process", "async"])
     parser.add_argument("--tied", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    if options.engine == "in_process":
-        # As after a run's first update: vLLM looks into all modules when an engine starts, and numba's library is hard to look into.
-        importlib.import_module("numba")
+    # As after a run's first update: vLLM looks into all modules when an engine starts, and numba's library is hard to look into.
+    importlib.import_module("numba")
     with tempfile.TemporaryDirectory() as folder:
-        player = Player(options.engine, options.tied, Path(folder))
+        player = Player(options.tied, Path(folder))
         try:
             found = {
                 "updates": updates(player),
                 "settings": settings(player),
                 "ends": ends(player),
-                "in_flight": in_flight(player, options.engine),
-                "asleep": asleep(player, options.engine),
+                "in_flight": in_flight(player),
+                "asleep": asleep(player),
                 "refusals": refusals(player),
             }
         finally:

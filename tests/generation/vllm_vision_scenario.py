@@ -5,7 +5,6 @@ In a process of its own, because an engine leaves its mark on the process it run
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import torch
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
-from embodied_rl.generation.vllm_tokens import AsyncVLLMTokens, VLLMOptions, VLLMTokens
+from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from tests.policies.vision_models import make_vision_model, picture
@@ -108,8 +107,6 @@ def refused(policy: LanguagePolicy, backend: Any) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("engine", choices=["in_process", "async"])
     torch.manual_seed(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
@@ -117,7 +114,7 @@ def main() -> None:
         folder = make_vision_model("llava", Path(place) / "model", hidden_size=64)
         policy = build_language_policy(LanguageConfig(str(folder), dtype="float32"))
         options = VLLMOptions(str(policy.save_model(Path(place) / "served")), max_batch=8, seed=5)
-        backend: Any = VLLMTokens(options) if parser.parse_args().engine == "in_process" else AsyncVLLMTokens(options)
+        backend = VLLMTokens(options)
         try:
             found = {"updates": updates(policy, backend), "images": image_share(policy, backend), "refused": refused(policy, backend)}
         finally:

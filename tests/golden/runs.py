@@ -77,7 +77,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "ppo_fused_gaussian": ("sim=pendulum", *PPO, "policy.normalize_observation=true", "total_steps=384"),
     "ppo_autograd": ("sim=pendulum", *PPO, "policy.activation=relu", "policy.distribution=squashed", "total_steps=384"),
     "ppo_cnn": (
-        *("sim=pixel_reach", "policy=cnn", *QUICK, "algorithm.rollout_steps=16", "algorithm.minibatch_size=32"),
+        *(*POINTS, "sim.kwargs={size: 48, words: none}", "policy=cnn", "algorithm.rollout_steps=16", "algorithm.minibatch_size=32"),
         *("algorithm.num_epochs=1", "total_steps=64", "evaluation.num_episodes=2"),
     ),
     "tiny_vla_chunks": (*POINTS, *SMALL_VLA, *CHUNKS, "algorithm.advantage=gae_chunk", "algorithm.ratio=token"),
@@ -180,7 +180,8 @@ def make_openvla(directory: Path) -> Path:
 
 
 def run(name: str, folder: Path) -> Path:
-    """Train golden run `name` below `folder`; returns its run folder."""
+    """Train golden run `name` below `folder`, with one thread whatever the machine has; returns its run folder."""
+    torch.set_num_threads(1)
     if name in RESUMED:
         return resumed(name, folder)
     words = [word.replace("{openvla}", str(make_openvla(folder / "openvla"))) if "{openvla}" in word else word for word in RUNS[name]]

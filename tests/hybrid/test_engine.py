@@ -6,9 +6,8 @@ import torch
 
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.hybrid.engine import HybridEngine
-from embodied_rl.hybrid.learner import Learner
-from embodied_rl.hybrid.threads import _openblas, compute_threads
-from tests.hybrid.samples import CONFIG, make_batch, make_policy
+from embodied_rl.learning.devices import _openblas, compute_threads
+from tests.learning.samples import CONFIG, make_batch, make_policy, rollout_learner, update
 
 
 def make_engine() -> HybridEngine:
@@ -30,7 +29,7 @@ def test_generation_sees_new_weights_at_publish_alone() -> None:
     before, version = act()
     assert version == 7
     with engine.training():
-        Learner(engine.policy, CONFIG).update(make_batch(engine.policy), iteration=0, num_iterations=1, seed=0)
+        update(rollout_learner(engine.policy, CONFIG), make_batch(engine.policy), 0, 1, 0)
     assert np.array_equal(act()[0], before)
     engine.publish(8)
     after, version = act()

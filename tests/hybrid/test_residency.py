@@ -16,9 +16,10 @@ from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.hybrid.engine import HybridEngine
-from embodied_rl.hybrid.learner import Learner
-from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors, optimizer_tensors
-from tests.hybrid.samples import CONFIG, make_batch, make_policy, parameters
+from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
+from embodied_rl.learning.learner import Learner
+from embodied_rl.learning.optimizer import Optimizer
+from tests.learning.samples import CONFIG, make_batch, make_policy, parameters, rollout_learner, update
 from tests.policies.language_models import load, tiny
 
 
@@ -80,7 +81,7 @@ def test_nan_and_odd_types_come_back_bit_for_bit() -> None:
 def test_training_goes_on_bit_for_bit(offload: tuple[str, ...]) -> None:
     def run(config: HybridConfig) -> tuple[dict[str, torch.Tensor], HybridEngine, Simulators]:
         policy = make_policy()
-        learner, simulators = Learner(policy, CONFIG, allow_fused=False, num_threads=1), Simulators()
+        learner, simulators = rollout_learner(policy, CONFIG, allow_fused=False, num_threads=1), Simulators()
         engine = make_engine(config, policy, TorchGenerator(policy), FakeMethod(learner), simulators)
         batch = make_batch(policy)
         engine.publish(0)
@@ -94,7 +95,7 @@ def test_training_goes_on_bit_for_bit(offload: tuple[str, ...]) -> None:
                     assert ledger["optimizer"] == {"host": 8 * number + 4 * steps, "cpu": 0}
                     assert ledger["gradients"] == {}
             with engine.training():
-                learner.update(batch, iteration=iteration, num_iterations=3, seed=0)
+                update(learner, batch, iteration, 3, 0)
                 if "gradients" in config.offload:
                     assert engine.residency.ledger()["gradients"] == {"cpu": 4 * sum(p.numel() for p in policy.parameters())}
             engine.publish(iteration + 1)
@@ -135,7 +136,7 @@ def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
     def run(config: HybridConfig) -> tuple[dict[int, Any], list[int]]:
         backend = backends.TorchTokens(model, max_batch=3)
         policy = make_policy()
-        engine = make_engine(config, policy, backend, FakeMethod(Learner(policy, CONFIG, num_threads=1)), Simulators())
+        engine = make_engine(config, policy, backend, FakeMethod(rollout_learner(policy, CONFIG, num_threads=1)), Simulators())
         backend.submit(asked)
         sizes, found = [], []
         for turn in range(3):
@@ -174,7 +175,7 @@ def test_impossible_settings_are_refused() -> None:
     with pytest.raises(UserError, match=r"hybrid\.precision must be float32 with hybrid\.sharding"):
         HybridConfig(precision="bfloat16", sharding=ShardingConfig())
     policy = make_policy()
-    fused = FakeMethod(Learner(policy, CONFIG, device="cpu"))
+    fused = FakeMethod(rollout_learner(policy))
     with pytest.raises(UserError, match="TorchGenerator keeps no cache"):
         make_engine(HybridConfig(device="cpu", offload=("kv_cache",)), policy, TorchGenerator(policy), fused, Simulators())
     with pytest.raises(UserError, match="arrays of its own"):
@@ -184,14 +185,14 @@ def test_impossible_settings_are_refused() -> None:
 @pytest.mark.gpu
 def test_gpu_memory_is_given_back_by_the_allocators_own_numbers() -> None:
     module = nn.Sequential(*[nn.Linear(1024, 1024, device="cuda") for _ in range(8)])
-    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer = Optimizer(dict(module.named_parameters()), learning_rate=1e-3, eps=1e-8, max_grad_norm=1.0)
     module(torch.randn(4, 1024, device="cuda")).sum().backward()
-    optimizer.step()
+    optimizer.step(1e-3)
     before = {name: tensor.clone().cpu() for name, tensor in module.state_dict().items()}
     residency = Residency()
     residency.register("parameters", Tensors(module.parameters))
     residency.register("gradients", Gradients(module.parameters))
-    residency.register("optimizer", Tensors(lambda: optimizer_tensors(optimizer)))
+    residency.register("optimizer", Tensors(optimizer.tensors))
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()
     on_gpu = sum(size for row in residency.ledger().values() for place, size in row.items() if place.startswith("cuda"))

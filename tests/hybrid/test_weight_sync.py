@@ -18,10 +18,9 @@ from torch import Tensor
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
-from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, InProcess, SharedStorage, apply_delta, buckets, is_lora, only
+from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets, is_lora, only
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
-from tests.hybrid.samples import make_policy
 from tests.policies.language_models import tiny
 
 READER = Path(__file__).with_name("weight_reader.py")
@@ -38,39 +37,6 @@ class Collects:
 
 
 # ---- this process -------------------------------------------------------------------------------------------------------
-
-
-def test_shared_storage_copies_nothing() -> None:
-    trained, generating = make_policy(), make_policy()
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(1.0)
-    shared = SharedStorage(trained, generating)
-    pairs = list(zip(trained.parameters(), generating.parameters(), strict=True))
-    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
-    optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
-    sum(p.square().sum() for p in trained.parameters()).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    trained.update_statistics({"state": torch.randn(50, 11)})
-    done = shared.publish(3)
-    assert shared.version == 3
-    assert done.num_bytes == sum(buffer.nbytes for buffer in trained.buffers())
-    observation = {"state": torch.randn(5, 11)}
-    assert torch.equal(trained.act(observation, None).action, generating.act(observation, None).action)
-    trained.critic[0].weight.data = trained.critic[0].weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"critic\.0\.weight.*was replaced"):
-        shared.publish(4)
-    with pytest.raises(ValueError, match="no equal"):
-        SharedStorage(make_policy(hidden_sizes=(8,)), make_policy())
-
-
-def test_in_process_serves_several_from_one_stream() -> None:
-    consumers = [Collects(), Collects()]
-    done = InProcess(consumers).publish(5, ((name, torch.full((3,), float(name))) for name in ("1", "2")))
-    assert (done.num_tensors, done.num_bytes) == (2, 24)
-    for consumer in consumers:
-        assert consumer.version == 5
-        assert {name: tensor.tolist() for name, tensor in consumer.tensors.items()} == {"1": [1.0] * 3, "2": [2.0] * 3}
 
 
 def test_buckets_keep_the_order_and_the_bound() -> None:

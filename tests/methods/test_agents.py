@@ -20,14 +20,16 @@ from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeValues
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
-from embodied_rl.config import AlgorithmConfig, GroupsConfig
+from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.learning.learner import make_learner
+from embodied_rl.learning.objectives import TokenObjective
 from embodied_rl.methods import check_method
-from embodied_rl.methods.agents import agent_episodes, of_turns, token_batch, token_rows, turn_batch
+from embodied_rl.methods.agents import agent_episodes, of_turns, prepare_turns, token_batch, token_rows, turn_batch
 from embodied_rl.train import train
 from embodied_rl.types import EpisodeGroup
-from tests.agents.samples import make_episode, make_group, make_turn
+from tests.agents.samples import make_episode, make_group, make_turn, tiny_policy
 
 # ---- credit ---------------------------------------------------------------------------------------------------------
 
@@ -43,7 +45,7 @@ def prepared(groups: list[EpisodeGroup], **options: Any) -> tuple[Credit, Any, l
     config = AlgorithmConfig(**{"groups": GroupsConfig(), **options})
     turns = turn_batch(groups)
     values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
-    credit = EpisodeMethod(config).prepare(turns, values, None, None)
+    credit = EpisodeMethod(config).prepare(turns, values)
     rows, owner = token_rows(agent_episodes(groups))
     return credit, token_batch(rows, owner, credit), owner
 
@@ -101,6 +103,29 @@ def test_a_whole_conversation_is_one_row_with_each_turns_own_advantage() -> None
     assert tokens.sequences[0].token_ids.tolist() == [4, 5, 6, 7, 8, 9]
     np.testing.assert_allclose(tokens.advantage[0], [0, 0, 0.5, 0.5, 0, 1.0])
     assert tokens.chunk_id[0, tokens.mask[0]].tolist() == [0, 0, 1]
+
+
+def test_a_divergence_in_the_reward_is_the_sum_of_the_tokens_estimates(tmp_path: Path) -> None:
+    policy = tiny_policy(tmp_path)
+    kl = KlConfig(coef=0.1, kind="k3", place="reward")
+    algorithm = EpisodeMethod(AlgorithmConfig(groups=GroupsConfig(), advantage="segment_returns", gamma=1.0, kl=kl))
+    config = algorithm.config
+    learner = make_learner(TokenObjective(policy, config), policy, config, HybridConfig(device="cpu", num_threads=1))
+    learner.keep_reference()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    group = make_group(0, [episode(0, 1, seed=5), episode(1, seed=5)])
+    found = prepare_turns(algorithm, learner, [group], trust_sampled=False)
+    sequences = found.tokens.sequences
+    with torch.no_grad():
+        d = (policy.evaluate(sequences).log_prob - policy.reference_log_prob(sequences))[:, 4:].double()
+    assert (d.sum(1).abs() > 0.01).all(), "there is something to estimate"
+    # Rows 0 and 1 are the turns of one episode, row 2 the other: what follows a turn's own divergence is taken from its return too.
+    penalty = 0.1 * (torch.exp(-d) - 1 + d).sum(1)
+    expected = [1 - penalty[0] - penalty[1], 1 - penalty[1], 1 - penalty[2]]
+    np.testing.assert_allclose(found.tokens.advantage[:, 4], expected, rtol=1e-5)
+    assert found.metrics["kl"] == pytest.approx(float(penalty.mean()) / 0.1, rel=1e-5)
 
 
 def test_greedy_baselines_are_compared_with_and_not_learned_from() -> None:

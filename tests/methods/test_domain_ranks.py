@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.methods import check_method
-from tests.hybrid.test_sharded_runs import check_moves
+from tests.learning.test_sharded_runs import check_moves
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 
 HERE = tuple(word for word in COMMON if not word.startswith(("hybrid.", "checkpoint.", "video.", "logger", "evaluation.")))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.generation.tokens import Failure
-from embodied_rl.hybrid.language_learner import ReferenceLogProbs
 from embodied_rl.methods import check_method
 from embodied_rl.methods.agents import PreparedTurns, token_batch, token_rows, turn_batch
 from embodied_rl.methods.domain_building import with_domains
@@ -37,6 +37,7 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.agents.samples import make_episode, make_group, make_turn
 from tests.generation.token_servers import Exchange, TokenServer
+from tests.short_run import last_of
 
 TINY = "policy.tiny={hidden_size: 32, num_layers: 1, num_heads: 1, num_key_value_heads: 1, intermediate_size: 32, max_context: 512}"
 COMMON = [
@@ -96,14 +97,15 @@ def test_rows_of_several_domains_are_one_batch() -> None:
         rows, owner = token_rows([episode for episode in group.episodes if isinstance(episode, AgentEpisode)])
         credit = Credit(torch.full(turns.shape, advantage), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
         tokens = token_batch(rows, owner, credit)
-        parts.append(PreparedTurns(tokens, ReferenceLogProbs(tokens.behaviour_log_prob * 2, None), int(turns.mask.sum()), {}))
+        tokens = replace(tokens, present=tokens.behaviour_log_prob * 2)
+        parts.append(PreparedTurns(tokens, int(turns.mask.sum()), {}))
     whole = joined(parts)
     assert whole.num_turns == 3
     assert whole.tokens.advantage.tolist() == [[0, 2, 2, 0, 0, 0], [0, 2, 0, 0, 0, 0], [0, 0, 0, -1, -1, -1]]
     assert whole.tokens.mask.sum() == 6
-    assert whole.log_probs.present is not None
-    assert whole.log_probs.present.tolist() == (2 * whole.tokens.behaviour_log_prob).tolist()
-    assert whole.log_probs.reference is None
+    assert whole.tokens.present is not None
+    assert whole.tokens.present.tolist() == (2 * whole.tokens.behaviour_log_prob).tolist()
+    assert whole.tokens.reference is None
     assert [sequence.token_ids.tolist() for sequence in whole.tokens.sequences] == [[3, 4, 5], [3, 6], [3, 3, 3, 7, 8, 9]]
 
 
@@ -302,7 +304,7 @@ def test_combinations_that_make_no_sense_are_one_line(overrides: list[str], told
 def test_one_domain_samples_on_torch_and_another_on_vllm(tmp_path: Path) -> None:
     tiny = "policy.tiny={hidden_size: 64, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 64, max_context: 512}"
     changes = [word for word in COMMON if word != TINY] + [tiny, *DOMAINS[:2], "domains.sums.backend=vllm", "total_steps=250"]
-    command = [sys.executable, "-m", "embodied_rl.train", *changes, f"run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "embodied_rl.train", *last_of(changes), f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = logged(tmp_path / "run")

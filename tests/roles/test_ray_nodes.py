@@ -19,6 +19,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.roles.ray_cluster import prepare
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, assert_same_run, configured, curve, trained
+from tests.short_run import last_of
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 240.0
@@ -108,7 +109,7 @@ def test_a_driver_that_dies_leaves_nobody_behind_and_its_run_goes_on(tmp_path: P
     task = [*GROUPS, "checkpoint.every_steps=100"]
     whole = trained(tmp_path / "whole", *task, "total_steps=600")
     run_dir = tmp_path / "killed"
-    command = [sys.executable, "-m", "embodied_rl.train", *task, "hybrid=ray", f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "embodied_rl.train", *last_of(task), "hybrid=ray", f"run_dir={run_dir}"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
     with (tmp_path / "messages").open("w") as messages:
         process = subprocess.Popen([*command, "total_steps=600"], cwd=Path(__file__).parents[2], env=environment, stderr=messages)

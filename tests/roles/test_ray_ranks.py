@@ -23,6 +23,7 @@ from embodied_rl.roles.ray_cluster import Need, needs_of, nodes_of_ranks, prepar
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
+from tests.short_run import last_of
 
 RANKS = ["hybrid.sharding={num_shards: 2, micro_batch_size: 4}"]
 CPUS = "hybrid.ray.cpus={env: 0.5, generation: 0.5, train: 6}"
@@ -173,7 +174,7 @@ def test_a_driver_that_is_killed_leaves_no_rank_behind_and_its_run_goes_on(tmp_p
     whole = trained(tmp_path / "whole", *task, *RANKS)
     run_dir = tmp_path / "killed"
     words = [*task, *ON_RAY, f"hybrid.ray.address={cluster.address}", f"run_dir={run_dir}"]
-    command, where = [sys.executable, "-m", "embodied_rl.train", *words], Path(__file__).parents[2]
+    command, where = [sys.executable, "-m", "embodied_rl.train", *last_of(words)], Path(__file__).parents[2]
     with (tmp_path / "messages").open("w") as messages:
         process = subprocess.Popen(command, cwd=where, stderr=messages)
     deadline = time.monotonic() + DEADLINE_S

@@ -16,7 +16,7 @@ from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ToolRequest,
 from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
 from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.link import Link
+from embodied_rl.learning.link import Link
 from embodied_rl.roles.failures import RoleError, as_raised, told
 from embodied_rl.roles.wire import pack, unpack
 from embodied_rl.rollout.groups import BatchNeverFullError

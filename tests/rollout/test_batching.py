@@ -18,7 +18,12 @@ def test_by_hand() -> None:
     assert adjust_rows(15, divisors=[4, 6], mode="auto", seed=0).num_rows == 12
     assert adjust_rows(18, divisors=[4, 6], mode="auto", seed=0).num_rows == 24
     assert adjust_rows(3, divisors=[4, 6], mode="auto", seed=0).num_rows == 12
-    assert adjust_rows(20, divisors=[4, 6], mode="random_sample", seed=0).num_rows == 12
+    # 29 rows: the largest multiple is 24. 5 rows: all of them, and 7 copies.
+    assert adjust_rows(29, divisors=[4, 6], mode="random_sample", seed=0).num_rows == 24
+    filled = adjust_rows(5, divisors=[4, 6], mode="random_sample", seed=0)
+    assert set(filled.indices.tolist()) == set(range(5))
+    assert filled.weight.tolist() == [1.0] * 5 + [0.0] * 7
+    assert adjust_rows(5, divisors=[12], mode="random_sample", seed=0, count_copies=True).weight.tolist() == [1.0] * 12
 
 
 @given(num_rows=st.integers(1, 60), divisors=st.lists(st.integers(1, 8), max_size=3), seed=st.integers(0, 2**31))
@@ -47,19 +52,21 @@ def test_deleting_keeps_distinct_rows_in_order(num_rows: int, seed: int) -> None
 
 @pytest.mark.parametrize(("mode", "expected"), [("delete", 4 / 6), ("random_sample", 4 / 6)])
 def test_every_row_is_equally_likely(mode: str, expected: float) -> None:
-    # 6 rows, D = 4: both leave 4 rows, so that each of the 6 is there 4/6 times on average; over 4000 draws the standard error of
-    # that mean is at most sqrt(0.56 / 4000) = 0.012 (with replacement: variance 4 · 1/6 · 5/6).
+    # 6 rows, D = 4: both leave 4 rows, so that each of the 6 is there in 4/6 of the draws; over 4000 draws the standard error of
+    # that mean is sqrt(2/9 / 4000) = 0.0075.
     times = np.zeros(6)
     for seed in range(4000):
-        times += np.bincount(adjust_rows(6, divisors=[4], mode=mode, seed=seed).indices, minlength=6)  # type: ignore[arg-type]
-    np.testing.assert_allclose(times / 4000, expected, atol=0.06)
+        drawn = np.bincount(adjust_rows(6, divisors=[4], mode=mode, seed=seed).indices, minlength=6)  # type: ignore[arg-type]
+        assert drawn.max() == 1, "without replacement"
+        times += drawn
+    np.testing.assert_allclose(times / 4000, expected, atol=0.04)
 
 
 def test_the_seed_decides() -> None:
     first = adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1])
     assert adjust_rows(10, divisors=[8], mode="copy", seed=[3, 1]).indices.tolist() == first.indices.tolist()
     assert any(adjust_rows(10, divisors=[8], mode="copy", seed=[3, i]).indices.tolist() != first.indices.tolist() for i in range(2, 5))
-    for mode in ("copy", "delete", "auto"):
+    for mode in ("copy", "delete", "auto", "random_sample"):
         whole = adjust_rows(16, divisors=[8], mode=mode, seed=0)
         assert whole.indices.tolist() == list(range(16)), "nothing to adjust"
 

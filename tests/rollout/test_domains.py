@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
-from embodied_rl.rollout.domains import DomainMixture, domain_metrics
-from tests.rollout.samples import group
+from embodied_rl.rollout.domains import DomainMixture
 
 
 def test_by_hand() -> None:
@@ -45,29 +44,3 @@ def test_zero_weight_and_single() -> None:
 def test_senseless_weights_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(UserError, match="Domain weights"):
         DomainMixture(weights)
-
-
-def test_metrics_by_hand() -> None:
-    groups = [
-        group([1.0, 1.0], domain="a"),
-        group([0.0, 2.0], domain="a", versions=(0, 0, 0)),
-        group([0.0, 0.0], domain="b"),
-    ]
-    assert domain_metrics(groups) == pytest.approx(
-        {
-            "a/groups": 2,
-            "a/score": 1.0,  # (1 + 1 + 0 + 2) / 4
-            "a/score_std": 0.5,  # (0 + 1) / 2
-            "a/success": 0.75,
-            "a/length": 2.0,  # (1 + 1 + 3 + 3) / 4
-            "a/solved": 0.5,
-            "a/unsolved": 0.0,
-            "b/groups": 1,
-            "b/score": 0.0,
-            "b/score_std": 0.0,
-            "b/success": 0.0,
-            "b/length": 1.0,
-            "b/solved": 0.0,
-            "b/unsolved": 1.0,
-        }
-    )

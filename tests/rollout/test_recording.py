@@ -12,7 +12,7 @@ import pytest
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import ActedBatch
+from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.rollout.players import GeneratorPlayer
 from embodied_rl.rollout.recording import ATTEMPTS_FILE, unsuccessful_seeds
@@ -71,10 +71,12 @@ def test_random_actions_and_their_log_probabilities(tmp_path: Path) -> None:
     assert len(np.unique(drawn)) == 6 * 5, "episodes share their noise"
 
 
-class Critical:
+class Critical(Generator):
     """A generator with values: acts 0.25, and a value that is the sum so far."""
 
     version = 7
+
+    has_values = True
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         self.num_rows, self.noise = len(slots), noise

@@ -17,7 +17,6 @@ from embodied_rl.sim.seeding import HELD_OUT_START
 def test_places_by_hand() -> None:
     config = GroupQueueConfig(group_size=4, groups_per_step=8, max_staleness=2, redundancy=1, max_concurrent_groups=10)
     assert config.num_places == 24
-    assert config.max_rollouts == 10 * 5
     assert config.rejected_limit == 80
     # 24 - 20 = 4 by age, 10 - 9 = 1 by load; then load is no limit; then there is none by age.
     assert free_places(config, num_held=20, num_unfinished=9) == 1

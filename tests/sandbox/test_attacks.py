@@ -2,113 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from embodied_rl.sandbox import landlock
+from embodied_rl.sandbox import cgroup, landlock
 from embodied_rl.sandbox.box import Box, Level
 from embodied_rl.sandbox.levels import ATTACKS, LEVELS, Attack, failure, protection_table
 from embodied_rl.sandbox.python import ProgramEnd, PythonLimits, run_boxed, run_program
-
-LIMITS = PythonLimits(timeout_s=60.0)
-
-DONE = "print('done')"
-REACHED = {
-    "home": "print(open(HOME + '/.ssh/id_rsa').read())",
-    "others": "print(open(OTHERS).read())",
-    "environ": "assert b'VICTIM=' in open('/proc/%d/environ' % VICTIM, 'rb').read()",
-    "write": "open(OUTSIDE + '/new', 'w').write('x')",
-    "modes": "import os; os.chmod(OTHERS, 0o777)",
-    "connect": "import socket; socket.create_connection(('127.0.0.1', PORT), 5)",
-    "unix": "import socket; socket.socket(socket.AF_UNIX).connect(SOCKET)",
-    "signal": "import os; os.kill(VICTIM, 10)",
-    "ptrace": "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-    "if libc.ptrace(16, VICTIM, 0, 0): raise OSError(ctypes.get_errno(), 'ptrace')",
-    "namespace": "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-    "if libc.unshare(0x10020000): raise OSError(ctypes.get_errno(), 'unshare')",
-}
-"""What is reached at once, or refused with an OSError."""
-USED = {
-    "forks": "import os, time\nfor _ in range(300):\n    if not os.fork():\n        time.sleep(100); os._exit(0)\ntime.sleep(2)",
-    "bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "memory": "import os, time\nfor _ in range(8):\n    if not os.fork():\n        held = bytearray(b'x') * 100 * 2**20\n"
-    "        time.sleep(100); os._exit(0)\n"
-    "time.sleep(30)",
-    "unmapped": "import os, time\nfiles = [os.memfd_create('x') for _ in range(16)]\nfor file in files:\n"
-    "    for _ in range(15): os.write(file, bytes(2**20))\ntime.sleep(2)",
-    "processor": "import os\nfor _ in range(3): os.fork()\nwhile True: pass",
-    "time": "import time\nwhile True: time.sleep(1)",
-    "disk": "import time\nfor number in range(40): open(str(number), 'wb').write(bytes(2**20))\ntime.sleep(2)",
-    "deleted": "import os, time\nfiles = []\nfor number in range(40):\n    files.append(open('x', 'wb', 0)); os.unlink('x')\n"
-    "    files[-1].write(bytes(2**20))\ntime.sleep(2)",
-}
-"""What takes more than there is: the program is stopped, or an error of the kernel's ends it."""
-
-
-@dataclass
-class Victim:
-    """A user's home, another user's file, a process with a secret in its variables, and servers."""
-
-    folder: Path
-    process: subprocess.Popen[bytes]
-    servers: list[socket.socket] = field(default_factory=list)
-
-    def names(self) -> str:
-        """For the head of a program."""
-        tcp, unix = self.servers
-        values = {"HOME": str(self.folder / "home"), "OTHERS": str(self.folder / "other" / "letter"), "OUTSIDE": str(self.folder / "open")}
-        return "\n".join(f"{name} = {value!r}" for name, value in values.items()) + (
-            f"\nVICTIM = {self.process.pid}\nPORT = {tcp.getsockname()[1]}\nSOCKET = {unix.getsockname()!r}\n"
-        )
+from tests.sandbox.attacks import DONE, LIMITS, REACHED, USED, Victim, box_of, made_victim, outlives, outlives_us, reach
 
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Victim]:
-    for name in ("home/.ssh", "other", "open"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "home/.ssh/id_rsa").write_text("secret")
-    (tmp_path / "other/letter").write_text("secret")
-    (tmp_path / "other/letter").chmod(0o644)
-    (tmp_path / "open").chmod(0o777)
-    process = subprocess.Popen(["sleep", "600"], env={**os.environ, "VICTIM": "secret"})
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
-        unix.bind(str(tmp_path / "socket"))
-        unix.listen()
-        yield Victim(tmp_path, process, [tcp, unix])
-    process.kill()
-    process.wait()
+    with made_victim(tmp_path / "victim") as made:
+        yield made
 
 
 def need(level: Level) -> None:
     if failure(level):
         pytest.skip(f"{level}: {failure(level)}")
-
-
-def tree_is_gone(mark: str) -> bool:
-    """Whether no process has `mark` in its command line; looked for during five seconds."""
-    until = time.monotonic() + 5.0
-    while time.monotonic() < until:
-        found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in _read(path)]
-        if not found:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def test_every_row_of_the_table_has_a_program() -> None:
@@ -119,7 +43,7 @@ def test_every_row_of_the_table_has_a_program() -> None:
 @pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack.name in REACHED], ids=lambda attack: attack.name)
 def test_what_a_program_reaches(attack: Attack, level: Level, victim: Victim) -> None:
     need(level)
-    ended = run_program(f"{victim.names()}\n{REACHED[attack.name]}\n{DONE}", LIMITS, level)
+    ended = reach(attack.name, level, victim)
     reached = ended.output.endswith("done\n")
     if level in attack.stopped:
         assert not reached, ended
@@ -134,11 +58,8 @@ def test_what_a_program_reaches(attack: Attack, level: Level, victim: Victim) ->
 @pytest.mark.parametrize("name", USED)
 def test_what_a_program_uses(name: str, level: Level) -> None:
     need(level)
-    box = PythonLimits(timeout_s=1.0 if name == "time" else 60.0).box(level, network=False)
-    if name == "processor":  # of all, that is: each of the eight is far below
-        box = replace(box, cpu_s=1.5)
     began = time.monotonic()
-    ended = run_boxed(f"{USED[name]}\n{DONE}", box)
+    ended = run_boxed(f"{USED[name]}\n{DONE}", box_of(name, level))
     assert "done" not in ended.output, ended
     assert time.monotonic() - began < 50
     if name == "time":
@@ -150,44 +71,57 @@ def test_what_a_program_uses(name: str, level: Level) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_processor_time_of_children_that_nobody_waits_for_counts(level: Level) -> None:
+    """Their times are in no account of /proc: the parent ignores SIGCHLD."""
+    need(level)
+    if not cgroup.works():
+        pytest.skip("no control group can be made here")
+    code = (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    if not os.fork():\n"
+        "        while time.process_time() < 0.02: pass\n        os._exit(0)\n    time.sleep(0.025)"
+    )
+    ended = run_boxed(code, replace(PythonLimits(timeout_s=30.0).box(level, network=False), cpu_s=1.0))
+    assert "processor time" in ended.stopped, ended
+    group = cgroup.new_group()
+    assert group is not None
+    assert group.used_s() == 0.0
+    group.remove()
+    assert cgroup.works(), "it was removed: there is room for another of this process"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
+@pytest.mark.parametrize("which", ["reached", pytest.param("all", marks=pytest.mark.slow)])
+def test_it_holds_for_an_ordinary_user_too(which: str) -> None:
+    nobody: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/", "stdout": subprocess.PIPE}
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(Path(cgroup.__file__).parents[2]), "HOME": "/tmp"}
+    imports = "import tomllib, tests.sandbox.attacks"
+    for python in (sys.executable, shutil.which("python3", path=os.defpath) or ""):
+        try:
+            found = subprocess.run([python, "-c", imports], env=environment, stderr=subprocess.PIPE, **nobody)
+        except OSError:
+            continue  # it lies in a home that others cannot enter
+        if found.returncode == 0:
+            break
+    else:
+        pytest.skip("no Python from 3.11 on, and no copy of this package, that an ordinary user can read")
+    command = [python, "-m", "tests.sandbox.attacks", *([] if which == "all" else REACHED)]
+    stopped = json.loads(subprocess.run(command, env=environment, check=True, **nobody).stdout)
+    assert stopped, "limits can be set everywhere"
+    names = set(REACHED if which == "reached" else (attack.name for attack in ATTACKS))
+    wanted = [(attack.name, level) for attack in ATTACKS for level in attack.stopped if level in stopped and attack.name in names]
+    assert [(name, level) for name, level in wanted if not stopped[level][name]] == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_nothing_outlives_its_program(level: Level) -> None:
     need(level)
-    mark = f"7{os.getpid()}.25"
-    # The program waits until the sleeper is another command, which shows that it ran.
-    code = (
-        "import os, subprocess, sys\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
-        f"        os.execvp('sleep', ['sleep', {mark!r}])\n    os._exit(0)\nos.wait()\nprint('left it')"
-    )
-    assert run_program(code, LIMITS, level).output == "left it\n"
-    assert tree_is_gone(mark)
+    assert not outlives(level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_nothing_outlives_us(level: Level, tmp_path: Path) -> None:
     need(level)
-    mark = f"8{os.getpid()}.25"
-    code = (
-        f"import os\nif not os.fork(): os.setsid(); os.execvp('sleep', ['sleep', {mark!r}])\nprint('begun', flush=True)\nwhile True: pass"
-    )
-    ours = f"from embodied_rl.sandbox.python import *\nrun_program({code!r}, PythonLimits(timeout_s=600.0), {level!r})"
-    process = subprocess.Popen([sys.executable, "-c", ours], cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(tmp_path)})
-    until = time.monotonic() + 60
-    while not any(mark.encode() in _read(path) for path in _sleepers(process.pid)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert time.monotonic() < until, "it ran"
-    assert list(tmp_path.glob("sandbox-*")), "it has a scratch folder"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert tree_is_gone(mark)
-    until = time.monotonic() + 5.0
-    while list(tmp_path.glob("sandbox-*")) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not list(tmp_path.glob("sandbox-*"))
-
-
-def _sleepers(own: int) -> list[Path]:
-    """Command lines of others that are no Python."""
-    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if _read(path).startswith(b"sleep")]
+    assert not outlives_us(level, tmp_path)
 
 
 def test_an_older_landlock_keeps_signals_inside_all_the_same(victim: Victim) -> None:

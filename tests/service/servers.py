@@ -32,7 +32,7 @@ SIMULATORS = {
 
 @contextmanager
 def served(
-    *, http: ServerLimits | None = None, token: str | None = None, offered: Mapping[str, SimConfig] | None = None, **limits: Any
+    *, http: ServerLimits | None = None, token: str = "none", offered: Mapping[str, SimConfig] | None = None, **limits: Any
 ) -> Iterator[EnvironmentService]:
     """`offered`: beside `SIMULATORS`, or in their place."""
     service = EnvironmentService({**SIMULATORS, **(offered or {})}, token=token, limits=ServiceLimits(**limits), http=http)

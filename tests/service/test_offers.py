@@ -61,6 +61,10 @@ def test_the_operator_may_list_anything() -> None:
         ("textarena", {"opponent": "scripted", "opponent_options": {"target": EVIL}}),
         ("agent_program", {"command": ["sh", "-c", "id"]}),
         ("agent_program", {"function": "evil"}),
+        ("agent_program", {"pass_env": ["AWS_SECRET_ACCESS_KEY"]}),
+        ("agent_program", {"network": "open"}),
+        ("agent_program", {"sandbox": "prlimit"}),
+        ("code_tasks", {"allow_network": True}),
         ("agent_program", {"env": {"LD_PRELOAD": "evil"}}),
         ("mjcf", {"reward": "evil"}),
         ("judged", {"base_url": "http://evil.example"}),
@@ -122,7 +126,7 @@ def test_unknown_arguments_are_told_and_nothing_is_imported_for_it() -> None:
 def test_the_request_of_the_issue_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVIL_MARK", str(tmp_path / "mark"))
     sys.modules.pop("tests.trust.evil", None)
-    service = EnvironmentService(offered_simulators(("text_task", "cartpole")))
+    service = EnvironmentService(offered_simulators(("text_task", "cartpole")), token="none")
     client = JsonClient(service.url)
     try:
         for body in (
@@ -159,6 +163,22 @@ def test_which_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert token_to_ask_for("TOKEN_OF_A_TEST", "none", "127.0.0.1") == (None, False)
     with pytest.raises(UserError, match="token"):
         serve_envs.COMMAND.parse(["token=secret"])
+
+
+def test_a_service_that_is_built_in_python_asks_for_a_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EMBODIED_RL_TOKEN", raising=False)
+    with pytest.raises(UserError, match="holds 5 characters; a token has at least 8"):
+        EnvironmentService({}, token="short")
+    service = EnvironmentService(offered_simulators(("cartpole",)))
+    try:
+        assert service.token_is_new
+        assert service.token is not None
+        with pytest.raises(UserError, match="asks for a token"):
+            make(1, service.url, "cartpole")
+        monkeypatch.setenv("EMBODIED_RL_TOKEN", service.token)
+        make(1, service.url, "cartpole").close()
+    finally:
+        service.close()
 
 
 def test_a_client_reads_the_token_from_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

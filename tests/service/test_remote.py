@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.http_server import HttpRequest, HttpServer, Reply
 from embodied_rl.service.app import EnvironmentService
+from embodied_rl.sim import remote_client
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.env import SimFactory, SnapshotEnv
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, NonFiniteSimulationError
@@ -185,7 +187,7 @@ def test_memory_and_nan_are_told_as_what_they_are(service: EnvironmentService) -
 
 
 def test_a_service_that_was_started_anew_knows_no_environments() -> None:
-    first, second = EnvironmentService(SIMULATORS), EnvironmentService(SIMULATORS)
+    first, second = (EnvironmentService(SIMULATORS, token="none") for _ in range(2))
     proxy = LosingProxy(int(first.url.rpartition(":")[2]))  # one address for both: a port that was let go may be somebody else's
     try:
         sim = make(1, proxy.url, "count", deadline_s=240.0)
@@ -387,6 +389,40 @@ def test_a_server_that_ends_the_connection_behind_each_answer_is_asked_on_anothe
         assert client.num_repeats == 0
         client.close()
         thread.join()
+
+
+_X = b"x" * 1000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 99999999999\r\n\r\n" + _X * 5,
+        b"\r\n" + _X * 5,
+        b"Transfer-Encoding: chunked\r\n\r\n3e8\r\n" + _X + b"\r\n3e8\r\n",
+    ],
+)
+def test_an_answer_without_end_is_given_up(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_client, "MOST_BYTES", 1000)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n" + body)
+                while True:  # until the client goes
+                    connection.sendall(b"x" * 100)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        client = JsonClient(f"http://127.0.0.1:{listener.getsockname()[1]}", patience=Patience(attempt_s=20.0, deadline_s=20.0))
+        with pytest.raises(RemoteFault, match="/v1 is longer than 1,000 bytes") as fault:
+            client.call("GET", "/v1")
+        assert (fault.value.kind, client.num_repeats) == ("bad_response", 0)
+        client.close()
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:x", "ftp://x", "http://", "http://h:0"])

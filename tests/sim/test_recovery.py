@@ -393,9 +393,25 @@ def test_a_worker_that_is_stopped_in_a_reset_is_found_by_the_deadline_of_resets(
         assert detail.startswith("No answer within 2 s while it should reset.")
 
 
+def test_a_worker_that_is_stopped_in_its_very_first_reset_is_found_long_before_the_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_FIRST_FLOOR_S", 2.0)
+    monkeypatch.setattr(patience, "_FACTOR", 0.1)
+    with EnvManager(SimFactory(COUNTING, kwargs={"length": 7}), 4, num_workers=2, start_timeout_s=600.0) as manager:
+        stopped = manager.worker_pids()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        begun = time.perf_counter()
+        manager.reset()
+        assert time.perf_counter() - begun < 120.0
+        (detail,) = [record.detail for record in manager.fault_records if record.pid == stopped]
+        assert detail.startswith("No answer within ")
+        assert "while it should reset." in detail
+
+
 def test_patience_is_learned_from_the_longest() -> None:
-    learned = patience.LearnedPatience(180.0, num_workers=2)
-    assert learned.limit_s() == 180.0
+    learned = patience.LearnedPatience(180.0, num_workers=2, built_s=3.0)
+    assert learned.limit_s() == 60.0
+    assert patience.LearnedPatience(180.0, num_workers=2, built_s=9.0).limit_s() == 90.0
+    assert patience.LearnedPatience(180.0, num_workers=2, built_s=30.0).limit_s() == 180.0
     learned.took(0.5)
     assert learned.limit_s() == 60.0, "one of two may have built what the other waits for"
     learned.took(0.1)
@@ -405,4 +421,4 @@ def test_patience_is_learned_from_the_longest() -> None:
     assert learned.limit_s() == 35.0
     learned.took(40.0)
     assert learned.limit_s() == 180.0
-    assert patience.LearnedPatience(5.0, num_workers=1).limit_s() == 5.0
+    assert patience.LearnedPatience(5.0, num_workers=1, built_s=0.1).limit_s() == 5.0

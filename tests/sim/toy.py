@@ -279,3 +279,13 @@ class NoOpSim:
         for key, rows in out.observation.items():
             for env_id in env_ids:
                 rows[env_id] = self._rows[env_id][key]
+
+
+class RememberingSim(CountingSim):
+    """A `CountingSim` whose past shows: the observation's first entry is the number of resets that its process has seen."""
+
+    num_resets = 0
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        self.num_resets += 1
+        super().reset(env_ids, [self.num_resets] * len(env_ids), out, options)

@@ -131,6 +131,23 @@ def test_what_the_user_puts_in_its_place_is_not_asked_about(
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("door", ["evaluate", "render", "record"])
+def test_playing_does_not_ask_about_what_the_command_line_replaces(
+    door: str, checkpoint: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = {"evaluate": evaluate, "render": render, "record": record}[door]
+    path = strangers(checkpoint, tmp_path / "theirs", {"sim.target": EVIL, "sim.kwargs.reward": EVIL})
+    given = [f"checkpoint={path}", "num_episodes=1", *([f"output={tmp_path / 'out'}"] if door == "record" else [])]
+    mine = "sim.target=no_such_package.module:Mine"
+    # Theirs is not imported, nor asked about; the argument that is still theirs is.
+    assert f"sim.kwargs.reward={EVIL}" in error_of(capsys, lambda: module.main([*given, mine]))
+    assert "no_such_package" in error_of(capsys, lambda: module.main([*given, mine, "sim.kwargs.reward=none"]))
+    assert "no_such_package" in error_of(capsys, lambda: module.main([*given, "sim=fetch_reach", mine]))
+    # The name of their simulator stands for theirs, whatever it is called.
+    assert EVIL in error_of(capsys, lambda: module.main([*given, "sim=cartpole"]))
+    assert not mark.exists()
+
+
 def test_with_trust_it_runs(checkpoint: Path, mark: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = strangers(checkpoint, tmp_path / "theirs", {"sim.target": EVIL, "sim.num_slots": 1, "sim.pipeline_groups": 1})
     with pytest.raises(SystemExit):

@@ -59,7 +59,7 @@ def collected() -> tuple[TinyVLAPolicy, Rollout]:
         policy = make_policy(manager.spec)
         generator = TorchGenerator(policy)
         collector = RolloutCollector(manager, generator, rollout_steps=8, num_groups=2, seed=3, layout=layout_of(policy))
-        collector.restart(0)
+        collector.restart(seed_round=0)
         rollout = collector.next_rollout(0)
         return policy, dataclasses.replace(rollout, observation={key: part.copy() for key, part in rollout.observation.items()})
 

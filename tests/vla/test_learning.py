@@ -12,26 +12,22 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import EpisodeBatch
-from embodied_rl.config import AlgorithmConfig, GroupsConfig, KlConfig, TinyVLAConfig
-from embodied_rl.hybrid.episode_learner import EpisodeLearner
-from embodied_rl.hybrid.learner import Learner
-from embodied_rl.hybrid.policy_episode_learner import PolicyEpisodeLearner
-from embodied_rl.hybrid.policy_updater import PolicyUpdater
-from embodied_rl.hybrid.updater import AutogradUpdater
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig, TinyVLAConfig
+from embodied_rl.learning.executors import LocalExecutor
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.objectives import EpisodeObjective
+from embodied_rl.methods.groups import prepare_episodes
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.tiny_vla import TinyVLAPolicy
 from embodied_rl.types import ActionSpec, Episode, EpisodeGroup, SimSpec, TensorSpec
-from tests.hybrid.samples import make_batch, make_policy, parameters
+from tests.learning.samples import rollout_learner, update
 
 K, A, ROWS = 3, 2, 24
 SPEC = SimSpec("Toy-v0", {"rgb": TensorSpec((16, 16, 3), "uint8")}, ActionSpec.continuous([-1.0] * A, [1.0] * A), instruction="go")
 SMALL = TinyVLAConfig(chunk=K, width=16, num_heads=2, num_layers=1, conv_channels=(4,), num_keypoints=4, num_bins=9)
 CONFIG = AlgorithmConfig(num_epochs=1, minibatch_size=ROWS, normalize_advantage="none", max_grad_norm=1e9, entropy_coef=0.01)
-CPU = torch.device("cpu")
 
 
 def tiny(**changes: Any) -> TinyVLAPolicy:
@@ -59,13 +55,10 @@ def chunk_batch(policy: TinyVLAPolicy, *, of_actions: bool = False) -> Batch:
 
 
 def gradient(policy: TinyVLAPolicy, config: AlgorithmConfig, batch: Batch) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-    updater = PolicyUpdater(policy, config, CPU)
-    loss, metrics = updater.accumulate(batch)
-    return (
-        float(loss),
-        {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None},
-        {k: float(v) for k, v in metrics.items()},
-    )
+    learner = rollout_learner(policy, config)
+    learner.executor.begin(learner.objective, batch)
+    figures = learner.executor.step(np.arange(ROWS), 0.0)  # at this rate, nothing moves
+    return figures["loss"], {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}, figures
 
 
 def by_hand(policy: TinyVLAPolicy, config: AlgorithmConfig, batch: Batch) -> Tensor:
@@ -132,27 +125,12 @@ def test_what_was_not_executed_has_no_gradient() -> None:
         torch.testing.assert_close(made[1][name], expected, atol=1e-6, rtol=1e-4, msg=name)
 
 
-def test_an_actor_critic_is_updated_as_before() -> None:
-    """Two implementations of the same step, for a policy without chunks."""
-    config = AlgorithmConfig(num_epochs=2, minibatch_size=64, value_clip=0.2, entropy_coef=0.01)
-    policies = [make_policy(), make_policy()]
-    batch = make_batch(policies[0])
-    make_batch(policies[1])
-    stats = []
-    for policy, kind in zip(policies, (AutogradUpdater, PolicyUpdater), strict=True):
-        learner = Learner(policy, config, updater=kind(policy, config, CPU))
-        stats.append(learner.update(batch, iteration=0, num_iterations=1, seed=2))
-    assert stats[1] == pytest.approx(stats[0], abs=1e-5)
-    for name, expected in parameters(policies[0]).items():
-        torch.testing.assert_close(parameters(policies[1])[name], expected, atol=1e-6, rtol=0, msg=name)
-
-
 def test_parts_have_their_own_learning_rates() -> None:
     """Adam's first step is the learning rate times the sign of the gradient."""
     config = dataclasses.replace(CONFIG, learning_rate=1e-3, value_learning_rate=3e-3, head_learning_rate=5e-4, adam_eps=1e-12)
     policy = tiny()
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    Learner(policy, config).update(chunk_batch(policy), iteration=0, num_iterations=1, seed=0)
+    update(rollout_learner(policy, config), chunk_batch(policy), 0, 1, 0)
     rates = {"backbone": 1e-3, "value": 3e-3, "head": 5e-4}
     for name, parameter in policy.named_parameters():
         moved = (parameter.detach() - before[name]).abs()
@@ -163,9 +141,9 @@ def test_bfloat16_products_leave_weights_and_sums_in_float32() -> None:
     figures = {}
     for precision in ("float32", "bfloat16"):
         policy = tiny()
-        learner = Learner(policy, dataclasses.replace(CONFIG, num_epochs=2), precision=precision)
-        assert isinstance(learner._updater, PolicyUpdater)
-        figures[precision] = learner.update(chunk_batch(policy), iteration=0, num_iterations=1, seed=0)
+        learner = rollout_learner(policy, dataclasses.replace(CONFIG, num_epochs=2), precision=precision)
+        assert isinstance(learner.executor, LocalExecutor)
+        figures[precision] = update(learner, chunk_batch(policy), 0, 1, 0)
         assert {p.dtype for p in policy.parameters()} == {torch.float32}
         assert {t.dtype for name, t in learner.state_tensors().items() if name.startswith("exp_avg")} == {torch.float32}
     for name in ("policy_loss", "value_loss", "entropy"):
@@ -176,13 +154,13 @@ def test_bfloat16_products_leave_weights_and_sums_in_float32() -> None:
 def test_a_resumed_learner_goes_on_with_the_same_bits() -> None:
     config = dataclasses.replace(CONFIG, ratio="action", value_learning_rate=3e-3)
     policy = tiny()
-    batch, learner = chunk_batch(policy), Learner(policy, config)
-    learner.update(batch, iteration=0, num_iterations=2, seed=0)
+    batch, learner = chunk_batch(policy), rollout_learner(policy, config)
+    update(learner, batch, 0, 2, 0)
     other = copy.deepcopy(policy)
-    resumed = Learner(other, config)
+    resumed = rollout_learner(other, config)
     resumed.load_state_tensors(learner.state_tensors())
     for each in (learner, resumed):
-        each.update(batch, iteration=1, num_iterations=2, seed=0)
+        update(each, batch, 1, 2, 0)
     for name, expected in policy.state_dict().items():
         assert torch.equal(other.state_dict()[name], expected), name
 
@@ -229,34 +207,29 @@ def groups_of(policy: Any, *, chunks: bool) -> list[EpisodeGroup]:
     return found
 
 
-def learn(kind: Any, policy: Any, config: AlgorithmConfig, batch: EpisodeBatch) -> dict[str, float]:
-    learner = kind(policy, config, compose(config))
-    if learner.reference is not None:
+def episode_learner(policy: Any, config: AlgorithmConfig, hybrid: HybridConfig | None = None) -> Learner:
+    hybrid = hybrid or HybridConfig(device="cpu", num_threads=1)
+    learner = make_learner(EpisodeObjective(policy, config), policy, config, hybrid)
+    learner.keep_reference()
+    return learner
+
+
+def learn(learner: Learner, batch: EpisodeBatch) -> dict[str, float]:
+    """One update, with a reference that is a little away."""
+    config = learner.config
+    if learner.has_reference:
         with torch.no_grad():
-            for parameter in learner.reference.parameters():
+            for parameter in learner._reference.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    log_prob, reference = learner.log_probs(batch)
-    credit = EpisodeMethod(config).prepare(batch, learner.values(batch), log_prob, reference)
-    return learner.update(batch, credit, log_prob, reference, progress=0.0, seed=[1], kl_coef=config.kl.coef)
+    prepared = prepare_episodes(EpisodeMethod(config), learner, batch)
+    size = prepared.minibatch_rows(config.minibatch_size)
+    return learner.update(prepared.rows, minibatch_rows=size, progress=0.0, seed=[1], kl_coef=config.kl.coef)
 
 
 GROUPED = AlgorithmConfig(
     advantage="grpo", loss="ppo_clip", groups=GroupsConfig(group_size=3), num_epochs=2, minibatch_size=6, learning_rate=1e-3,
     entropy_coef=0.01, kl=KlConfig(coef=0.1), max_grad_norm=1e9,
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"advantage": "gae"}, {"loss": "gspo"}, {"loss": "decoupled_ppo", "loss_options": {"weight_high": 2.0}}]
-)
-def test_episodes_of_an_actor_critic_are_learned_as_before(changes: dict[str, Any]) -> None:
-    config = dataclasses.replace(GROUPED, **changes)
-    policies: list[ActorCritic] = [make_policy(), make_policy()]
-    batch = EpisodeBatch.of(groups_of(policies[0], chunks=False))
-    stats = [learn(kind, policy, config, batch) for policy, kind in zip(policies, (EpisodeLearner, PolicyEpisodeLearner), strict=True)]
-    assert stats[1] == pytest.approx(stats[0], abs=1e-5)
-    for name, expected in parameters(policies[0]).items():
-        torch.testing.assert_close(parameters(policies[1])[name], expected, atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("ratio", ["chunk", "action", "token"])
@@ -267,7 +240,7 @@ def test_micro_batches_of_episodes_add_up(ratio: Any, aggregation: Any) -> None:
     for size in (None, 4):
         policy = tiny()
         batch = EpisodeBatch.of(groups_of(policy, chunks=True), policy.prepare)
-        stats.append(learn(PolicyEpisodeLearner, policy, dataclasses.replace(config, micro_batch_size=size), batch))
+        stats.append(learn(episode_learner(policy, dataclasses.replace(config, micro_batch_size=size)), batch))
         made.append({name: p.detach() for name, p in policy.named_parameters()})
     assert stats[1] == pytest.approx(stats[0], abs=1e-5)
     for name, expected in made[0].items():
@@ -282,17 +255,16 @@ def test_length_normalisation_divides_by_the_tokens_that_were_executed() -> None
     batch = EpisodeBatch.of(groups_of(policy, chunks=True), policy.prepare)
     with torch.no_grad():
         flat = (policy.evaluate(batch.observation, batch.action).log_prob - batch.unit_log_prob).exp()
-    method = EpisodeMethod(config)
-    learner = PolicyEpisodeLearner(policy, config, compose(config))
-    credit = method.prepare(batch, learner.values(batch), None, None)
+    credit = prepare_episodes(EpisodeMethod(config), episode_learner(policy, config), batch).credit
     means = []
     for row in range(6):
         own = batch.row == row
         means.append(float((flat[own] * credit.advantage[row, batch.column[own]][:, None])[batch.unit_mask[own]].mean()))
-    found = learn(PolicyEpisodeLearner, policy, dataclasses.replace(config, loss="decoupled_ppo", loss_options={"weight_high": 1e6}), batch)
+    decoupled = dataclasses.replace(config, loss="decoupled_ppo", loss_options={"weight_high": 1e6})
+    found = learn(episode_learner(policy, decoupled), batch)
     assert np.isfinite(found["policy_loss"])
     # ppo_clip against the acting policy itself: old log-probabilities are those of the present weights, so the ratio is 1.
-    own = learn(PolicyEpisodeLearner, tiny(), config, batch)
+    own = learn(episode_learner(tiny(), config), batch)
     expected = [float(credit.advantage[row][batch.mask[row]].mean()) for row in range(6)]
     assert own["policy_loss"] == pytest.approx(-float(np.mean(expected)), abs=1e-5)
     assert found["policy_loss"] == pytest.approx(-float(np.mean(means)), abs=1e-4)

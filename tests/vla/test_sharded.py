@@ -11,23 +11,17 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose
-from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import EpisodeBatch
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
-from embodied_rl.hybrid.episode_learner import EpisodeLearner
-from embodied_rl.hybrid.learner import Learner
-from embodied_rl.hybrid.policy_episode_learner import PolicyEpisodeLearner
-from embodied_rl.hybrid.sharded_episodes import ShardedEpisodeLearner
-from embodied_rl.hybrid.sharded_updater import ShardedUpdater
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.base import prepare_observation
 from embodied_rl.train import train
+from tests.learning.samples import rollout_learner, update
 from tests.policies.openvla.conftest import checkpoint as checkpoint
 from tests.policies.openvla.test_training import build, observe
 from tests.policies.openvla.test_training import folder as folder
-from tests.vla.test_learning import CONFIG, CPU, GROUPED, chunk_batch, groups_of, tiny
+from tests.vla.test_learning import CONFIG, GROUPED, chunk_batch, episode_learner, groups_of, learn, tiny
 from tests.vla.test_runs import EXPERT, GRPO, PPO, WARM
 from tests.vla.toys import QUIET, SIM, TINY
 
@@ -46,22 +40,20 @@ def two_ranks(**options: Any) -> HybridConfig:
 
 def check_rollouts(policies: list[Any], config: AlgorithmConfig, batch: Batch, hybrid: HybridConfig) -> None:
     """Two updates by each learner; figures, values and weights are the same."""
-    plain = Learner(policies[0], config, num_threads=1)
-    updater = ShardedUpdater(policies[1], config, hybrid, CPU)
-    learner = Learner(policies[1], config, num_threads=1, updater=updater)
+    plain = rollout_learner(policies[0], config)
+    learner = rollout_learner(policies[1], config, sharding=hybrid.sharding)
     try:
         for iteration in range(2):
-            wanted = plain.update(batch, iteration=iteration, num_iterations=9, seed=0)
-            found = learner.update(batch, iteration=iteration, num_iterations=9, seed=0)
+            wanted, found = (update(each, batch, iteration, 9) for each in (plain, learner))
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
-        updater.write_back(policies[1])
+        learner.executor.write_back(policies[1])
         same_weights(policies)
         with torch.no_grad():
             torch.testing.assert_close(
-                torch.from_numpy(updater.prepared_values(batch.observation)), policies[0].value(batch.observation), atol=1e-4, rtol=0
+                torch.from_numpy(learner.values(batch.observation)), policies[0].value(batch.observation), atol=1e-4, rtol=0
             )
     finally:
-        updater.close()
+        learner.executor.close()
 
 
 def same_weights(policies: list[Any]) -> None:
@@ -87,16 +79,6 @@ def test_rollouts_with_a_value_for_each_action() -> None:
     check_rollouts(policies, config, chunk_batch(policies[0], of_actions=True), two_ranks(micro_batch_size=2))
 
 
-def learn(learner: EpisodeLearner, config: AlgorithmConfig, batch: EpisodeBatch) -> dict[str, float]:
-    if learner.reference is not None:
-        with torch.no_grad():
-            for parameter in learner.reference.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    log_prob, reference = learner.log_probs(batch)
-    credit = EpisodeMethod(config).prepare(batch, learner.values(batch), log_prob, reference)
-    return learner.update(batch, credit, log_prob, reference, progress=0.0, seed=[1], kl_coef=config.kl.coef)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -108,13 +90,13 @@ def test_episodes_of_chunks(changes: dict[str, Any]) -> None:
     config = dataclasses.replace(GROUPED, **changes)
     policies = [tiny(), tiny()]
     batch = EpisodeBatch.of(groups_of(policies[0], chunks=True), policies[0].prepare)
-    wanted = learn(PolicyEpisodeLearner(policies[0], config, compose(config), "cpu", 1), config, batch)
-    learner = ShardedEpisodeLearner(policies[1], config, compose(config), two_ranks(micro_batch_size=1))
+    wanted = learn(episode_learner(policies[0], config), batch)
+    learner = episode_learner(policies[1], config, two_ranks(micro_batch_size=1))
     try:
-        found = learn(learner, config, batch)
-        learner.sharded.write_back(policies[1])
+        found = learn(learner, batch)
+        learner.executor.write_back(policies[1])
     finally:
-        learner.sharded.close()
+        learner.executor.close()
     assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     same_weights(policies)
 

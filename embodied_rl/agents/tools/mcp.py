@@ -17,7 +17,7 @@ from embodied_rl.agents.tools.base import ToolError
 from embodied_rl.errors import UserError
 
 PROTOCOL_VERSION = "2025-06-18"
-"""What we ask for; a server answers with a version of its own, and the calls used here are the same in all."""
+"""What we ask for; a server answers with its own version, and the calls used here are the same in all."""
 _ENDED = object()
 _GRACE_S = 2.0
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "USER", "SHELL", "TERM")

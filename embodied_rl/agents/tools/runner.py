@@ -26,7 +26,7 @@ class ToolBudget:
     turn: int = 0
 
     def begin_turn(self) -> None:
-        """The environment has answered: calls of a turn count anew."""
+        """Allow `per_turn` calls again, once the environment has answered."""
         self.turn = self.per_turn
 
     @property
@@ -43,7 +43,7 @@ class ToolBudget:
 
 
 class ToolRunner:
-    """Calls the tools of a `Toolbox` in threads of its own. Thread-safe."""
+    """Calls the tools of a `Toolbox` in its own threads. Thread-safe."""
 
     def __init__(self, toolbox: Toolbox, options: ToolsConfig) -> None:
         self.toolbox, self.options = toolbox, options

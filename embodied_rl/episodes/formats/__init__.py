@@ -45,7 +45,7 @@ FORMATS = {
 
 
 def detect_format(path: Path) -> str | None:
-    """The format of what lies at `path`: "native", a name among `FORMATS`, or None. Looks at names and first groups alone."""
+    """The format of what lies at `path`: "native", a name among `FORMATS`, or None. Looks only at names and first groups."""
     if path.is_dir():
         if (path / "recording.json").is_file():
             return NATIVE
@@ -105,7 +105,7 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
         recording: read one episode at a time.
         output: a folder that is not there yet, or empty.
         name: among `FORMATS`.
-        advance: told of every episode that is done.
+        advance: called for every episode that is done.
         **options: the format's own (``video`` of lerobot).
 
     Returns:
@@ -147,4 +147,4 @@ def format_named(name: str) -> Format:
 
 
 def _ignore(count: int) -> None:
-    """Nobody watches."""
+    """The `advance` of a caller that gives none."""

@@ -21,14 +21,14 @@ from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, TensorSpec, VariableSpec
 
 SIDE_ENTRY = "embodied_rl"
-"""Name of the entry of ours in files of other formats: what these have no place for, and their other readers overlook."""
+"""Name of our entry in files of other formats. It holds what the format has no place for; the format's other readers ignore it."""
 PER_STEP_EXTRAS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
-"""Fields [T, ...] that no other format has a place of its own for."""
+"""Fields [T, ...] that no other format has a place for."""
 IMPORTED = {"kind": "imported"}
 """`RecordingInfo.policy` of a file that does not say who acted."""
 
 Advance = Callable[[int], object]
-"""Is told that so many more episodes are done."""
+"""Called with the number of episodes done since the last call."""
 
 
 def damaged(path: Path, what: str, episode: int | str | None = None, field: str | None = None) -> RecordingError:
@@ -284,7 +284,7 @@ def parse_side_episode(path: Path, data: Any, number: int) -> dict[str, Any]:
 
 
 def note_side_episode(episode: RecordedEpisode, notes: NoteBook, where: str, own: Sequence[str] = ()) -> None:
-    """Notes for what `side_episode` holds; `own` are those that the format has a place of its own for."""
+    """Notes for what `side_episode` holds; `own` are those that the format itself has a place for."""
     present = {"seed": True, "task": episode.task is not None, "instruction": episode.instruction is not None}
     present["metadata"] = bool(episode.metadata)
     for name in (name for name, there in present.items() if there):

@@ -247,7 +247,7 @@ def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: NoteBook, w
     Args:
         group: the episode's.
         episode: what to take it from.
-        notes: told of every field.
+        notes: receives a note for every field.
         with_state: whether the simulator's states are among it.
         flags: which of terminated, truncated and success are among it.
     """
@@ -264,7 +264,7 @@ def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: NoteBook, w
 
 
 def read_extras(file: H5File, group: h5py.Group, number: int, length: int) -> dict[str, Any]:
-    """Fields of `RecordedEpisode` that `write_extras` put there; empty for a file of somebody else. Raises RecordingError."""
+    """Fields of `RecordedEpisode` that `write_extras` put there; empty for a file that another program wrote. Raises RecordingError."""
     if not file.has(group, SIDE_ENTRY):
         return {}
     ours = file.group(group, SIDE_ENTRY, number)

@@ -269,7 +269,7 @@ class LeRobotRecording(ForeignRecording):
         return parse_side_info(path, data), features
 
     def _read_side_episodes(self) -> list[dict[str, Any]] | None:
-        """Of each episode; None where the data set has grown since, by somebody else's hand."""
+        """Of each episode; those that another program has appended since get the values of an imported one."""
         path = self._root / layout.SIDE_EPISODES
         try:
             lines = path.read_text(encoding="utf-8").splitlines()

@@ -23,7 +23,7 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = EPISODES_DIR + "/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 SIDE_INFO, SIDE_EPISODES = f"meta/{SIDE_ENTRY}/recording.json", f"meta/{SIDE_ENTRY}/episodes.jsonl"
-"""Our side entry: in files of its own, so that LeRobot can append episodes to ours."""
+"""Our side entry: in separate files, so that LeRobot can append episodes to ours."""
 FILES_PER_CHUNK, DATA_FILE_MB, VIDEO_FILE_MB = 1000, 100, 200
 
 COUNTERS: dict[str, dict[str, Any]] = {

@@ -40,7 +40,7 @@ def write(recording: Recording, folder: Path, name: str, advance: Advance, video
         recording: of at least one episode.
         folder: where to.
         name: of the folder later.
-        advance: told of every episode.
+        advance: called for every episode.
         video: mp4: pictures as H.264, small and not exact; png: each as a PNG file in its row, exact.
 
     Raises:

@@ -253,7 +253,7 @@ def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tu
     """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `name` is not needed.
 
     Raises:
-        RecordingError: the recording holds what the format cannot (actions in words), or is damaged.
+        RecordingError: the recording holds what the format cannot (text actions), or is damaged.
         OSError: the files cannot be written.
     """
     spec, notes = recording.spec, NoteBook()

@@ -87,7 +87,7 @@ def observation_space_of(parts: Mapping[str, TensorSpec | VariableSpec], texts: 
     """The serialised space of observations: the Box itself for a lone ``state``, else a Dict.
 
     Args:
-        parts: {key: spec}, texts alone among those of varying size.
+        parts: {key: spec}; of varying size are only texts.
         texts: {key: (longest text, letters)}.
     """
     spaces = {key: _text(texts[key]) if isinstance(part, VariableSpec) else _box(part) for key, part in parts.items()}

@@ -167,7 +167,7 @@ class RobomimicRecording(ForeignRecording):
         return fields
 
     def _guess_ends(self, group: h5py.Group, number: int, reward: np.ndarray, notes: NoteBook) -> dict[str, np.ndarray]:
-        """terminated, truncated and success of a file of somebody else."""
+        """terminated, truncated and success of a file that another program wrote."""
         file, length = self._file, len(reward)
         done = False
         if file.has(group, "dones"):
@@ -274,7 +274,7 @@ def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tu
     """Write ``demos.hdf5`` into an empty folder; `name` is not needed.
 
     Raises:
-        RecordingError: the recording holds what the format cannot (actions in words), or is damaged.
+        RecordingError: the recording holds what the format cannot (text actions), or is damaged.
         OSError: the file cannot be written.
     """
     spec, notes = recording.spec, NoteBook()

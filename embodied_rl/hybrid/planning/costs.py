@@ -11,7 +11,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, Device, Placement
 
 _GB = 1.073741824
-"""10^9 bytes of a GiB: links are told in the former, memory in the latter."""
+"""10^9 bytes of a GiB: link speeds are given in the former, memory in the latter."""
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,6 @@ class Station:
         self._starting = False
         self._left: Callable[[], None] | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def put(self, job: Any) -> None:
         """Let a job wait for a server."""
         self._waiting.append(job)

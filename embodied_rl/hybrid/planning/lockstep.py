@@ -70,7 +70,7 @@ def iterations(rollout_s: np.ndarray, train_s: float, publish_s: float, max_stal
 
     Args:
         rollout_s: [N] of each iteration's rollout.
-        overlap: generation and training have devices of their own: rollout n begins when it has a place, that is when version n − S is
+        overlap: generation and training have separate devices: rollout n begins when it has a place, that is when version n − S is
             out (S = `max_staleness`), and training when its rollout and the update before are done.
     """
     published = np.zeros(len(rollout_s))

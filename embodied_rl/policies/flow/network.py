@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class FlowNetwork(nn.Module):
             self.trunk = ImageTrunk(_part(spec, config.image_key, 3).shape, stack)
             size += self.trunk.num_features
         self.num_features = size
-        # Periods from 4, which tells the ends apart, down to 1/2: higher frequencies are harder to interpolate between than useful.
+        # Periods from 4, which distinguishes the ends, down to 1/2: higher frequencies are harder to interpolate between than useful.
         half = config.time_features // 2
         self.register_buffer("frequencies", 0.5 * math.pi * 2.0 ** torch.linspace(0.0, 3.0, half), persistent=False)
         width = self.latent[0] * self.latent[1]
@@ -102,11 +101,6 @@ def build_flow_policy(config: FlowNetworkConfig, options: FlowOptions, spec: Sim
         raise UserError(f"A flow policy makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones. Use policy=mlp.")
     network = FlowNetwork(config, spec)
     return FlowPolicy(network, Critic(network.num_features, config), spec, options, network.latent)
-
-
-def policy_card(policy: FlowPolicy) -> dict[str, Any]:
-    """JSON-able: what, with the weights, makes the policy again by `build_flow_policy`."""
-    return {"network": asdict(policy.model.config), "flow": asdict(policy.options), "spec": policy.spec.to_dict()}
 
 
 def _part(spec: SimSpec, key: str, num_axes: int) -> TensorSpec:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_rl.errors import UserError
-from embodied_rl.policies.base import ActionOutput, Evaluation, TensorObservation
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
 from embodied_rl.policies.flow.density import log_density
 from embodied_rl.policies.flow.matching import flow_matching_loss
 from embodied_rl.policies.flow.options import FlowOptions, Record, RecordLayout
@@ -82,9 +82,10 @@ class _Step:
     """[B, H, D]"""
 
 
-class FlowPolicy(nn.Module):
-    """Implements `embodied_rl.policies.base.Policy`. An action is a row [B, W] of `RecordLayout`; the simulator gets its head."""
+class FlowPolicy(Policy):
+    """An action is a row [B, W] of `RecordLayout`; the simulator gets its head."""
 
+    translates = True
     noise_kind: Literal["normal"] = "normal"
     action_units: Literal["normalised", "simulator"] = "normalised"
     """Of what `simulator_action` gives."""

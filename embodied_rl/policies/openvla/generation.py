@@ -88,7 +88,7 @@ class Accelerated(Generic[Output]):
         self._graphs: dict[tuple[object, ...], _Graph[Output]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated[Output]:
-        """Of a policy's copy, whose weights lie elsewhere: it compiles and captures anew."""
+        """For a policy's copy, whose weights lie elsewhere: the copy compiles and captures again."""
         return Accelerated(copy.deepcopy(self._function, memo), self.mode, compile_backend=self._compile_backend)
 
     @property
@@ -97,7 +97,7 @@ class Accelerated(Generic[Output]):
         return len(self._graphs)
 
     def __call__(self, tensors: dict[str, Tensor | None], **key: bool | float) -> Output:
-        """Run on `tensors`; `key` goes to the function as it is and tells captures apart."""
+        """Run on `tensors`; `key` goes to the function unchanged and distinguishes captures."""
         if self.mode == "compile":
             if self._compiled is None:
                 self._compiled = torch.compile(self._function, fullgraph=True, dynamic=False, backend=self._compile_backend)

@@ -1,7 +1,7 @@
 """Camera images to the square pictures that OpenVLA sees, and to normalised pixels.
 
 The original does this with torchvision on PIL images; what torchvision does there is PIL's own resampling. Resizing happens once,
-on uint8: both vision transformers see the same picture and differ in their normalisation alone, which is done on the device.
+on uint8: both vision transformers see the same picture and differ only in their normalisation, which is done on the device.
 
 Shape legend: B rows, I images of a row, H × W pixels of a camera, S pixels of a side.
 """

@@ -55,7 +55,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Layers:
-    """A language model's layers and last norm as functions: good until its weights are moved, so make it anew for each decision."""
+    """A language model's layers and last norm as functions: valid until its weights are moved, so build it for each decision."""
 
     layers: tuple[_Layer, ...]
     final_norm: _Function
@@ -100,7 +100,7 @@ class Layers:
         Args:
             mask: [B, 1, n, start + n] bool, which places each token sees; None: all of them, or with `causal` those up to its own.
             causal: no token sees a place behind its own; `mask`, where there is one, says so too. Then `start` is 0 and `last` is 1.
-            last: nobody asks for more of the last layer, so it reckons these tokens alone.
+            last: number of tokens that the last layer computes; callers need no more of it.
         """
         assert not causal or (start, last) == (0, 1)
         rows, count, width = x.shape
@@ -194,7 +194,7 @@ def _blocks(x: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 
 def _attend_blocks(query: Tensor, place: Tensor, blocks: list[Tensor]) -> Tensor:
-    """Causal `_attend` on a CPU, whose kernel would reckon the half that nobody sees: block by block, up to the block's own end."""
+    """Causal `_attend` on a CPU, whose kernel would also compute the masked half: block by block, each up to the block's end."""
     mixed, begin = [], 0
     for block in blocks:
         end = block.shape[-1]

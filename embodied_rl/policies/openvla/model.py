@@ -105,7 +105,7 @@ class VisionLanguageModel(nn.Module):
         return output.last_hidden_state
 
     def action_logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] → [..., V] float32 logits of the action tokens alone."""
+        """[..., D] → [..., V] float32 logits of the action tokens only."""
         return self.action_scorer()(hidden)
 
     def action_scorer(self) -> Callable[[Tensor], Tensor]:
@@ -188,17 +188,10 @@ class OpenVLA(VisionLanguageModel):
         Returns:
             logits [B, L, V] of each action token given those before it, and the hidden state [B, D] at the prompt's last token.
         """
-        # The last token predicts nothing that is asked for, so it need not be read.
+        # No prediction of the last token is used, so it need not be read.
         sequence = prefix.followed_by(self.embed_tokens(tokens[:, :-1])) if tokens.shape[1] > 1 else prefix
         hidden = self.hidden(sequence)[:, -tokens.shape[1] :]
         return self.action_logits(hidden), hidden[:, 0]
-
-    def supervised_loss(self, prefix: Embedded, tokens: Tensor) -> Tensor:
-        """[B] the original's training loss of each row: mean cross-entropy over the *whole* vocabulary of L action tokens and </s>."""
-        stop = torch.full_like(tokens[:, :1], STOP_TOKEN)
-        hidden = self.hidden(prefix.followed_by(self.embed_tokens(tokens)))[:, -tokens.shape[1] - 1 :]
-        logits = self.language_model.lm_head(hidden).float()
-        return F.cross_entropy(logits.transpose(1, 2), torch.cat([tokens, stop], dim=1), reduction="none").mean(dim=1)
 
 
 def _fuse_norms(llama: Any) -> None:
@@ -219,7 +212,7 @@ def join(text: Tensor, patches: Tensor, mask: Tensor, *, padded: bool) -> Embedd
 
 
 def attention_mask(mask: Tensor, *, causal: bool) -> Tensor:
-    """[B, T] bool → [B, 1, T, T] bool: which key (last axis) each query sees. Padding is seen by nobody.
+    """[B, T] bool → [B, 1, T, T] bool: which key (last axis) each query sees. No query sees padding.
 
     The rows of padded queries are not empty (they see BOS, which is never padding), so that no softmax is undefined.
     """

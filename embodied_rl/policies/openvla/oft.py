@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from embodied_rl.errors import UserError
@@ -87,7 +86,7 @@ class OpenVLAOFT(VisionLanguageModel):
         device: str | torch.device = "cpu",
         vision: tuple[ViTShape, ViTShape] | None = None,
     ) -> OpenVLAOFT:
-        """Read a checkpoint folder with merged weights and, where the model has parts of its own, `oft_modules.safetensors`.
+        """Read a checkpoint folder with merged weights and, where the model has additional modules, `oft_modules.safetensors`.
 
         Args:
             oft: what the checkpoint was trained with; None: as `save_pretrained` wrote it into `config.json`.
@@ -128,7 +127,7 @@ class OpenVLAOFT(VisionLanguageModel):
     def sequence(self, pixels: Tensor, input_ids: Tensor, mask: Tensor, *, padded: bool, proprio: Tensor | None = None) -> Embedded:
         """Everything that one decision reads.
 
-        Padding may stand anywhere: positions are counted without it and nobody attends to it, so its place (behind everything in
+        Padding may stand anywhere: positions are counted without it and no token attends to it, so its place (behind everything in
         the original, before the text in RLinf) changes no number.
 
         Args:
@@ -153,7 +152,7 @@ class OpenVLAOFT(VisionLanguageModel):
         return self.hidden(sequence, causal=False)[:, -self._num_last :][:, : self.oft.num_units]
 
     def decide_hidden(self, sequence: Embedded) -> Tensor:
-        """`action_hidden` for acting: by `Layers`, without gradients, and of the last layer only what is asked for."""
+        """`action_hidden` for acting: by `Layers`, without gradients, and of the last layer only what the caller needs."""
         layers = Layers.of(self.language_model.model)
         cache = layers.allocate(sequence.embeds, sequence.places(0), keep=False)
         mask = attention_mask(sequence.mask, causal=False) if sequence.padded else None
@@ -169,18 +168,6 @@ class OpenVLAOFT(VisionLanguageModel):
         """[B, L, D] → normalised actions [B, L] float32 of the regression head."""
         assert self.action_head is not None, "head='l1' has an action head"
         return self.action_head(hidden).flatten(1).float()
-
-    def supervised_loss(self, hidden: Tensor, target: Tensor) -> Tensor:
-        """[B] the original's training loss, without the term of </s>: cross-entropy over the *whole* vocabulary, or the L1 distance.
-
-        Args:
-            hidden: [B, L, D] of `action_hidden`.
-            target: tokens [B, L] for the discrete head, normalised actions [B, L] for regression.
-        """
-        if self.action_head is not None:
-            return (self.regressed(hidden) - target).abs().mean(dim=1)
-        logits = self.language_model.lm_head(hidden).float()
-        return F.cross_entropy(logits.transpose(1, 2), target, reduction="none").mean(dim=1)
 
 
 def _mean(text: Tensor, mask: Tensor, stop: Tensor) -> Tensor:

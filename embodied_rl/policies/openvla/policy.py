@@ -14,11 +14,11 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.action_tokens import TokenDistribution
-from embodied_rl.policies.base import ActionOutput, Evaluation, Role, TensorObservation
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.generation import Accelerated, GenerationMode, generate
 from embodied_rl.policies.openvla.images import PixelNormaliser, libero_gripper, libero_images
@@ -78,12 +78,14 @@ class Decision:
     """[B] float32, or [B, K] of the steps; 0 without a value head."""
 
 
-class VLAPolicy(nn.Module):
-    """Implements `embodied_rl.policies.base.Policy`. Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
+class VLAPolicy(Policy):
+    """Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
+    translates = True
     noise_kind: Literal["uniform", "normal"] = "uniform"
     """uniform: `act` wants noise uniform in [0, 1), one number for each action token. normal: actions are no tokens, and take none."""
     base_folder: Path | None = None
+    chunk_size: int = 1
     temperature: float
     """For both: see `embodied_rl.policies.base.Policy`."""
 
@@ -223,7 +225,7 @@ class VLAPolicy(nn.Module):
 
     @staticmethod
     def role_of(name: str) -> Role:
-        """What a parameter belongs to, for learning rates of its own."""
+        """What a parameter belongs to, for separate learning rates."""
         own_head = "lm_head" in name or name.startswith("model.action_head")
         return "value" if name.startswith("value_head") else "head" if own_head else "backbone"
 
@@ -273,7 +275,7 @@ class VLAPolicy(nn.Module):
             save_state(self.value_head.state_dict(), Path(directory) / VALUE_HEAD)
 
     def load_value_head(self, path: str | Path) -> None:
-        """Take a value head's weights from a safetensors file with RL4VLA's names or RLinf's; other weights in it are left alone.
+        """Take a value head's weights from a safetensors file with RL4VLA's names or RLinf's; other weights in it are ignored.
 
         Raises:
             UserError: this policy has no value head, or the file's does not fit.

@@ -87,7 +87,7 @@ class ValueHead(nn.Module):
     """
 
     def __init__(self, hidden_size: int, num_values: int | None = None) -> None:
-        """`num_values`: K; None: one value, without a dimension of its own."""
+        """`num_values`: K; None: one value, without a separate dimension."""
         super().__init__()
         self._single = num_values is None
         self.head_l1 = nn.Linear(hidden_size, 512)

@@ -124,7 +124,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """Normalised pixels [B, 3, S, S] → patch features [B, P, d] after the last block but one."""
-        # Positions belong to patches alone; class and register tokens have none. They come first in the sum because it takes the first
+        # Only patches have positions; class and register tokens have none. They come first in the sum because it takes the first
         # one's order in memory, and the convolution's would slow every block down.
         x = self.pos_embed + self.patch_embed(pixels)
         num_prefix = 0

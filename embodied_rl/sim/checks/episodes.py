@@ -163,14 +163,14 @@ def random_actions(spec: SimSpec, num_steps: int, seed: int) -> np.ndarray:
         return texts
     if action.kind == "discrete":
         return rng.integers(0, action.num_actions, (num_steps, 1))
-    low, high = np.nan_to_num(action.low, neginf=-1.0), np.nan_to_num(action.high, posinf=1.0)  # the check "spec" will tell
+    low, high = np.nan_to_num(action.low, neginf=-1.0), np.nan_to_num(action.high, posinf=1.0)  # the check "spec" will report it
     return rng.uniform(low, high, (num_steps, action.dim)).astype(np.float32)
 
 
 class Player:
     """Plays `Part`s in the environments of one simulator. An environment whose episode has ended is not stepped again.
 
-    A simulator that steps all environments together gets all of them at every step; those that nobody asked about, or whose
+    A simulator that steps all environments together gets all of them at every step; those without a `Part`, or whose
     episode is over, play on unrecorded.
 
     Args:

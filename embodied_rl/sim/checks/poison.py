@@ -25,7 +25,7 @@ def poison_of(dtype: np.dtype[Any], which: int) -> Any:
 
 
 class WatchedRows(np.ndarray):
-    """An array that notes assignments numpy accepts silently and nobody means. Views of it note into the same list."""
+    """An array that notes assignments which numpy accepts silently but which are mistakes. Its views note into the same list."""
 
     notes: list[str]
     label: str

@@ -138,7 +138,7 @@ def _untouched(before: dict[str, np.ndarray], after: dict[str, np.ndarray], own:
 
 
 def nothing_is_kept(s: Session) -> str:
-    """Rows are shared memory: whoever keeps a reference to its observation or action finds other values there later."""
+    """Rows are shared memory: a simulator that keeps a reference to its observation or action finds other values there later."""
 
     def spoil(actions: np.ndarray) -> None:
         actions.fill({"continuous": np.nan, "discrete": 0, "text": SENTINEL}[s.spec.action.kind])

@@ -111,8 +111,8 @@ class GymnasiumSim(SplitStep):
     Box, Discrete (one-hot), MultiBinary and image observations become named parts: a vector is "state", an image [H, W, 3] uint8
     is "rgb", and the entries of a Dict keep their keys, nested ones joined by dots. Actions are a Box or Discrete.
 
-    An episode depends on its seed alone: process-wide generators (`numpy.random`, `random`) are seeded around every reset, and
-    where a task also draws from them while stepping, each environment has a copy of its own.
+    An episode depends only on its seed: the simulator seeds the process-wide generators (`numpy.random`, `random`) around every
+    reset, and where a task also draws from them while stepping, each environment has its own copy.
 
     Environments that have the hook of `ObservesOnDemand` are not observed where nothing reads it; others are at every step.
 
@@ -273,7 +273,7 @@ class GymnasiumSim(SplitStep):
             env.close()
 
     def _probe(self, env: gymnasium.Env) -> tuple[str | None, bool]:
-        """One step tells under which key success is reported and whether stepping draws from process-wide generators.
+        """Take one step to find the key of success, and whether stepping draws from process-wide generators.
 
         Every episode begins with a seeded reset, so the step leaves no trace.
         """

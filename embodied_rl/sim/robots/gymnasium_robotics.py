@@ -17,6 +17,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest
+from embodied_rl.sim.robots.known_indices import know_indices
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.spaces import control_hz
 
@@ -93,6 +94,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     envs = [make_one(task, extra="robotics", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:
         cheapen_rendering(inner(env))
+        know_indices(env)
     wrapped = [_flat(env, family) for env in envs]
     sim = GymnasiumSim(wrapped, task=task, exact_snapshots=True)
     words = ", ".join(KITCHEN_WORDS[name] for name in kwargs["tasks_to_complete"]) if family == "franka_kitchen" else _instruction(task)
@@ -148,7 +150,7 @@ class GoalState(gymnasium.ObservationWrapper):
 
 
 class KitchenState(gymnasium.ObservationWrapper):
-    """The kitchen's observation alone, and its success: no task left to complete."""
+    """Only the kitchen's array ``observation``, and its success: no task left to complete."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)

@@ -1,4 +1,4 @@
-"""LIBERO (Liu et al. 2023, arXiv:2306.03310): 130 tabletop tasks in words, each with 50 fixed initial states, on robosuite.
+"""LIBERO (Liu et al. 2023, arXiv:2306.03310): 130 tabletop tasks with an instruction and 50 fixed initial states each, on robosuite.
 
 Protocol of the benchmark: an episode starts from one of the task's stored states, ten steps without motion let the objects settle,
 and the limit is 220 (spatial), 280 (object), 300 (goal), 400 (90) or 520 (10, "long") steps. The package brings task descriptions
@@ -55,7 +55,7 @@ def suites() -> dict[str, list[str]]:
 
 
 def instruction(task: str) -> str:
-    """What a task ("suite/name") asks for, as the benchmark puts it: the name in words, without its scene."""
+    """What a task ("suite/name") asks for, as the benchmark puts it: the name as a sentence, without its scene."""
     name = task.partition("/")[2]
     if name[:1].isupper():  # "KITCHEN_SCENE3_turn_on_the_stove"
         name = name.partition("SCENE")[2].partition("_")[2]
@@ -249,7 +249,7 @@ def _with_instructions(spec: SimSpec) -> SimSpec:
 
 
 def _build(task: str) -> Any:
-    """LIBERO's environment of one task, without pictures of its own."""
+    """LIBERO's environment of one task, without LIBERO's own pictures."""
     import robosuite
     from libero.libero.envs import TASK_MAPPING
     from libero.libero.envs.bddl_utils import get_problem_info

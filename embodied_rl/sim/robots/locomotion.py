@@ -66,14 +66,14 @@ class _Terms(NamedTuple):
     forward: np.ndarray
     control: np.ndarray
     contact: np.ndarray | None
-    """of Ant alone"""
+    """[n]; None for every task but Ant"""
     healthy: np.ndarray | None
     """[n] bool; None where the task knows no falling over"""
     survive: np.ndarray | None
 
 
 def is_known(env: gymnasium.Env) -> bool:
-    """Whether `LocomotionSim` can step this environment: one of the known tasks inside the wrappers of gymnasium's registry alone."""
+    """Whether `LocomotionSim` can step this environment: a known task inside no other wrappers than those of gymnasium's registry."""
     while isinstance(env, gymnasium.Wrapper):
         if type(env) not in (TimeLimit, OrderEnforcing):
             return False
@@ -92,7 +92,7 @@ class LocomotionSim(GymnasiumSim):
         first: Any = envs[0].unwrapped
         self._advance = mujoco.mj_step
         self._is_ant = type(first).__name__ == "AntEnv"
-        # Gymnasium works contact forces out after every step of every task; Ant alone reads them, and the motion does not depend on them.
+        # Gymnasium works contact forces out after every step of every task; only Ant reads them, and the motion does not depend on them.
         self._forces = mujoco.mj_rnePostConstraint if self._is_ant else None
         self._frame_skip, self._dt = int(first.frame_skip), float(first.dt)
         num_envs, self._nq, self._nv = len(envs), int(first.model.nq), int(first.model.nv)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
+import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NoReturn
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 
 UNDECLARED_NEEDS = ("SceneManipulation", "OpenCabinetDoor", "DrawSVG", "PushT", "WidowXAI")
 """Tasks that need more than ManiSkill's registry says (scene data sets, svgpathtools, a renderer, a robot): left out of `tasks`."""
 
+_SELDOM_USED = {
+    "cv2": "Install it: pip install opencv-python",
+    "h5py": "Install it: pip install h5py",
+    "IPython": "Install it: pip install ipython",
+    "IPython.display": "Install it: pip install ipython",
+}
+"""Modules of ManiSkill's digital twins, recordings and notebooks, and what brings them."""
+
 
 def registered_tasks() -> Mapping[str, Any]:
     """ManiSkill's registry, id → specification. Raises MissingExtraError where it is not installed. The first call takes seconds."""
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # some of its modules import GitPython, which insists on a git command
     try:
-        with warnings.catch_warnings():
+        with _placeholders(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "Failed to find system libvulkan": true, harmless, and said by us where it matters
             import mani_skill.envs
             from mani_skill.utils.logging_utils import logger
@@ -28,6 +40,31 @@ def registered_tasks() -> Mapping[str, Any]:
     assert mani_skill.envs
     logger.setLevel("ERROR")  # its tasks warn about their own scenes, a line for each object
     return REGISTERED_ENVS
+
+
+@contextmanager
+def _placeholders() -> Iterator[None]:
+    """What ManiSkill imports with all its tasks and few of them use need not be installed: a placeholder stands there meanwhile."""
+    absent = [name for name in _SELDOM_USED if name not in sys.modules and importlib.util.find_spec(name.partition(".")[0]) is None]
+    sys.modules.update({name: _Placeholder(name) for name in absent})
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+class _Placeholder(ModuleType):
+    """A module that is not installed. What is called of it says so."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*_: object, **__: object) -> NoReturn:
+            raise UserError(f"ManiSkill uses {self.__name__}.{name} here, which is not installed. {_SELDOM_USED[self.__name__]}")
+
+        return missing
 
 
 def missing_assets(task: str) -> list[str]:

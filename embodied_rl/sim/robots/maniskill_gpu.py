@@ -273,7 +273,7 @@ class ManiSkillGpuSim:
 
     @contextmanager
     def _own_draws(self, env_ids: Sequence[int]) -> Iterator[None]:
-        """While the body resets, let each environment draw its initial state from generators of its own seed.
+        """While the body resets, let each environment draw its initial state from generators with its own seed.
 
         ManiSkill's reset seeds torch with the seed of the first environment and numpy's generators of all of them, those in
         mid-episode included; these are put back.

@@ -64,7 +64,7 @@ class ManiSkillSim(SplitStep):
         if self._render:
             require_vulkan(task)
             made |= {"render_mode": "rgb_array", "human_render_camera_configs": {"width": render_size, "height": render_size}}
-            if not observes_pictures:  # the task's own cameras are there for `film_from` alone
+            if not observes_pictures:  # only `film_from` uses the task's own cameras
                 made.setdefault("sensor_configs", {"width": render_size, "height": render_size})
             if camera_size is not None:
                 made["sensor_configs"] = {"width": camera_size, "height": camera_size, **made.get("sensor_configs", {})}

@@ -62,12 +62,12 @@ class MjcfSim(SplitStep):
         reset_noise: episodes start with uniform noise in [-reset_noise, reset_noise] on every joint's position and velocity (in the
             tangent space, so that quaternions stay of unit length).
         randomise: ``package.module:function`` of (model, data, rng: numpy.random.Generator) → None, called after that: places goals, say.
-            The model is shared by all environments: it must change `data` alone.
+            All environments share the model: the function must change only `data`.
         camera: also observe ``rgb`` [image_size, image_size, 3] from this camera; None: no picture.
         image_size: pixels a side of the observed picture.
         render_camera: camera of `render`: a name, or -1, the free camera.
         render_size: pixels a side of `render`'s picture.
-        instruction: what the robot is asked to do, in words.
+        instruction: the robot's task as text.
 
     Raises:
         UserError: no such file, an MJCF error, an actuator without ``ctrlrange``, an unknown keyframe, camera or function.
@@ -283,5 +283,5 @@ def _mujoco() -> Any:
     try:
         import mujoco
     except ImportError as error:
-        raise MissingExtraError("The MJCF simulator", "all", error) from error
+        raise MissingExtraError("The MJCF simulator", "mujoco", error) from error
     return mujoco

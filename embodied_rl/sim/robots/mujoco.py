@@ -32,7 +32,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
         UserError: unknown task or argument.
         MissingExtraError: MuJoCo is not installed.
     """
-    envs = [make_one(task, width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
+    envs = [make_one(task, "mujoco", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:
         cheapen_rendering(env)
     kind = LocomotionSim if all(map(is_known, envs)) else GymnasiumSim

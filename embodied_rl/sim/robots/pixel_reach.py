@@ -61,7 +61,7 @@ class PixelReach(SplitStep):
         try:
             import mujoco
         except ImportError as error:
-            raise MissingExtraError("PixelReach", "all", error) from error
+            raise MissingExtraError("PixelReach", "mujoco", error) from error
         self._mujoco = mujoco
         self.model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_reach.xml"))
         self.data = [mujoco.MjData(self.model) for _ in range(num_envs)]

@@ -1,7 +1,7 @@
 """PixelTasks: a gantry reaches coloured discs and pushes a block, as an instruction says, seen from above in a small picture.
 
 Our own MuJoCo scene, which draws in about a millisecond on a CPU: for vision-language-action policies without a GPU. All tasks share
-one scene; which of them an episode is about, the words alone tell.
+one scene; only the instruction says which of them an episode is about.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PixelTasks(SplitStep):
         try:
             import mujoco
         except ImportError as error:
-            raise MissingExtraError("PixelTasks", "all", error) from error
+            raise MissingExtraError("PixelTasks", "mujoco", error) from error
         self._mujoco = mujoco
         self.model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_tasks.xml"))
         self.data = [mujoco.MjData(self.model) for _ in range(num_envs)]

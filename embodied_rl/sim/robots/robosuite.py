@@ -1,7 +1,7 @@
 """robosuite (Zhu et al. 2020, arXiv:2009.12293): manipulation tasks with operational-space and joint controllers.
 
 robosuite draws from the process-wide random generators and builds its model anew at every reset; both are kept so that an
-episode is a function of its seed alone.
+episode depends only on its seed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make(
         robots: "Panda", "Sawyer", "IIWA", "UR5e", "Jaco", "Kinova3" or "Baxter"; two-armed tasks take two names, or one for both.
         controller: "OSC_POSE" (6 deltas of the end effector, and the gripper), "OSC_POSITION", "IK_POSE", "JOINT_POSITION",
             "JOINT_VELOCITY" or "JOINT_TORQUE".
-        observation: "state" is the robots' and the objects' state; "rgb" the cameras and, as ``state``, the robots' own state alone;
+        observation: "state" is the robots' and the objects' state; "rgb" the cameras and, as ``state``, only the robots' own state;
             "rgb+state" the cameras and the full state.
         cameras: observed cameras: the first is ``rgb``, the others ``rgb.<camera>``; robosuite's "agentview", "frontview",
             "birdview", "sideview", "robot0_robotview", "robot0_eye_in_hand".
@@ -140,7 +140,7 @@ def _builder(suite: Any, task: str, arguments: Mapping[str, Any]) -> Callable[[]
 
 FIXED_ARGUMENTS: dict[str, Any] = {
     "has_renderer": False,
-    "has_offscreen_renderer": False,  # pictures are drawn by `Drawing`, when somebody asks for one
+    "has_offscreen_renderer": False,  # `Drawing` draws pictures on request
     "use_camera_obs": False,
     "use_object_obs": True,
     "ignore_done": True,
@@ -165,7 +165,7 @@ class RobosuiteSim(SplitStep):
         max_episode_steps: steps until an episode is truncated.
         render_camera: camera of `render`.
         render_size: pixels a side of `render`'s picture.
-        instruction: the task in words.
+        instruction: the task as text.
         multisampling: draw with the model's multisampling, as robosuite itself does.
     """
 
@@ -189,7 +189,7 @@ class RobosuiteSim(SplitStep):
                 self.envs.append(function())
         self._elapsed = [0] * len(self.envs)
         self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
-        """What robosuite's sensors told last; pictures are drawn apart, when they are observed."""
+        """The last readings of robosuite's sensors; pictures are drawn separately, when they are observed."""
         self._drawings: list[Drawing | None] = [None] * len(self.envs)
         self._multisampling, self._render_size = multisampling, render_size
         self._objects, self._limit = observe_objects, int(max_episode_steps)
@@ -308,7 +308,7 @@ def quiet_import() -> Iterator[None]:
     """Around the import of robosuite or of what imports it.
 
     It opens a log in the system's folder for temporary files under a fixed name, which fails for the second user of a machine,
-    asks for a file of private settings, and wants EGL unless told otherwise, even where nothing is ever drawn.
+    asks for a file of private settings, and chooses EGL unless MUJOCO_GL says otherwise, even where nothing is ever drawn.
     """
     original, logger = logging.FileHandler, logging.getLogger("robosuite_logs")
     chosen = os.environ.get("MUJOCO_GL")

@@ -1,4 +1,4 @@
-"""ALFWorld (Shridhar et al. 2021, arXiv:2010.03768): household tasks in words, from ALFRED's scenes.
+"""ALFWorld (Shridhar et al. 2021, arXiv:2010.03768): household tasks as text, from ALFRED's scenes.
 
 The games come from ``alfworld-download``; they are played by TextWorld's PDDL engine, one file an episode, chosen by the seed.
 """

@@ -87,7 +87,7 @@ def program_of(answer: str) -> str:
 
 
 def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, level: Level, *, network: bool = False) -> CodeReport:
-    """Run a program against tests: all calls in one process, each input in one of its own. `level`: what holds it."""
+    """Run a program against tests: all calls in one process, each input in a separate one. `level`: the sandbox's."""
 
     def run(source: str, stdin: str = "") -> ProgramEnd:
         return run_program(source, limits, level, network=network, stdin=stdin, separate=True)

@@ -1,4 +1,4 @@
-"""FrozenLake in words: walk over the ice to the goal without falling into a hole; a new map for every seed.
+"""FrozenLake as a text game: walk over the ice to the goal without falling into a hole; a new map for every seed.
 
 The rules are those of gymnasium's toy game; maps are random, 4 × 4 to 8 × 8, and always have a way. Letters: P the player, G the goal,
 H a hole, ``.`` ice.

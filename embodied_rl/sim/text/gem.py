@@ -79,9 +79,9 @@ class _Episode:
 
 class GemSim:
     """See `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, so every
-    environment has a state of its own of these, and what an environment carries from one episode to the next is put back first.
+    environment has its own state of these, and `GemSim` first puts back what an environment carries from one episode to the next.
 
-    ``terminated`` is GEM's; its turn limits are rules of the game, told to the player, and so ends of the game's own:
+    ``terminated`` is GEM's; its turn limits are rules of the game, which the player reads, and so terminate the episode:
     ``truncated`` is set only where GEM truncates without terminating.
     """
 
@@ -159,13 +159,19 @@ class GemSim:
         )
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """Take up a game saved by `snapshot`. Raises SnapshotError for bytes of another task or version of GEM."""
+        """Take up a game saved by `snapshot`. Raises SnapshotError for bytes of another task or version of GEM, or of no game's state."""
         self._require_snapshots()
         state = decode_state(data)
         require_task(state, self.spec.task)
         if state["gem"] != version("gem-llm"):
             raise SnapshotError(f"Snapshot is of GEM {state['gem']} and cannot be restored into GEM {version('gem-llm')}.")
-        vars(self.envs[env_id]).update(state["env"])
+        own, taken = vars(self.envs[env_id]), state["env"]
+        if not self._episodes[env_id].replies and taken.keys() - own.keys():  # a new environment lacks what its first reset sets
+            with self._random[env_id].active(0), redirect_stdout(io.StringIO()):
+                self.envs[env_id].reset(seed=0)
+        if strange := taken.keys() - (own.keys() - _FIXED):
+            raise SnapshotError(f"Snapshot of '{self.spec.task}' sets {sorted(strange)[0]!r:.80}, which is no state of this game.")
+        own.update(taken)
         self._random[env_id].state = state["random"]
         self._episodes[env_id] = _Episode(state["replies"], state["actions"], state["total"])
 

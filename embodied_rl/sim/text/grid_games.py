@@ -1,4 +1,4 @@
-"""Games on a grid, seen and played in words: what our own text games share. Numpy only; pictures are drawn with Pillow."""
+"""Games on a grid, observed and played as text: what our own text games share. Numpy only; pictures are drawn with Pillow."""
 
 from __future__ import annotations
 

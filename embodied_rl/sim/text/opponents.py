@@ -1,4 +1,4 @@
-"""Who plays the other seats of a game in words: chance, a function of one's own, or a model behind an OpenAI-compatible server."""
+"""Opponents in a text game: random moves, the user's own function, or a model behind an OpenAI-compatible server."""
 
 from __future__ import annotations
 

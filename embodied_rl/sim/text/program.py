@@ -35,7 +35,7 @@ TARGET = "embodied_rl.sim.text.program:AgentProgram"
 """``sim.target`` of a run whose episodes are programs."""
 
 RewardSource = Literal["http", "exit", "return"]
-"""http: the program, or whoever judges it, posts it to its session. exit: status 0 is 1, `FAILURE_STATUS` is 0. return: what a function
+"""http: the program, or a separate judge, posts it to its session. exit: status 0 is 1, `FAILURE_STATUS` is 0. return: what a function
 returns, or a program that stays says in its reply; rewards that were posted are added."""
 
 ProgramMode = Literal["once", "serve"]
@@ -71,7 +71,7 @@ class ProgramOptions:
     """Words of the command. ``{python}`` is this interpreter, ``{task}`` the task as JSON, ``{seed}`` the episode's, ``{model}`` the
     model's name; braces that are meant as such are doubled."""
     tasks: str | None = None
-    """File with one JSON object a line; an episode's seed chooses one. null: the seed alone is the task."""
+    """File with one JSON object a line; an episode's seed chooses one. null: the task is only the seed."""
     held_out_tasks: str | None = None
     """The same for evaluation; null: `tasks`."""
     reward: RewardSource = "http"
@@ -334,7 +334,7 @@ class RunningProgram:
 
 
 def episode_line(*, base_url: str, key: str, session: str, model: str, task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What a program that stays is told of an episode."""
+    """The line that a program that stays receives for an episode."""
     return {
         "task": dict(task),
         "seed": seed,

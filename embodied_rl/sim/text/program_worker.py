@@ -1,4 +1,4 @@
-"""A process that calls one function for episode after episode: what ``sim.kwargs.function`` starts. The standard library alone.
+"""A process that calls one function for episode after episode: what ``sim.kwargs.function`` starts. Standard library and `openai` only.
 
 It is an ordinary program of ``mode=serve``: a JSON object a line on its input, and one on its output for each; see
 `embodied_rl.sim.text.served_program`.
@@ -104,7 +104,7 @@ def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> di
 
 
 def serve(function: Function, lines: Iterable[str], replies: TextIO) -> None:
-    """Answer every line until there are no more, which is when whoever started us has ended."""
+    """Answer every line until the input ends: the process that started this one closed it, or has ended."""
     clients = Clients()
     for line in lines:
         replies.write(json.dumps(play(function, clients, json.loads(line))) + "\n")

@@ -79,7 +79,7 @@ class RockSim(GemSim):
 
 
 class Sandbox:
-    """One environment over there, in GEM's own interface."""
+    """One environment of the service, with GEM's own interface."""
 
     def __init__(self, client: JsonClient, task: str) -> None:
         """Make it. Raises UserError when the server refuses."""

@@ -6,8 +6,8 @@
    from its output {"done": true}    {"done": true, "reward": 1.0}    {"error": "what went wrong"}
 ```
 A reply may repeat ``episode``; other lines are what the program prints. One that crashes or runs out of time costs the episode that it was
-in: the next episode has a process of its own, after a pause that doubles while nothing but failures comes. A program whose input ends is
-to end.
+in: the next episode gets a new process, after a pause that doubles with every further failure in a row. A program must end when its
+input ends.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ServedEpisode:
         if self._closed_s is not None:
             return self._has_ended()
         self._process.send()
-        gone = not self._process.alive  # a child of its own may hold the output open
+        gone = not self._process.alive  # a child of the program may hold the output open
         for _ in range(_MAX_READS):  # others are to be looked after as well
             lines, is_open = self._process.lines()
             for line in lines:

@@ -1,4 +1,4 @@
-"""Sokoban in words: push every box onto a goal; a new level for every seed, made by playing backwards from its solution.
+"""Sokoban as a text game: push every box onto a goal; a new level for every seed, made by playing backwards from its solution.
 
 Letters: ``#`` wall, ``.`` floor, O goal, X box, V box on a goal, P player, S player on a goal.
 """

@@ -26,7 +26,7 @@ class TextTask(Protocol):
         """(what the agent reads, reward, terminated, truncated, information).
 
         ``info["success"]`` says whether the episode succeeded; without it one does whose rewards add up to `success_return`.
-        ``info["failure"]``: a sentence; nobody could say how good the answer was, and the episode, which ends here, is not learned from.
+        ``info["failure"]``: a sentence that says why the answer could not be judged; the episode ends here and is excluded from learning.
         """
         ...
 

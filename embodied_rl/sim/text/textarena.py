@@ -1,6 +1,6 @@
-"""TextArena (Guertler et al. 2025, "TextArena", arXiv:2504.11442): games in words for one player or several.
+"""TextArena (Guertler et al. 2025, "TextArena", arXiv:2504.11442): text games for one player or several.
 
-One seat is the agent's; opponents play the others inside of the step, so that an episode is a sequence of the agent's own turns. A move
+The agent is one player; opponents play the others inside the step, so that an episode is a sequence of the agent's own turns. A move
 stands in square brackets.
 """
 
@@ -56,7 +56,7 @@ def registered() -> Mapping[str, Any]:
     try:
         import nltk
 
-        # Games fetch words while they are imported or made; what is not there is told, and nobody waits for a network.
+        # Games download word lists while they are imported or made. Here a missing list is an error, and no game waits for a network.
         nltk.download = lambda *_, **__: False
         importlib.import_module("textarena")
         return importlib.import_module("textarena.envs.registration").ENV_REGISTRY
@@ -81,9 +81,9 @@ def make(
 
     Args:
         task: "TicTacToe-v0", "ConnectFour-v0", "GuessTheNumber-v0", …; with "-train" the same in a shorter form, with "-raw" unformatted.
-        opponent: who plays the other seats: random, scripted or openai.
+        opponent: plays for the other players: random, scripted or openai.
         opponent_options: see `embodied_rl.sim.text.opponents.make_opponent`.
-        seat: the agent's, from 0; alternate: by the seed.
+        seat: the agent's player number, from 0; alternate: the seed chooses.
         num_players: of a game that takes several numbers; None: the least that it takes.
         max_turns: of the agent, until an episode is cut.
         success_reward: an episode succeeds when the agent's reward at its end reaches this.
@@ -104,7 +104,7 @@ def make(
     if (family := task.partition("-v")[0]) in BROKEN:
         raise UserError(f"TextArena's '{task}' cannot be played: {BROKEN[family]}.")
     options = dict(opponent_options or {})
-    make_opponent(opponent, options)  # a mistake in it is told now
+    make_opponent(opponent, options)  # raises now for a mistake in the options
     players = num_players or _least_players(task, kwargs)
     if seat != "alternate" and not (isinstance(seat, int) and 0 <= seat < players):
         raise UserError(f"TextArena: seat must be 'alternate' or between 0 and {players - 1}, got {seat!r}.")

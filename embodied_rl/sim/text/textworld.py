@@ -1,7 +1,7 @@
 """TextWorld (Côté et al. 2018, arXiv:1806.11532): adventures that are generated from a seed, played by TextWorld's own logic.
 
 No Z-machine and no download is needed: a game is made when its seed is asked for, and kept for the next episode of the same seed. The
-words that TextWorld compiles into a Z-machine's program are not there then: what is seen is told from the facts (`describe`).
+sentences that TextWorld compiles into a Z-machine's program are not there then: `describe` writes them from the facts.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class WorldGame:
         self._folder.cleanup()
 
     def _text(self, told: str) -> str:
-        commands = sorted(set(self._state["admissible_commands"] or []) - {"look", "inventory"})  # both are told anyway
+        commands = sorted(set(self._state["admissible_commands"] or []) - {"look", "inventory"})  # the text holds both anyway
         shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
         return told.strip() + shown
 

@@ -1,4 +1,4 @@
-"""Gymnasium's toy games in words: FrozenLake, CliffWalking, Taxi and Blackjack, by their own rules and random numbers."""
+"""Gymnasium's toy games as text games: FrozenLake, CliffWalking, Taxi and Blackjack, by their own rules and random numbers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ToyGame:
         return Outcome(float(reward), bool(terminated), bool(won), True)
 
     def text(self) -> str:
-        """See `GridGame.text`; Taxi's board is followed by a line about the passenger, Blackjack has lines alone."""
+        """See `GridGame.text`; for Taxi the board and a line about the passenger, for Blackjack only lines."""
         if self._task == "Blackjack-v1":
             return self._cards()
         if self._task == "Taxi-v4":

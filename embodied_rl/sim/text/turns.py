@@ -1,4 +1,4 @@
-"""Games of turns in words: what adapters of text environments share.
+"""Turn-based text games: what adapters of text environments share.
 
 An adapter writes a `TextGame`; batches, limits and randomness are here.
 """
@@ -31,7 +31,7 @@ class TextTurn:
 
 
 class TextGame(Protocol):
-    """One environment. It may draw from the generators of the process (`random`, `numpy.random`): each has a state of its own of them."""
+    """One environment. It may draw from the process's generators (`random`, `numpy.random`): `TextSim` keeps a state of them for each."""
 
     def reset(self, seed: int) -> str:
         """Begin the episode that this seed means; what is seen first."""

@@ -16,13 +16,23 @@ from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.losses import ppo_clip_loss, value_loss
 from embodied_rl.config import AlgorithmConfig
-from embodied_rl.hybrid.learner import Learner
-from embodied_rl.policies.flow.denoising import step_advantage, step_log_prob
 from embodied_rl.policies.flow.matching import sample_times
 from embodied_rl.policies.flow.network import FlowNetworkConfig, build_flow_policy
 from embodied_rl.policies.flow.options import FlowOptions, Method
 from embodied_rl.policies.flow.policy import FlowPolicy
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from tests.learning.samples import rollout_learner, update
+
+
+def step_log_prob(log_prob: Tensor, num_steps: int) -> Tensor:
+    """[B, S·K·A] → [B, S]: log-probability of each denoising step's whole chunk (DPPO; Ren et al. 2024, arXiv:2409.00588)."""
+    return log_prob.unflatten(-1, (num_steps, -1)).sum(-1)
+
+
+def step_advantage(advantage: Tensor, num_steps: int, gamma: float) -> Tensor:
+    """[B] → [B, S]: γ^(S - 1 - k)·A for step k: the noisiest step is furthest from the reward."""
+    return advantage[:, None] * gamma ** torch.arange(num_steps - 1, -1, -1, dtype=advantage.dtype)
+
 
 SPEC = SimSpec("Reach", {"state": TensorSpec((2,))}, ActionSpec.continuous([-1.0] * 2, [1.0] * 2))
 RADIUS, ANGLE, SPREAD = 0.6, math.radians(40.0), 0.1
@@ -81,7 +91,7 @@ def clone(policy: FlowPolicy, steps: int = 1500) -> float:
 def reinforce(policy: FlowPolicy, iterations: int = 30, rows: int = 512) -> list[float]:
     """PPO on the recorded denoising, by the learner that trains everything else; dppo with a ratio for each step. Mean rewards."""
     config = AlgorithmConfig(num_epochs=4, minibatch_size=128, learning_rate=1e-3, target_kl=0.1, max_grad_norm=1.0)
-    learner, generator, rewards = Learner(policy, config, num_threads=1), torch.Generator().manual_seed(2), []
+    learner, generator, rewards = rollout_learner(policy, config, num_threads=1), torch.Generator().manual_seed(2), []
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
     for iteration in range(iterations):
         place, action, log_prob, reached = sample(policy, rows, generator)
@@ -94,7 +104,7 @@ def reinforce(policy: FlowPolicy, iterations: int = 30, rows: int = 512) -> list
         if policy.options.method == "dppo":
             _denoising_epochs(policy, batch, config, optimizer, generator)
         else:
-            learner.update(batch, iteration=iteration, num_iterations=iterations, seed=0)
+            update(learner, batch, iteration, iterations, 0)
     return rewards
 
 

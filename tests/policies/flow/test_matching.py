@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.policies.flow.denoising import step_advantage, step_log_prob
 from embodied_rl.policies.flow.matching import flow_matching_loss, sample_times
 from tests.policies.flow.closed_forms import normal_velocity
 
@@ -50,10 +49,3 @@ def test_times_have_their_distributions() -> None:
     # Beta(1.5, 1): mean 0.6, P(below 0.5) = 0.5^1.5.
     assert beta.mean().item() == pytest.approx(0.001 + 0.999 * 0.6, abs=0.01)
     assert (beta < 0.001 + 0.999 * 0.5).float().mean().item() == pytest.approx(0.5**1.5, abs=0.01)
-
-
-def test_denoising_steps_as_actions() -> None:
-    # Two steps of two numbers: 1 + 2 and 3 + 4.
-    assert step_log_prob(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 2).tolist() == [[3.0, 7.0]]
-    # γ = 0.5: the first of three steps is two steps away from the reward.
-    assert step_advantage(torch.tensor([2.0, -4.0]), 3, 0.5).tolist() == [[0.5, 1.0, 2.0], [-1.0, -2.0, -4.0]]

@@ -11,7 +11,7 @@ from torch.distributions import Normal
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
-from embodied_rl.policies.flow.network import FlowNetworkConfig, build_flow_policy, policy_card
+from embodied_rl.policies.flow.network import FlowNetworkConfig, build_flow_policy
 from embodied_rl.policies.flow.options import FlowOptions, Record, RecordLayout
 from embodied_rl.policies.flow.policy import FlowPolicy
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
@@ -222,14 +222,6 @@ def test_cloning_fills_up_dimensions() -> None:
     action, noise, t = torch.randn(4, 2, 2), torch.randn(4, 2, 3), torch.rand(4)
     padded = torch.cat([action, torch.zeros(4, 2, 1)], dim=-1)
     torch.testing.assert_close(policy.cloning_loss(observation, action, noise, t), policy.cloning_loss(observation, padded, noise, t))
-
-
-def test_the_card_makes_the_policy_again() -> None:
-    policy, observation = make("flow_noise"), observe(3)
-    card = policy_card(policy)
-    again = build_flow_policy(FlowNetworkConfig(**card["network"]), FlowOptions(**card["flow"]), SimSpec.from_dict(card["spec"]))
-    again.load_state_dict(policy.state_dict())
-    assert torch.equal(policy.act(observation, None).action, again.act(observation, None).action)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.sim.env import SimFactory, SnapshotEnv
-from embodied_rl.sim.snapshots import SnapshotError
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.text import gem, gem_tasks
 from embodied_rl.types import ActionSpec, StepBuffers, VariableSpec
 from tests.sim.text.moves import answers
@@ -359,6 +359,10 @@ def test_snapshots_of_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         hanoi.restore(0, guess.snapshot(0))
     data = guess.snapshot(0)
+    for name in ("step", "word_list", "__class__"):  # a request may send any bytes
+        state = decode_state(data)
+        with pytest.raises(SnapshotError, match=f"sets '{name}', which is no state of this game"):
+            guess.restore(0, encode_state({**state, "env": {**state["env"], name: 1}}))
     monkeypatch.setattr(gem, "version", lambda name: "9.9")
     with pytest.raises(SnapshotError, match=r"of GEM 0\.1\.\d+ and cannot be restored into GEM 9\.9"):
         guess.restore(0, data)

@@ -40,7 +40,7 @@ def difference(task: str, arguments: Mapping[str, Any], num_envs: int) -> str | 
 
 
 def _play(alone: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | None:
-    """Steps of all and of some, a reset of one, a snapshot, a new scene. The first difference in words."""
+    """Steps of all and of some, a reset of one, a snapshot, a new scene. Describes the first difference."""
     last = num_envs - 1
     compared = {0: 0, 1: last}
     small, large = StepBuffers.allocate(alone.spec, 2), StepBuffers.allocate(alone.spec, num_envs)

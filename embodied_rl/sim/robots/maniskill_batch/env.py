@@ -19,7 +19,7 @@ from embodied_rl.sim.robots.maniskill_batch.scene import BatchScene
 from embodied_rl.sim.robots.maniskill_batch.structs import install
 
 FIRST_SEED = 2022
-"""With which ManiSkill builds a scene; here every environment's, as if each were alone."""
+"""ManiSkill builds a scene with this seed; here every environment uses it, as each does by itself."""
 
 
 class BatchedTask(BaseEnv):
@@ -42,7 +42,7 @@ class BatchedTask(BaseEnv):
         self.scene.px.lay_out()
 
     def reset(self, seed: Any = None, options: Any = None) -> Any:
-        """Only for the constructor: everything is built as each environment would be if it were alone."""
+        """Only for the constructor: builds everything as for an environment by itself."""
         return super().reset(seed=[FIRST_SEED] * self.num_envs, options=options)
 
     def _initialize_episode(self, env_idx: torch.Tensor, options: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class BatchedTask(BaseEnv):
                 super()._initialize_episode(index[None], options)
 
     def begin(self, rows: Sequence[int], seeds: Sequence[int], options: Mapping[str, Any]) -> Any:
-        """New episodes in some environments, drawn one after another as a lone environment draws its own; the observation of all.
+        """New episodes in some environments, drawn one after another as a single environment draws its own; the observation of all.
 
         ManiSkill's own reset of several seeds torch from the first one and resets the controllers of all.
         """

@@ -80,7 +80,7 @@ class BatchSystem:
     """Stands in for `PhysxGpuSystem`, which it passes for in `isinstance`.
 
     Args:
-        scenes: `sapien.Scene`s, each with a `PhysxCpuSystem` of its own.
+        scenes: `sapien.Scene`s, each with its own `PhysxCpuSystem`.
     """
 
     def __init__(self, scenes: Sequence[Any]) -> None:
@@ -111,7 +111,7 @@ class BatchSystem:
         for system in self.systems:
             system.timestep = seconds
 
-    # ---- what a GPU would have to be told ---------------------------------------------------------------------------
+    # ---- calls that only a GPU system needs -------------------------------------------------------------------------
 
     def gpu_init(self) -> None:
         """Nothing: writes go to the bodies at once, and so it is with what follows."""

@@ -105,5 +105,5 @@ class ManiSkillBatchSim(ManiSkillSim):
 
 
 def _columns(info: Mapping[str, Any], num_envs: int) -> dict[str, list[Any]]:
-    """What the task tells of each environment. A single number (a mean over the batch) says nothing of one and is left out."""
+    """The task's info, by environment. Leaves out single numbers (means over the batch), which describe no one environment."""
     return {key: value.reshape(-1).tolist() for key, value in info.items() if isinstance(value, torch.Tensor) and value.numel() == num_envs}

@@ -1,0 +1,57 @@
+"""``embodied-rl train …``, the same as ``python -m embodied_rl.train …``; also ``python -m embodied_rl train …``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from embodied_rl.cli import run_command
+from embodied_rl.errors import UserError, did_you_mean
+
+COMMANDS = {
+    "train": "train a policy",
+    "evaluate": "play a checkpoint on held-out seeds, or compare two",
+    "render": "film episodes of a checkpoint",
+    "record": "store episodes of a checkpoint, an expert or chance",
+    "replay": "play a recording's actions again in its simulator",
+    "episodes": "look at recordings, check, convert, merge and split them",
+    "offline_eval": "judge a checkpoint from a recording, without a simulator",
+    "report": "write a run's page again",
+    "plan": "predict memory and time of a placement",
+    "catalog": "list what exists, and check a simulator",
+    "doctor": "what this machine can do, and what it lacks",
+    "serve_envs": "offer simulators over HTTP",
+    "serve_agent": "offer a language model to agent programs over HTTP",
+}
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    run_command(_run)
+
+
+def _run() -> None:
+    name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else "help"
+    if name in ("help", "__help", "_h"):
+        print(usage())
+        return
+    if name == "__version":
+        from embodied_rl import __version__
+
+        print(__version__)
+        return
+    if name not in COMMANDS:
+        raise UserError(f"Command '{sys.argv[1]}' is not known.{did_you_mean(name, COMMANDS)}")
+    del sys.argv[1]
+    # As `python -m` does it, so that worker processes find the same main module.
+    runpy.run_module(f"embodied_rl.{name}", run_name="__main__", alter_sys=True)
+
+
+def usage() -> str:
+    """The list of commands."""
+    rows = [f"  {name:<14}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: embodied-rl COMMAND key=value …", "", *rows, "", "embodied-rl COMMAND --help tells the rest."])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The device that a run computes on, and the threads of the CPU's linear algebra, torch's and numpy's."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from embodied_rl.errors import UserError, shown
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """``auto`` is the first GPU where there is one, else the CPU. Raises UserError for a device that is not here."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device={shown(device)} is not a device: write cpu, cuda or cuda:1.") from error
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise UserError(f"device={device}: torch finds {count} GPUs here (python -m embodied_rl.doctor says why). Use device=cpu or auto.")
+    return found
+
+
+def num_cores() -> int:
+    """Cores that this process may run on; all there are where the system cannot say (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def compute_threads(num_threads: int) -> Iterator[None]:
+    """Run the block with this many threads in torch's operations and numpy's matrix products, then as before.
+
+    Both libraries keep their threads spinning for a while after each operation, on cores that simulators need, and wait for
+    all of them at its end: with more threads than free cores, an update of a small network took a hundred times as long.
+    torch's own setting does not reach numpy, whose wheels bring their own OpenBLAS; where numpy has another library,
+    only torch is limited.
+    """
+    functions = _openblas()
+    torch_before, blas_before = torch.get_num_threads(), functions[0]() if functions else 0
+    torch.set_num_threads(num_threads)
+    if functions:
+        functions[1](num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_before)
+        if functions:
+            functions[1](blas_before)
+
+
+@functools.cache
+def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """Reader and setter of the thread count of numpy's own OpenBLAS."""
+    folder = Path(np.__file__).resolve().parent
+    for path in [*folder.parent.glob("numpy.libs/*openblas*"), *folder.glob(".dylibs/*openblas*")]:
+        library = ctypes.CDLL(str(path))
+        for prefix, suffix in (("scipy_", "64_"), ("", "64_"), ("scipy_", ""), ("", "")):
+            try:
+                get = getattr(library, f"{prefix}openblas_get_num_threads{suffix}")
+                put = getattr(library, f"{prefix}openblas_set_num_threads{suffix}")
+            except AttributeError:
+                continue
+            get.restype, get.argtypes = ctypes.c_int, []
+            put.restype, put.argtypes = None, [ctypes.c_int]
+            return get, put
+    return None

@@ -1,0 +1,221 @@
+"""How a step is taken: the objective of a minibatch, its gradients, one step of the optimizer.
+
+`LocalExecutor` computes with autograd in this process; `fused.FusedExecutor` has small networks' gradients derived by hand;
+`ranks.RankExecutor` takes each step on several ranks. All take the same steps up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms.batch import Rows
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.learning import fsdp
+from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Precision
+from embodied_rl.learning.optimizer import Optimizer
+from embodied_rl.policies.actor_critic import ActorCritic
+
+Figures = dict[str, float]
+"""Of a step: the objective's metrics, ``loss``, and ``grad_norm`` before clipping."""
+_NETWORK_ROWS, _ROWS = 4096, 512
+_ROWS_STEP = 256
+
+
+def take_step(
+    policy: Any,
+    optimizer: Optimizer,
+    losses: Sequence[Callable[[], tuple[Tensor, Metrics]]],
+    learning_rate: float,
+    *,
+    summed: Callable[[Tensor], Tensor] = lambda totals: totals,
+    frees_gradients: bool = False,
+) -> Figures:
+    """One step on a minibatch, in micro-batches that each give loss and metrics; on ranks a collective call.
+
+    Nothing is stepped where the loss or the gradient's norm is not finite: the caller looks at both.
+
+    Args:
+        losses: one of each micro-batch, already divided by the counts of the whole minibatch, and evaluated when its turn comes.
+        summed: adds up figures [k] over the ranks that train on other rows.
+        frees_gradients: when the step is taken; else before the next one.
+    """
+    sums: dict[str, Tensor] = {}
+
+    def loss_of(compute: Callable[[], tuple[Tensor, Metrics]]) -> Tensor:
+        loss, metrics = compute()
+        for name, value in {**metrics, "loss": loss}.items():
+            value = value.detach().double()
+            sums[name] = sums[name] + value if name in sums else value
+        return loss
+
+    optimizer.zero_grad()
+    fsdp.accumulate(policy, [functools.partial(loss_of, compute) for compute in losses], optimizer.inputs)
+    norm = optimizer.clip()
+    names = sorted(sums)
+    totals = summed(torch.stack([sums[name] for name in names]))
+    # One transfer for all numbers; it also shows whether this step may be taken.
+    *values, grad_norm = torch.cat([totals, norm.to(totals)[None]]).tolist()
+    figures = {**dict(zip(names, values, strict=True)), "grad_norm": grad_norm}
+    if is_finite(figures):
+        optimizer.step(learning_rate)
+    if frees_gradients:
+        optimizer.zero_grad()
+    return figures
+
+
+def objective_step(
+    objective: Objective[Any],
+    policy: Any,
+    optimizer: Optimizer,
+    rows: Rows,
+    micro: list[list[int]],
+    numbers: Numbers,
+    learning_rate: float,
+    device: torch.device,
+    summed: Callable[[Tensor], Tensor] = lambda totals: totals,
+) -> Figures:
+    """`take_step` of an objective on rows in these micro-batches (`Part`), with the numbers of the whole minibatch."""
+
+    def loss_of(places: list[int]) -> tuple[Tensor, Metrics]:
+        return objective(policy, rows_at(rows, places).moved(device), numbers)
+
+    losses = [functools.partial(loss_of, places) for places in micro]
+    return take_step(policy, optimizer, losses, learning_rate, summed=summed, frees_gradients=objective.frees_gradients)
+
+
+def is_finite(figures: Figures) -> bool:
+    """Whether a step with these figures was taken."""
+    return math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
+
+
+class Executor(ABC):
+    """Owns the optimizer of a policy and takes its steps."""
+
+    def __init__(self, policy: Any, config: AlgorithmConfig, device: torch.device) -> None:
+        self.policy, self.config, self.device = policy, config, device
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, objective: Objective[Any], rows: Rows) -> None:
+        """Take the rows of one update. Statistics of observations do not change until the next `begin`."""
+
+    @abstractmethod
+    def step(self, chosen: np.ndarray, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+        """Step on the minibatch of these rows [n]; nothing is stepped where the figures are not finite."""
+
+    @abstractmethod
+    def values(self, ready: dict[str, Tensor]) -> np.ndarray:
+        """[B] float32, or [B, K] of a policy with a value for each step of a chunk, of prepared observations."""
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Of the optimizer, see `Optimizer`."""
+
+    @abstractmethod
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        """Continue exactly. Raises KeyError or ValueError when the state is of another policy."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Begin the optimizer anew."""
+
+    def trained(self) -> list[Tensor]:
+        """Parameters that the optimizer steps, as they lie in this process."""
+        return list(self.policy.parameters())
+
+    def optimizer_tensors(self) -> list[Tensor] | None:
+        """The optimizer's state as it lies in this process; None: in arrays that cannot be moved."""
+        return None
+
+    # ---- a copy that is trained elsewhere ---------------------------------------------------------------------------
+
+    def write_back(self, policy: Any) -> None:  # noqa: B027  # a default
+        """Bring the trained weights into the whole policy; nothing to do where it is what is trained."""
+
+    def close(self) -> None:  # noqa: B027  # a default
+        """End what the executor started. May be called twice."""
+
+
+class LocalExecutor(Executor):
+    """Autograd in this process, for any policy on any device."""
+
+    def __init__(self, policy: Any, config: AlgorithmConfig, device: torch.device, optimizer: Optimizer, precision: Precision) -> None:
+        super().__init__(policy, config, device)
+        self.optimizer, self._precision = optimizer, precision
+        self._objective: Objective[Any] | None = None
+        self._rows: Rows | None = None
+
+    def begin(self, objective: Objective[Any], rows: Rows) -> None:
+        """See `Executor.begin`."""
+        self._objective, self._rows = objective, rows.staged(self.device)
+
+    def step(self, chosen: np.ndarray, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+        """See `Executor.step`."""
+        assert self._objective is not None, "begin comes first"
+        assert self._rows is not None, "begin comes first"
+        minibatch, numbers = self._objective.begin(self._rows.chosen(torch.from_numpy(chosen)), kl_coef=kl_coef)
+        (part,) = self._objective.divide(self.policy, minibatch, 1, self.config.micro_batch_size)
+        return objective_step(self._objective, self.policy, self.optimizer, minibatch, part.micro, numbers, learning_rate, self.device)
+
+    @torch.no_grad()
+    def values(self, ready: dict[str, Tensor]) -> np.ndarray:
+        """See `Executor.values`."""
+        size, parts = forward_rows(self.policy, self.config), []
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
+            for part in forwards(ready, size):
+                count = len(next(iter(part.values())))
+                if isinstance(self.policy, ActorCritic):
+                    part = {key: _filled_up(tensor, -count % _ROWS_STEP) for key, tensor in part.items()}
+                moved = {key: tensor.to(self.device) for key, tensor in part.items()}
+                parts.append(self.policy.value(moved).float().cpu().numpy()[:count])
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Executor.state_tensors`."""
+        return self.optimizer.state_tensors()
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        """See `Executor.load_state_tensors`."""
+        self.optimizer.load_state_tensors(state)
+
+    def forget(self) -> None:
+        """See `Executor.forget`."""
+        self.optimizer.forget()
+
+    def optimizer_tensors(self) -> list[Tensor] | None:
+        """See `Executor.optimizer_tensors`."""
+        return self.optimizer.tensors()
+
+
+def rows_at(rows: Rows, places: list[int]) -> Rows:
+    """These rows, or one that counts for nothing (see `Part`); the same object where they are all of them, in their order."""
+    if places == [-1]:
+        return rows.filler()
+    return rows if places == list(range(rows.num_rows)) else rows.chosen(torch.tensor(places))
+
+
+def forward_rows(policy: Any, config: AlgorithmConfig) -> int:
+    """Rows of one forward without gradients at most: bounds the memory that images take."""
+    return config.micro_batch_size or (_NETWORK_ROWS if isinstance(policy, ActorCritic) else _ROWS)
+
+
+def forwards(ready: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Observations in slices of `size` rows."""
+    for start in range(0, len(next(iter(ready.values()))), size):
+        yield {key: tensor[start : start + size] for key, tensor in ready.items()}
+
+
+def _filled_up(tensor: Tensor, num_rows: int) -> Tensor:
+    """With `num_rows` further rows, copies of the first: a CPU's convolutions keep buffers for every number of rows they ever see."""
+    return torch.cat([tensor, tensor[:1].expand(num_rows, *tensor.shape[1:])]) if num_rows else tensor

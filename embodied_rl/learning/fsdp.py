@@ -1,0 +1,257 @@
+"""Any module on a mesh of ranks: FSDP2 by blocks, and what a training step needs around it.
+
+The mesh has three dimensions. Rows of a batch are divided over ``replicate`` x ``shard``; ``shard`` cuts each parameter, ``tensor`` cuts
+matrix products. Gradients are *summed* over ranks: the loss of every rank is divided by the denominator of the whole batch
+(`algorithms.aggregation`), so a step is the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
+
+from embodied_rl.config import ShardingConfig
+from embodied_rl.errors import UserError
+
+MESH = ("replicate", "shard", "tensor")
+FORWARD_METHODS = ("evaluate", "value", "act", "features")
+"""Methods of a policy that compute with its parameters; FSDP gathers them before and frees them after."""
+
+
+def make_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
+    """The mesh of the process group that is initialised. Raises UserError when its size is not that of the configuration."""
+    num_ranks = dist.get_world_size()
+    if num_ranks != config.num_ranks:
+        raise UserError(
+            f"hybrid.sharding asks for {config.num_replicas} x {config.num_shards} x {config.num_tensor_shards} = {config.num_ranks} ranks "
+            f"(num_replicas x num_shards x num_tensor_shards), but {num_ranks} are there."
+        )
+    return init_device_mesh(device_type, (config.num_replicas, config.num_shards, config.num_tensor_shards), mesh_dim_names=MESH)
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """Which part of a batch this rank computes; ranks that share matrix products have the same."""
+    return int(mesh.get_local_rank("replicate") * mesh["shard"].size() + mesh.get_local_rank("shard"))
+
+
+def num_data_ranks(mesh: DeviceMesh) -> int:
+    """Parts that a batch is divided into."""
+    return int(mesh["replicate"].size() * mesh["shard"].size())
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The parts that are gathered one at a time: what ``sharding_blocks()`` of the module says, else the entries of its outermost module
+    lists (a transformer's layers), else its outermost sequences (an MLP each)."""
+    chosen = getattr(module, "sharding_blocks", None)
+    if chosen is not None:
+        return list(chosen())
+    lists = [child for part in _outermost(module, nn.ModuleList) for child in part.children()]
+    found = lists or _outermost(module, nn.Sequential)
+    return [block for block in found if any(True for _ in block.parameters())]
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, config: ShardingConfig) -> nn.Module:
+    """Cut a module's parameters over the mesh, in place; returns it. All ranks call it with equal parameters.
+
+    Frozen and trained parameters (LoRA) may be mixed. Make the optimizer afterwards: its parameters are the local parts.
+
+    Raises:
+        UserError: a parameter has no dimension to be cut, or the model has no tensor-parallel plan where one is asked for.
+    """
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise UserError(f"Parameter '{scalars[0]}' has no dimension that could be cut: give it shape [1] to train on several ranks.")
+    if config.num_tensor_shards > 1:
+        from embodied_rl.learning.tensor_parallel import parallelize
+
+        parallelize(module, mesh["tensor"])
+    blocks = blocks_of(module)
+    if config.checkpoint_activations:
+        for block in blocks:
+            _recompute(block)
+    data_mesh = mesh["shard"] if config.num_replicas == 1 else mesh["replicate", "shard"]
+    offload = CPUOffloadPolicy(pin_memory=True) if config.cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
+    low = torch.bfloat16 if config.precision == "bfloat16" else None
+    # A transformer goes on in the precision of its layers; what stands around an MLP (heads, normalisation) works in float32.
+    sequences = bool(blocks) and all(isinstance(block, nn.Sequential) for block in blocks)
+    inner = MixedPrecisionPolicy(low, torch.float32, output_dtype=torch.float32 if sequences and low else None)
+    outer = MixedPrecisionPolicy(None if sequences else low, torch.float32, cast_forward_inputs=False)
+    for block in blocks:
+        fully_shard(block, mesh=data_mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=config.reshard_after_forward)
+    for head in () if sequences else _beside(module, blocks):  # value heads read float32
+        fully_shard(head, mesh=data_mesh, mp_policy=MixedPrecisionPolicy(None, torch.float32), offload_policy=offload)
+    fully_shard(module, mesh=data_mesh, mp_policy=outer, offload_policy=offload)
+    for part in sharded_parts(module):
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+    # Values and entropies are views; no caller writes into what a policy returns.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for name in FORWARD_METHODS:
+        if callable(getattr(module, name, None)):
+            register_fsdp_forward_method(module, name)
+    return module
+
+
+def sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    """Every block that is gathered on its own, the module itself included."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, so that `named_parameters` are the local parts; a forward without a backward leaves the root gathered."""
+    for part in sharded_parts(module):
+        part.reshard()
+
+
+def accumulate(module: nn.Module, losses: Sequence[Callable[[], Tensor]], inputs: list[Tensor] | None = None) -> None:
+    """Add up the gradients of several micro-batches; ranks exchange gradients once, after the last.
+
+    Args:
+        losses: one function per micro-batch, as many on every rank; each is already divided by the whole step's denominator.
+        inputs: of a module that is whole, the parameters that get gradients; None: all that the losses depend on.
+    """
+    if not isinstance(module, FSDPModule):
+        for loss in losses:
+            loss().backward(inputs=inputs)
+        return
+    for index, loss in enumerate(losses):
+        last = index == len(losses) - 1
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+        loss().backward()
+
+
+@torch.no_grad()
+def global_grad_norm(parameters: Iterable[Tensor]) -> float:
+    """Euclidean norm of all gradients together, over the parts of all ranks; the same on every rank. Summed in float64."""
+    sums: dict[tuple[int, ...], Tensor] = {}
+    meshes: dict[tuple[int, ...], list[Any]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        groups: list[Any] = []
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            groups = [mesh.get_group(dim) for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
+            gradient = gradient.to_local()
+        key = tuple(id(group) for group in groups)
+        total = gradient.double().square().sum()
+        sums[key] = sums[key] + total if key in sums else total
+        meshes[key] = groups
+    squared = 0.0
+    for key, total in sums.items():
+        for group in meshes[key]:
+            total = _on_group_device(total, group)
+            dist.all_reduce(total, group=group)
+        squared += float(total)
+    return math.sqrt(squared) if squared >= 0 else math.nan
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale gradients so that their global norm is `max_norm` at most; returns the norm before (same rule as torch's on one rank)."""
+    listed = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = global_grad_norm(listed)
+    scale = min(max_norm / (norm + 1e-6), 1.0)
+    if math.isfinite(norm):
+        for parameter in listed:
+            gradient = parameter.grad
+            assert gradient is not None
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+    return norm
+
+
+# ---- whole tensors ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor that the ranks' parts make up; a collective call. A plain tensor is returned as it is, detached."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.device_type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.to("cuda")  # offloaded: the ranks' exchange works only on the GPU
+    return cast(DTensor, tensor).full_tensor()
+
+
+def gather_named(module: nn.Module, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of parameters and buffers, one at a time; a collective call that every rank must exhaust.
+
+    Args:
+        wanted: names; None: all.
+    """
+    reshard(module)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if wanted is None or name in wanted:
+            yield name, whole(tensor)
+
+
+def own_slice(tensor: DTensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor; empty slices where it has none."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+@torch.no_grad()
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor into a whole or sharded one; each rank takes its part, nothing is sent. Raises ValueError for another shape."""
+    if target.shape != source.shape:
+        raise ValueError(f"a tensor of shape {tuple(source.shape)} does not fit one of shape {tuple(target.shape)}")
+    if isinstance(target, DTensor):
+        target.to_local().copy_(source[own_slice(target)])
+    else:
+        target.copy_(source)
+
+
+def load_named(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Fill parameters and buffers from whole tensors. Raises KeyError when one is missing, ValueError for another shape."""
+    reshard(module)
+    for name, target in module.state_dict(keep_vars=True).items():
+        fill(target, tensors[name])
+
+
+# ---- inside -------------------------------------------------------------------------------------------------------------
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += [child] if isinstance(child, kind) else _outermost(child, kind)
+    return found
+
+
+def _beside(module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Children with parameters that hold none of the blocks."""
+    inside = set(blocks)
+    return [child for child in module.children() if inside.isdisjoint(child.modules()) and any(True for _ in child.parameters())]
+
+
+def _recompute(block: nn.Module) -> None:
+    """Checkpoint a block's forward. On the instance and below the module's hooks, so that names stay and FSDP sees the block as before."""
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _on_group_device(tensor: Tensor, group: Any) -> Tensor:
+    """NCCL reduces only on GPUs; offloaded gradients lie on the host."""
+    return tensor.cuda() if dist.get_backend(group) == "nccl" and tensor.device.type == "cpu" else tensor

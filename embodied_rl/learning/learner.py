@@ -1,0 +1,309 @@
+"""The learner: what an update is, for every objective and wherever its steps are taken.
+
+```
+ rows ─▶ epochs ─▶ minibatches ─▶ Executor.step ─▶ Objective ─▶ gradients, Adam
+             ▲ KL stop    ▲ (seed, iteration)   └ not finite: NonFiniteLossError, nothing was stepped
+```
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodied_rl.algorithms.batch import Rows
+from embodied_rl.config import AlgorithmConfig, HybridConfig
+from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
+from embodied_rl.learning.devices import compute_threads, num_cores, resolve_device
+from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite
+from embodied_rl.learning.heap import keep_freed_memory
+from embodied_rl.learning.objectives import ActingObjective, Objective, RolloutObjective, TokenCloning
+from embodied_rl.learning.optimizer import make_optimizer
+from embodied_rl.learning.ranks import RankExecutor
+from embodied_rl.learning.rows import TokenBatch
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.policies.packing import TokenSequence
+
+WIDE_LAYER = 128
+"""From this width on, a second thread for the critic is worth its hand-overs."""
+VERY_WIDE_LAYER = 512
+"""From this width on, single matrix products are worth more than one thread."""
+_REFERENCE = "reference."
+
+
+class NonFiniteLossError(NonFiniteError):
+    """A minibatch whose loss or gradient is NaN or infinite; the parameters were not stepped with it."""
+
+    def __init__(self, message: str, rows: np.ndarray, batch: Mapping[str, np.ndarray]) -> None:
+        super().__init__(message)
+        self.rows = rows
+        """[n] int64 rows of the batch that made up the minibatch."""
+        self.batch = dict(batch)
+        """The minibatch, under the names of `Rows.tensors`."""
+
+
+@dataclass(frozen=True)
+class Minibatches:
+    """One epoch: a permutation of the rows, cut into nearly equal parts."""
+
+    permutation: np.ndarray
+    """[B] int64"""
+    bounds: list[tuple[int, int]]
+    """Half-open ranges of the permutation."""
+
+    @staticmethod
+    def shuffle(generator: np.random.Generator, num_rows: int, minibatch_size: int) -> Minibatches:
+        """As few parts as keep each within `minibatch_size`; sizes differ by one at most, so that no tiny rest is stepped on."""
+        edges = np.linspace(0, num_rows, -(-num_rows // minibatch_size) + 1).astype(np.int64).tolist()
+        return Minibatches(generator.permutation(num_rows), list(itertools.pairwise(edges)))
+
+    @property
+    def rows(self) -> list[np.ndarray]:
+        """[n] of each minibatch."""
+        return [self.permutation[start:stop] for start, stop in self.bounds]
+
+
+def scheduled(config: AlgorithmConfig, progress: float) -> float:
+    """The learning rate where a share `progress` of the run is over: constant, or falling linearly to 0."""
+    return config.learning_rate * (max(1.0 - progress, 0.0) if config.lr_schedule == "linear" else 1.0)
+
+
+def checked(figures: Figures, what: str, unit: str, rows: np.ndarray, minibatch: Callable[[], Mapping[str, np.ndarray]]) -> Figures:
+    """The figures of a step that was taken, on `rows` [n] that are each a `unit`. Raises NonFiniteLossError with the minibatch else."""
+    if is_finite(figures):
+        return figures
+    text = f"The {what} is {figures['loss']} and its gradient's norm {figures['grad_norm']} on {len(rows)} {unit}."
+    raise NonFiniteLossError(text, rows, minibatch())
+
+
+class Learner:
+    """Trains a policy with Adam on minibatches of rows, by an objective, through an executor."""
+
+    def __init__(self, policy: Any, config: AlgorithmConfig, objective: Objective[Any], executor: Executor, compute_threads: int) -> None:
+        """`compute_threads`: of one operation on the CPU. See `make_learner`."""
+        self.policy, self.config, self.objective, self.executor = policy, config, objective, executor
+        self.compute_threads = compute_threads
+        self.device = executor.device
+        self._reference: Any = None
+        """The policy that a KL term compares with; of language the policy itself, which keeps it."""
+
+    # ---- the update -------------------------------------------------------------------------------------------------
+
+    def update(self, rows: Rows, *, minibatch_rows: int, progress: float, seed: Sequence[int], kl_coef: float = 0.0) -> dict[str, float]:
+        """Run the epochs of one iteration; metrics averaged over the minibatches that were stepped on.
+
+        Rows are shuffled anew each epoch by a generator made from `seed` only, so that a resumed run goes on with the same bits. Before
+        each further epoch, the mean KL divergence of the one before is held against ``target_kl``.
+
+        Args:
+            minibatch_rows: rows of one step, nearly.
+            progress: share of the run that is over, for the learning rate's schedule.
+            seed: of the shuffling.
+            kl_coef: present coefficient of a KL term in the loss.
+
+        Raises:
+            NonFiniteLossError: a loss or gradient is not finite; the parameters were not stepped with it, and the error carries the
+                minibatch. Its rows are counted among those that count.
+        """
+        config, rate = self.config, scheduled(self.config, progress)
+        generator = np.random.default_rng(np.random.SeedSequence(list(seed)))
+        epochs: list[list[Figures]] = []
+        counted = rows.counted()
+        with compute_threads(self.compute_threads):
+            self.executor.begin(self.objective, counted)
+            for _ in range(config.num_epochs):
+                minibatches = Minibatches.shuffle(generator, counted.num_rows, max(minibatch_rows, 1))
+                epochs.append([self._step(self.objective, counted, chosen, rate, kl_coef) for chosen in minibatches.rows])
+                if config.target_kl is not None and np.mean([figures["approx_kl"] for figures in epochs[-1]]) > config.target_kl:
+                    break
+        taken = list(itertools.chain.from_iterable(epochs))
+        shown = [name for name in taken[0] if name != "loss" or self.objective.shows_loss]
+        means = {name: float(np.mean([figures[name] for figures in taken])) for name in shown}
+        return {**means, **self.objective.summary(rows, len(epochs), len(taken)), "learning_rate": rate}
+
+    def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
+        """Learn the masked tokens by cross-entropy; the mean loss of the last epoch. The optimizer's state is forgotten afterwards.
+
+        Raises:
+            NonFiniteLossError: as `update`.
+        """
+        rows, objective = TokenBatch.of_cloning(sequences), TokenCloning(self.policy, self.config)
+        generator = np.random.default_rng(np.random.SeedSequence([seed, len(sequences)]))
+        total = num_epochs * -(-len(sequences) // minibatch_rows)
+        losses: list[float] = []
+        with compute_threads(self.compute_threads):
+            self.executor.begin(objective, rows)
+            for epoch in range(num_epochs):
+                chosen = Minibatches.shuffle(generator, len(sequences), minibatch_rows).rows
+                rates = [learning_rate * (1.0 - 0.9 * (epoch * len(chosen) + done) / total) for done in range(len(chosen))]
+                losses = [self._step(objective, rows, own, rate, 0.0)["loss"] for own, rate in zip(chosen, rates, strict=True)]
+        self.executor.forget()
+        self.executor.write_back(self.policy)
+        return float(np.mean(losses))
+
+    def _step(self, objective: Objective[Any], rows: Rows, chosen: np.ndarray, rate: float, kl_coef: float) -> Figures:
+        figures = self.executor.step(chosen, rate, kl_coef=kl_coef)
+        what = "cross-entropy" if isinstance(objective, TokenCloning) else f"{self.config.loss} loss"
+
+        def minibatch() -> dict[str, np.ndarray]:
+            return {name: tensor.cpu().numpy() for name, tensor in rows.chosen(torch.from_numpy(chosen)).tensors().items()}
+
+        return checked(figures, what, objective.unit, chosen, minibatch)
+
+    # ---- without gradients ------------------------------------------------------------------------------------------
+
+    def values(self, ready: dict[str, Tensor]) -> np.ndarray:
+        """[B] float32, or [B, K], state values of prepared observations."""
+        with compute_threads(self.compute_threads):
+            return self.executor.values(ready)
+
+    def log_probs(self, ready: dict[str, Tensor], action: Tensor, *, of_reference: bool = False) -> Tensor:
+        """[B, L] float32 of actions under the present policy, or under the reference."""
+        assert isinstance(self.objective, ActingObjective), "tokens have `token_log_probs`"
+        policy = self._reference if of_reference else self.policy
+        parts = []
+        with torch.no_grad(), compute_threads(self.compute_threads):
+            for part in forwards({**ready, "": action}, forward_rows(policy, self.config)):
+                seen = {key: tensor.to(self.device) for key, tensor in part.items() if key}
+                parts.append(self.objective.evaluate(policy, seen, part[""].to(self.device)).log_prob.cpu())
+        return torch.cat(parts)
+
+    def token_log_probs(self, sequences: Sequence[TokenSequence], *, of_reference: bool = False) -> Tensor:
+        """[R, S] float32 of tokens under the present policy, or under the reference."""
+        with torch.no_grad(), compute_threads(self.compute_threads):
+            if of_reference:
+                return self._reference.reference_log_prob(sequences).cpu()
+            return self.policy.evaluate(sequences).log_prob.cpu()
+
+    # ---- the reference ----------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> RankExecutor | None:
+        """Where `hybrid.sharding` divides the policy; None: it is trained whole, here."""
+        return self.executor if isinstance(self.executor, RankExecutor) else None
+
+    @property
+    def needs_present(self) -> bool:
+        """Whether an update reads log-probabilities of the policy as it is when the update begins."""
+        return self.objective.needs_present or self.has_reference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a KL term has something to compare with."""
+        return self._reference is not None
+
+    def keep_reference(self) -> None:
+        """Take the present weights as the reference of the KL term, where there is one and none was kept yet."""
+        if self.config.kl.coef == 0 or self.has_reference:
+            return
+        if isinstance(self.policy, LanguagePolicy):
+            self.policy.keep_reference()
+            self._reference = self.policy
+        else:
+            self._reference = copy.deepcopy(self.policy).eval()
+
+    def _reference_tensors(self) -> dict[str, Tensor]:
+        if self._reference is None:
+            return {}
+        kept = self.policy.reference_state() if self._reference is self.policy else self._reference.state_dict()
+        return {f"{_REFERENCE}{name}": value.clone() for name, value in kept.items()}
+
+    def _take_reference(self, kept: dict[str, Tensor]) -> None:
+        self.keep_reference()
+        if self._reference is self.policy:
+            self.policy.load_reference_state(kept)
+        elif self._reference is not None:
+            self._reference.load_state_dict(kept)
+
+    # ---- for the engine ---------------------------------------------------------------------------------------------
+
+    def trained(self) -> list[Tensor]:
+        """See `Executor.trained`."""
+        return self.executor.trained()
+
+    def optimizer_tensors(self) -> list[Tensor] | None:
+        """See `Executor.optimizer_tensors`."""
+        return self.executor.optimizer_tensors()
+
+    # ---- resuming ---------------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Adam's state (``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``), and ``reference.<name>`` where one is kept."""
+        return {**self.executor.state_tensors(), **self._reference_tensors()}
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Continue exactly. Raises IncompatibleCheckpointError when names or shapes are not this policy's."""
+        if self.config.kl.coef > 0:
+            self._take_reference({name.removeprefix(_REFERENCE): value for name, value in state.items() if name.startswith(_REFERENCE)})
+        own = {name: value for name, value in state.items() if not name.startswith(_REFERENCE)}
+        shapes = [{name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (self.executor.state_tensors(), own)]
+        if shapes[0] != shapes[1]:
+            wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+            raise IncompatibleCheckpointError(
+                f"The optimizer state is not that of this policy: {', '.join(wrong[:4])} differ (of {len(wrong)}). "
+                "Resume with the policy configuration that the checkpoint was made with."
+            )
+        self.executor.load_state_tensors(own)
+
+
+def make_learner(
+    objective: Objective[Any],
+    policy: Any,
+    config: AlgorithmConfig,
+    hybrid: HybridConfig,
+    *,
+    allow_fused: bool = True,
+) -> Learner:
+    """The learner of a configuration: on the ranks of `hybrid.sharding`, by hand-derived gradients where there are some, or by autograd.
+
+    Args:
+        allow_fused: False takes autograd always (for comparison).
+
+    Raises:
+        UserError: the device is not here, or the policy cannot be cut.
+    """
+    device = resolve_device(hybrid.device)
+    policy.to(device)
+    if device.type == "cpu" and any(isinstance(layer, nn.Conv2d) for layer in policy.modules()):
+        keep_freed_memory()
+    num_threads = hybrid.rank_threads or num_cores()
+    widest = max((layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear)), default=0)
+    executor: Executor
+    if hybrid.sharding is not None:
+        executor = RankExecutor(policy, config, hybrid, device)
+    elif (
+        allow_fused
+        and config.value_loss == "mse"
+        and isinstance(objective, RolloutObjective)
+        and (fused := _fused(objective, policy, config, device, widest, num_threads)) is not None
+    ):
+        executor = fused
+        num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
+    else:
+        executor = LocalExecutor(policy, config, device, make_optimizer(policy, config), objective.precision)
+        if isinstance(policy, ActorCritic) and policy.trunk is None and widest < WIDE_LAYER:
+            # Threads that small operations do not repay only wait for one another.
+            num_threads = 1
+    return Learner(policy, config, objective, executor, num_threads)
+
+
+def _fused(
+    objective: RolloutObjective, policy: Any, config: AlgorithmConfig, device: torch.device, widest: int, num_threads: int
+) -> Executor | None:
+    """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
+    rates = config.value_learning_rate is not None or config.head_learning_rate is not None
+    if rates or config.micro_batch_size is not None or config.ratio != "chunk" or objective.precision != "float32":
+        return None
+    from embodied_rl.learning.fused import FusedExecutor
+
+    if not FusedExecutor.supports(policy, device):
+        return None
+    return FusedExecutor(policy, config, side_by_side=num_threads >= 2 and widest >= WIDE_LAYER)

@@ -1,0 +1,434 @@
+"""What a step minimises: rows of a minibatch and its counts in, loss and metrics out.
+
+`PolicyLoss` puts a loss of the table, the entropy bonus, the critic's error and the KL term together, once. An objective says what its
+rows are: decisions of rollouts, whole episodes, texts of tokens, recorded actions. Every sum is divided by a count of the whole minibatch,
+so that the losses and metrics of its parts add up, on one device or on many ranks.
+
+Shapes: n rows; E entries of a row (decisions, action units or tokens); D decisions, each with one value and one entropy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms.advantages import whiten
+from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, masked_mean
+from embodied_rl.algorithms.batch import Batch, Rows
+from embodied_rl.algorithms.composition import method_options, needs_present
+from embodied_rl.algorithms.episodes import Credit, EpisodeBatch
+from embodied_rl.algorithms.kl import kl_estimate, kl_loss
+from embodied_rl.algorithms.loss_table import loss_info
+from embodied_rl.algorithms.losses import behaviour_cloning_loss, entropy_bonus, explained_variance, value_loss
+from embodied_rl.algorithms.units import at_level, mask_at_level, spread, unit_steps
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.learning.rows import EpisodeRows, TokenBatch
+from embodied_rl.policies.base import Evaluation, Policy, layout_of
+
+Metrics = dict[str, Tensor]
+Numbers = dict[str, float]
+"""What is known of a whole minibatch: what its sums are divided by (``entries``, ``decisions``, ``values``, ``ratios``), and the present
+``kl_coef``."""
+Precision = Literal["float32", "bfloat16"]
+_HOST = torch.device("cpu")
+AnyRows = TypeVar("AnyRows", bound=Rows)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank trains on of a minibatch."""
+
+    rows: np.ndarray
+    """[m] int64, of the minibatch."""
+    micro: list[list[int]]
+    """Positions in `rows` of each micro-batch, as many on every rank; -1 fills up and counts for nothing."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one forward gave of some rows. None for a mask: all count."""
+
+    log_prob: Tensor
+    """[n, E] or [n]"""
+    mask: Tensor | None
+    """As `log_prob`."""
+    entropy: Tensor
+    """[n, D], [n] or as `log_prob`"""
+    entropy_mask: Tensor | None
+    value: Tensor | None = None
+    """[n, D] or [n]; None: there is no critic."""
+    value_mask: Tensor | None = None
+
+
+class PolicyLoss:
+    """Any loss of the table with what stands beside it."""
+
+    def __init__(self, config: AlgorithmConfig, name: str, options: dict[str, Any]) -> None:
+        """`name` is one of the table's, `options` are further arguments of it."""
+        self.config, self.info = config, loss_info(name)
+        self.aggregation = Aggregation(config.aggregation or self.info.default_aggregation, config.horizon)  # type: ignore[arg-type]
+        self._options: dict[str, Any] = method_options(self.info, options, config)
+
+    @property
+    def needs_present(self) -> bool:
+        """See `Objective.needs_present`."""
+        return needs_present(self.info, self.config.correction)
+
+    def __call__(self, inputs: Mapping[str, Tensor], terms: Terms, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """Loss and metrics.
+
+        Args:
+            inputs: {name: [n, E], [n, D] or [n]} that losses ask for by name; ``returns`` and ``value`` where there is a critic,
+                ``reference_log_prob`` where there is a KL term.
+            numbers: ``entries`` divides the loss and the KL term, ``decisions`` the entropy (absent: aggregated as the loss is),
+                ``values`` the critic's error, ``ratios`` ``approx_kl`` (absent: the mean that the aggregation gives).
+        """
+        config = self.config
+        shared: dict[str, Any] = {"mask": terms.mask, "aggregation": self.aggregation, "denominator": numbers["entries"]}
+        own = {"aggregation": TOKEN_MEAN, "denominator": numbers["decisions"]} if "decisions" in numbers else shared
+        given = {name: inputs[name] for name in (*self.info.inputs, *self.info.optional_inputs) if name in inputs}
+        loss, metrics = self.info.load()(**{**given, "log_prob": terms.log_prob}, **self._options, **shared)
+        entropy_part, entropy_metrics = entropy_bonus(entropy=terms.entropy, **{**own, "mask": terms.entropy_mask})
+        total, metrics = loss + config.entropy_coef * entropy_part, {**metrics, **entropy_metrics}
+        if terms.value is not None:
+            value_part, value_metrics = value_loss(
+                value=terms.value,
+                returns=inputs["returns"],
+                old_value=inputs["value"],
+                clip=config.value_clip,
+                kind=config.value_loss,
+                huber_delta=config.huber_delta,
+                mask=terms.value_mask,
+                denominator=numbers["values"],
+            )
+            total, metrics = total + config.value_coef * value_part, {**metrics, **value_metrics}
+        if "reference_log_prob" in inputs and config.kl.place == "loss":
+            reference = inputs["reference_log_prob"]
+            kl_part, kl_metrics = kl_loss(
+                log_prob=terms.log_prob,
+                reference_log_prob=reference,
+                kind=config.kl.kind,
+                straight_through=config.kl.straight_through,
+                **shared,
+            )
+            total, metrics = total + numbers["kl_coef"] * kl_part, {**metrics, **kl_metrics}
+        if "ratios" in numbers or "approx_kl" not in metrics:
+            metrics["approx_kl"] = self._approx_kl(inputs, terms, numbers)
+        return total, metrics
+
+    @torch.no_grad()
+    def _approx_kl(self, inputs: Mapping[str, Tensor], terms: Terms, numbers: Numbers) -> Tensor:
+        before = inputs["old_log_prob"] if "old_log_prob" in inputs else inputs["behaviour_log_prob"]
+        moved = kl_estimate(log_prob=before, reference_log_prob=terms.log_prob, kind="k3")
+        if "ratios" in numbers:
+            return masked_mean(moved, terms.mask, numbers["ratios"])
+        return self.aggregation.mean(moved, terms.mask, numbers["entries"])
+
+
+class Objective(ABC, Generic[AnyRows]):
+    """A loss on rows of one kind. The same on every rank; `policy` is handed in, since there it is a part of the whole one."""
+
+    name: ClassVar[str]
+    """Under which ranks know it."""
+    unit: ClassVar[str]
+    """What a row is, for messages."""
+    rows: type[AnyRows]
+    shows_loss: ClassVar[bool] = False
+    """Whether ``loss`` is among an update's figures."""
+    frees_gradients: ClassVar[bool] = False
+    """Whether gradients are freed after a step, not before the next: those of a language model take as much room as the model."""
+
+    def __init__(self, policy: Any, config: AlgorithmConfig, precision: Precision = "float32") -> None:
+        """`policy` says what its decisions are made of; which one is evaluated comes with each call."""
+        self.config, self.precision = config, precision
+
+    @property
+    def needs_present(self) -> bool:
+        """Whether the loss reads log-probabilities of the policy as it is when the update begins."""
+        return False
+
+    def begin(self, rows: AnyRows, *, kl_coef: float) -> tuple[AnyRows, Numbers]:
+        """A whole minibatch as its parts are evaluated, and its numbers."""
+        return rows, {"kl_coef": kl_coef}
+
+    @abstractmethod
+    def __call__(self, policy: Any, rows: AnyRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """What these rows add to the loss and to the metrics of their minibatch."""
+
+    def divide(self, policy: Any, rows: AnyRows, num_parts: int, size: int | None) -> list[Part]:
+        """One part for each rank, side by side, in micro-batches of about `size` rows; None: each part whole."""
+        return divide(np.ones(rows.num_rows, np.int64), num_parts, size)
+
+    def summary(self, rows: AnyRows, num_epochs: int, num_minibatches: int) -> dict[str, float]:
+        """Figures of an update beside the means over its minibatches."""
+        return {"minibatches": float(num_minibatches)}
+
+
+def divide(weights: np.ndarray, num_parts: int, size: int | None) -> list[Part]:
+    """Rows side by side in parts of nearly equal number, and in micro-batches of about `size` weights [n], at least a row each."""
+    parts = []
+    for start, stop in itertools.pairwise(np.linspace(0, len(weights), num_parts + 1).astype(np.int64)):
+        own = weights[start:stop]
+        place = np.zeros(len(own), np.int64) if size is None else (np.cumsum(own) - own) // size
+        parts.append(Part(np.arange(start, stop), [np.flatnonzero(place == number).tolist() for number in np.unique(place)]))
+    return filled_up(parts)
+
+
+def filled_up(parts: list[Part]) -> list[Part]:
+    """Equally many micro-batches in each part, because ranks gather parameters together."""
+    most = max(len(part.micro) for part in parts)
+    return [Part(part.rows, [*part.micro, *([[-1]] * (most - len(part.micro)))]) for part in parts]
+
+
+class ActingObjective(Objective[AnyRows]):
+    """Of a policy whose decisions are made of action units."""
+
+    def __init__(self, policy: Policy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
+        super().__init__(policy, config, precision)
+        self.loss, layout = self._loss(), layout_of(policy)
+        self._host_steps = unit_steps(layout.num_units, layout.chunk_size, max(policy.spec.action.dim, 1))
+        self._steps: dict[torch.device, Tensor] = {}
+        self.units = {"chunk": 1, "action": layout.chunk_size, "token": layout.num_units}[config.ratio]
+        """U, entries of a decision."""
+
+    def steps(self, device: torch.device) -> Tensor:
+        """[L] step of the chunk that each action unit belongs to. It stays where it is asked for: a step copies nothing."""
+        if device not in self._steps:
+            self._steps[device] = self._host_steps.to(device)
+        return self._steps[device]
+
+    @property
+    def needs_present(self) -> bool:
+        """See `Objective.needs_present`."""
+        return self.loss.needs_present
+
+    def _loss(self) -> PolicyLoss:
+        return PolicyLoss(self.config, self.config.loss, self.config.loss_options)
+
+    def evaluate(self, policy: Policy, observation: dict[str, Tensor], action: Tensor) -> Evaluation:
+        """In the precision that is configured, as float32."""
+        with torch.autocast(action.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            found = policy.evaluate(observation, action)
+        return Evaluation(found.log_prob.float(), found.entropy.float(), found.value.float())
+
+
+class RolloutObjective(ActingObjective[Batch]):
+    """PPO on decisions of rollouts; a ratio belongs to what `algorithm.ratio` says."""
+
+    name, unit, rows = "rollouts", "rows", Batch
+    FIGURES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+
+    def _loss(self) -> PolicyLoss:
+        """The weights of a correction are in the advantages already (`algorithms.ppo.corrected`)."""
+        return PolicyLoss(self.config, "ppo_clip", {})
+
+    def begin(self, rows: Batch, *, kl_coef: float) -> tuple[Batch, Numbers]:
+        """See `Objective.begin`; advantages are whitened here where the algorithm whitens by minibatch."""
+        if self.config.normalize_advantage == "minibatch":
+            executed = None if rows.value_mask is None else rows.value_mask.cpu().numpy()
+            whitened = torch.from_numpy(whiten(rows.advantage.cpu().numpy(), executed))
+            rows = rows.replaced(advantage=whitened.to(rows.advantage.device))
+        mask = mask_at_level(rows.unit_mask, self.config.ratio, self.steps(rows.advantage.device))
+        aggregation, each = self.loss.aggregation, self.units if self.loss.aggregation.mode == "token-mean" else 1
+        entries = rows.num_rows * each if mask is None else int(aggregation.count(mask).clamp(min=1))
+        values = rows.returns.numel() if rows.value_mask is None else int(rows.value_mask.sum().clamp(min=1))
+        return rows, {"entries": float(entries), "values": float(values), "decisions": float(rows.num_rows), "kl_coef": kl_coef}
+
+    def __call__(self, policy: Policy, rows: Batch, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """See `Objective.__call__`."""
+        level, steps, units = self.config.ratio, self.steps(rows.action.device), rows.unit_mask
+        found = self.evaluate(policy, rows.observation, rows.action)
+        inputs = {
+            "old_log_prob": at_level(rows.log_prob, level, units, steps),
+            "advantage": spread(rows.advantage, level, steps),
+            "returns": rows.returns,
+            "value": rows.value,
+        }
+        terms = Terms(
+            log_prob=at_level(found.log_prob, level, units, steps),
+            mask=mask_at_level(units, level, steps),
+            entropy=at_level(found.entropy, "chunk", units, steps),
+            entropy_mask=None,
+            value=found.value,
+            value_mask=rows.value_mask,
+        )
+        loss, metrics = self.loss(inputs, terms, numbers)
+        return loss, {name: metrics[name] for name in self.FIGURES}
+
+    def summary(self, rows: Batch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
+        """See `Objective.summary`."""
+        counted = rows.counted()
+        return {"explained_variance": explained_variance(value=counted.value, returns=counted.returns), "epochs_done": float(num_epochs)}
+
+
+class EpisodeObjective(ActingObjective[EpisodeRows]):
+    """Any loss of the table on whole episodes; steps that were not executed are masked."""
+
+    name, unit, rows = "episodes", "episodes", EpisodeRows
+
+    def of_decisions(self, batch: EpisodeBatch, log_prob: Tensor | None) -> Tensor | None:
+        """Log-probabilities of action units [M, L] → [B, T] of whole decisions."""
+        return None if log_prob is None else batch.scatter(at_level(log_prob, "chunk", batch.unit_mask, self.steps(_HOST)))
+
+    def rows_of(self, batch: EpisodeBatch, credit: Credit, present: Tensor | None, reference: Tensor | None) -> EpisodeRows:
+        """Episodes with what losses ask for by name.
+
+        Args:
+            present, reference: [M, L] of the policy as it is when the update begins, and of the first; None: nothing needs them.
+        """
+        columns = torch.arange(batch.shape[1]).expand(batch.shape)
+        of_decisions = {"advantage": credit.advantage, "chunk_id": columns, "mask": credit.mask}
+        inputs = {name: value.repeat_interleave(self.units, dim=1) for name, value in of_decisions.items()}
+        inputs |= {"positive": credit.positive, "value": credit.value, "decisions": credit.mask}
+        if credit.returns is not None:
+            inputs["returns"] = credit.returns
+
+        def entries(flat: Tensor) -> Tensor:
+            """[M, U] or [M] → [B, T·U] with zeros elsewhere."""
+            whole = torch.zeros((*batch.shape, *flat.shape[1:]), dtype=flat.dtype)
+            whole[batch.row, batch.column] = flat
+            return whole.flatten(1)
+
+        log_probs = {"old_log_prob": present, "proximal_log_prob": present, "reference_log_prob": reference}
+        if self.config.ratio == "chunk":
+            inputs["behaviour_log_prob"] = batch.behaviour_log_prob
+        else:
+            log_probs["behaviour_log_prob"] = batch.unit_log_prob
+        for name, flat in log_probs.items():
+            if flat is not None:
+                inputs[name] = entries(at_level(flat, self.config.ratio, batch.unit_mask, self.steps(_HOST)))
+        there = None if self.config.ratio == "chunk" else mask_at_level(batch.unit_mask, self.config.ratio, self.steps(_HOST))
+        if there is not None:
+            inputs["mask"] = inputs["mask"] & entries(there)
+        return EpisodeRows(inputs, batch.observation, batch.action, batch.row, batch.column, batch.unit_mask)
+
+    def begin(self, rows: EpisodeRows, *, kl_coef: float) -> tuple[EpisodeRows, Numbers]:
+        """See `Objective.begin`."""
+        mask, decisions = rows.inputs["mask"], float(rows.inputs["decisions"].sum().clamp(min=1))
+        entries, ratios = float(self.loss.aggregation.count(mask).clamp(min=1)), float(mask.sum().clamp(min=1))
+        return rows, {"entries": entries, "decisions": decisions, "values": decisions, "ratios": ratios, "kl_coef": kl_coef}
+
+    def __call__(self, policy: Policy, rows: EpisodeRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """See `Objective.__call__`."""
+        inputs, units, at = rows.inputs, rows.unit_mask, (rows.row, rows.column)
+        decisions, steps = inputs["decisions"], self.steps(rows.action.device)
+        found = self.evaluate(policy, rows.observation, rows.action)
+
+        def scatter(flat: Tensor) -> Tensor:
+            """[m] → [n, T], [m, U] → [n, T·U]."""
+            shape = (*decisions.shape, *flat.shape[1:])
+            return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(at, flat).flatten(1)
+
+        terms = Terms(
+            log_prob=scatter(at_level(found.log_prob, self.config.ratio, units, steps)),
+            mask=inputs["mask"],
+            entropy=scatter(at_level(found.entropy, "chunk", units, steps)),
+            entropy_mask=decisions,
+            value=scatter(found.value) if "returns" in inputs else None,
+            value_mask=decisions,
+        )
+        return self.loss(inputs, terms, numbers)
+
+    def divide(self, policy: Policy, rows: EpisodeRows, num_parts: int, size: int | None) -> list[Part]:
+        """See `Objective.divide`: `size` is of decisions."""
+        return divide(rows.inputs["decisions"].sum(1).numpy(), num_parts, size)
+
+    def summary(self, rows: EpisodeRows, num_epochs: int, num_minibatches: int) -> dict[str, float]:
+        """See `Objective.summary`."""
+        inputs, found = rows.inputs, super().summary(rows, num_epochs, num_minibatches)
+        if "returns" not in inputs:
+            return found
+        value, returns = (inputs[name][inputs["decisions"]] for name in ("value", "returns"))
+        return {**found, "explained_variance": explained_variance(value=value, returns=returns)}
+
+
+class TokenObjective(Objective[TokenBatch]):
+    """Any loss of the table on texts of tokens; an entry is a token."""
+
+    name, unit, rows, shows_loss, frees_gradients = "tokens", "rows of tokens", TokenBatch, True, True
+
+    def __init__(self, policy: Any, config: AlgorithmConfig, precision: Precision = "float32") -> None:
+        super().__init__(policy, config, precision)
+        self.loss = PolicyLoss(config, config.loss, config.loss_options)
+
+    @property
+    def needs_present(self) -> bool:
+        """See `Objective.needs_present`."""
+        return self.loss.needs_present
+
+    def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
+        """See `Objective.begin`."""
+        return rows, {"entries": float(self.loss.aggregation.count(rows.mask).clamp(min=1)), "kl_coef": kl_coef}
+
+    def __call__(self, policy: Any, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """See `Objective.__call__`."""
+        found = policy.evaluate(list(rows.sequences))
+        width, device = found.log_prob.shape[1], found.log_prob.device
+        entries = {
+            "advantage": rows.advantage,
+            "behaviour_log_prob": rows.behaviour_log_prob,
+            "chunk_id": rows.chunk_id,
+            "old_log_prob": rows.present,
+            "proximal_log_prob": rows.present,
+            "reference_log_prob": rows.reference,
+        }
+        inputs = {name: value[:, :width].to(device) for name, value in entries.items() if value is not None}
+        mask = rows.mask[:, :width].to(device)
+        terms = Terms(found.log_prob, mask, found.entropy, mask)
+        return self.loss({**inputs, "positive": rows.positive.to(device)}, terms, numbers)
+
+    def divide(self, policy: Any, rows: TokenBatch, num_parts: int, size: int | None) -> list[Part]:
+        """See `Objective.divide`; micro-batches also fit a forward of the model (`LanguagePolicy.micro_batches`).
+
+        Each part gets about as many tokens: the longest row first, to the part that has fewest.
+        """
+        loads, owned = [0] * num_parts, [[] for _ in range(num_parts)]  # type: ignore[var-annotated]
+        lengths = [len(sequence) for sequence in rows.sequences]
+        for index in range(len(lengths)) if num_parts == 1 else sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+            part = loads.index(min(loads))
+            loads[part] += lengths[index]
+            owned[part].append(index)
+        parts = []
+        for own in owned:
+            micro = policy.micro_batches([rows.sequences[row] for row in own]) if own else []
+            most = size or max(len(own), 1)
+            cut = [part[start : start + most] for part in micro for start in range(0, len(part), most)]
+            parts.append(Part(np.array(own, np.int64), cut))
+        return filled_up(parts)
+
+    def summary(self, rows: TokenBatch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
+        """See `Objective.summary`; ``log_prob_difference``: how far the generator's log-probabilities are from the trainer's."""
+        found = {**super().summary(rows, num_epochs, num_minibatches), "tokens": float(rows.mask.sum())}
+        if rows.present is None or rows.present is rows.behaviour_log_prob:
+            return found
+        difference = (rows.present - rows.behaviour_log_prob).abs()[rows.mask]
+        return {**found, "log_prob_difference": float(difference.mean()) if len(difference) else 0.0}
+
+
+class TokenCloning(TokenObjective):
+    """Cross-entropy of the tokens that the mask names."""
+
+    name = "token_cloning"
+
+    def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
+        """See `Objective.begin`."""
+        return rows, {"entries": float(rows.mask.sum())}
+
+    def __call__(self, policy: Any, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """See `Objective.__call__`."""
+        found = policy.evaluate(list(rows.sequences))
+        mask = rows.mask[:, : found.log_prob.shape[1]].to(found.log_prob.device)
+        return behaviour_cloning_loss(log_prob=found.log_prob, mask=mask, denominator=numbers["entries"])
+
+
+OBJECTIVES: dict[str, type[RolloutObjective | EpisodeObjective | TokenObjective]] = {
+    objective.name: objective for objective in (RolloutObjective, EpisodeObjective, TokenObjective, TokenCloning)
+}
+"""{name: class} of what ranks compute."""

@@ -1,0 +1,150 @@
+"""Adam over named parameters, whole or cut over ranks: its step, its clipping, and its state as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.learning import fsdp
+from embodied_rl.policies.base import Policy, Role
+
+BETAS = (0.9, 0.999)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """Adam (Kingma and Ba 2014), AdamW (Loshchilov and Hutter 2017) with `weight_decay`, for these parameters only.
+
+    The state is named ``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``. On ranks (`fsdp.shard`) each holds its part; what
+    reads or writes the whole state there is a collective call.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        learning_rate: float,
+        eps: float,
+        max_grad_norm: float,
+        weight_decay: float = 0.0,
+        scales: Mapping[str, float] | None = None,
+        fused: bool = True,
+        only: bool = False,
+    ) -> None:
+        """
+        Args:
+            max_grad_norm: gradients are scaled so that their global norm is this at most.
+            scales: {parameter: what the schedule's rate is multiplied with}; 1 where it is not named.
+            fused: one kernel over all parameters instead of a dozen operations each; it exists for the CPU and CUDA.
+            only: other parameters that have gradients take part in the losses, and get none of them.
+        """
+        self.parameters = dict(parameters)
+        self.inputs: list[Tensor] | None = list(self.parameters.values()) if only else None
+        """What a backward pass computes gradients for; None: all that a loss depends on."""
+        self._max_grad_norm = max_grad_norm
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            groups.setdefault((scales or {}).get(name, 1.0), []).append(parameter)
+        self._scales = list(groups)
+        listed = [{"params": own, "lr": scale * learning_rate} for scale, own in groups.items()]
+        self._adam = torch.optim.AdamW(listed, lr=learning_rate, betas=BETAS, eps=eps, weight_decay=weight_decay, fused=fused)
+        self._is_cut = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self._adam.zero_grad(set_to_none=True)
+
+    def clip(self) -> Tensor:
+        """Scale the gradients to `max_grad_norm` at most; their global norm before, over all ranks, a scalar."""
+        if self._is_cut:
+            return torch.tensor(fsdp.clip_gradients(self.parameters.values(), self._max_grad_norm), dtype=torch.float64)
+        return nn.utils.clip_grad_norm_(self.parameters.values(), self._max_grad_norm)
+
+    def step(self, learning_rate: float) -> None:
+        """Step with the gradients that lie in the parameters, at the schedule's rate."""
+        for scale, group in zip(self._scales, self._adam.param_groups, strict=True):
+            group["lr"] = learning_rate * scale
+        self._adam.step()
+
+    def forget(self) -> None:
+        """Begin anew: no moments, no count of steps."""
+        self._adam.state.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the state, for moving them."""
+        return [value for entry in self._adam.state.values() for value in entry.values() if isinstance(value, Tensor)]
+
+    # ---- the state as named tensors ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Copies on the host, whole."""
+        return {name: fsdp.whole(tensor).cpu().clone() for name, tensor in self.parts().items()}
+
+    @torch.no_grad()
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Continue exactly, on any number of ranks. Raises KeyError or ValueError when the state is of other parameters."""
+        for name, parameter in self.parameters.items():
+            moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
+            for key, moment in moments.items():
+                try:
+                    fsdp.fill(moment, state[f"{key}.{name}"])
+                except ValueError as error:
+                    raise ValueError(f"the optimizer state of '{name}' is of another shape: {error}") from error
+            self._adam.state[parameter] = {"step": self._step_count(state["step"], parameter), **moments}
+
+    def parts(self) -> dict[str, Tensor]:
+        """The state under its names, each tensor as it is cut; zeros where nothing was stepped yet."""
+        step = torch.zeros((), dtype=torch.int64)
+        found: dict[str, Tensor] = {}
+        for name, parameter, entry in self._entries():
+            found |= {f"{key}.{name}": (entry[key] if entry else torch.zeros_like(parameter)).detach() for key in _MOMENTS}
+            if entry:  # parameters that the loss does not touch stay behind
+                step = torch.maximum(step, _local(entry["step"]).detach().cpu().to(torch.int64))
+        return {"step": step, **found}
+
+    def blank_parts(self) -> dict[str, Tensor]:
+        """Zeros to be filled with what `parts` gave, for `take_parts`."""
+        return {name: torch.zeros_like(tensor) for name, tensor in self.parts().items()}
+
+    def take_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """Continue from parts that are cut as these parameters are."""
+        for name, parameter in self.parameters.items():
+            own = {key: parts[f"{key}.{name}"] for key in _MOMENTS}
+            self._adam.state[parameter] = {"step": self._step_count(parts["step"], parameter), **own}
+
+    def _entries(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
+        for name, parameter in self.parameters.items():
+            yield name, parameter, self._adam.state.get(parameter, {})
+
+    def _step_count(self, step: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Beside the parameter, as float32: where the fused kernel keeps it."""
+        return step.to(_local(parameter).device, torch.float32).clone()
+
+
+def make_optimizer(policy: Policy, config: AlgorithmConfig, *, weight_decay: float = 0.0, fused: bool = True) -> Optimizer:
+    """Of all that is trained of a policy, each part with its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`)."""
+    rates: dict[Role, float | None] = {"backbone": None, "head": config.head_learning_rate, "value": config.value_learning_rate}
+    role_of = getattr(policy, "role_of", _role_of_actor_critic)
+    parameters = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    return Optimizer(
+        parameters,
+        learning_rate=config.learning_rate,
+        eps=config.adam_eps,
+        max_grad_norm=config.max_grad_norm,
+        weight_decay=weight_decay,
+        scales={name: (rates[role_of(name)] or config.learning_rate) / config.learning_rate for name in parameters},
+        fused=fused,
+    )
+
+
+def _role_of_actor_critic(name: str) -> Role:
+    return "value" if name.startswith("critic") else "backbone"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

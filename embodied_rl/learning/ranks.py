@@ -1,0 +1,382 @@
+"""Steps on several ranks: the part of the policy that this process trains, and what it asks of the others.
+
+```
+ rank 0 (training loop, simulators, the whole policy that acts)        rank 1, 2, … (train workers)
+ RankExecutor.step ─ divides the minibatch ─ socket (JSON, safetensors) ▶ Rank.step: the same objective on other rows
+        │  forward, backward ◀════ FSDP2: gather parameters, sum gradients ════▶  forward, backward
+        │  clip by the global norm, Adam on the own part                          the same
+ write_back(policy) ◀═════════════ gather, parameter by parameter ═══════════▶
+ save_parts(folder) ── each rank writes its own file ────────────────▶
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from embodied_rl.algorithms.batch import Rows
+from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
+from embodied_rl.errors import UserError
+from embodied_rl.learning import fsdp
+from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
+from embodied_rl.learning.link import LinkClosed
+from embodied_rl.learning.objectives import OBJECTIVES, Numbers, Objective
+from embodied_rl.learning.optimizer import make_optimizer
+from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, make_host, open_store
+from embodied_rl.learning.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
+from embodied_rl.learning.tensor_parallel import check_plan
+from embodied_rl.policies.language import LanguagePolicy
+
+_END_S = 10.0
+_CLOSED_S = 60.0
+
+
+class Rank:
+    """One rank: a part of a policy on the mesh with its optimizer. Every method is collective: each rank calls it, in the same order."""
+
+    def __init__(self, policy: Any, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
+        """Cut `policy`, in place; all ranks give equal ones. Raises UserError as `fsdp.shard` does."""
+        self.config, self.device = config, device
+        self.mesh = fsdp.make_mesh(sharding, device.type)
+        sharded: Any = fsdp.shard(policy.to(device), self.mesh, sharding)
+        self.policy = sharded
+        self.optimizer = make_optimizer(sharded, config, fused=not (sharding.cpu_offload and device.type == "cuda"))
+        self.saving: SavingCheckpoint | None = None
+        self._data_group = None if sharding.num_tensor_shards == 1 else self.mesh["replicate", "shard"]._flatten("data").get_group()
+        self._made: dict[str, Objective[Any]] = {}
+
+    def objective(self, name: str) -> Objective[Any]:
+        """The objective of that name, as every rank makes it."""
+        if name not in self._made:
+            self._made[name] = OBJECTIVES[name](self.policy, self.config)
+        return self._made[name]
+
+    def step(self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float) -> Figures:
+        """One step on this rank's rows in these micro-batches (`Part`); figures of the whole minibatch."""
+        own, device = rows.staged(self.device), self.device
+        return objective_step(
+            self.objective(objective), self.policy, self.optimizer, own, micro, numbers, learning_rate, device, self._summed
+        )
+
+    def _summed(self, totals: Tensor) -> Tensor:
+        """The sum over the ranks that train other rows."""
+        on_device = totals.to(self.device)
+        dist.all_reduce(on_device, group=self._data_group)
+        return on_device.cpu()
+
+    @torch.no_grad()
+    def values(self, observation: dict[str, Tensor]) -> Tensor:
+        """[n] or [n, K] float32 of this rank's observations; n is the same on every rank."""
+        size = forward_rows(self.policy, self.config)
+        parts = [
+            self.policy.value({key: tensor.to(self.device) for key, tensor in part.items()}).float().cpu()
+            for part in forwards(observation, size)
+        ]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take statistics that the training loop keeps (normalisation of observations)."""
+        own = dict(self.policy.named_buffers())
+        for name, value in buffers.items():
+            own[name].copy_(value)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole tensor) of what is trained, one at a time."""
+        return fsdp.gather_named(self.policy, self.optimizer.parameters.keys())
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take whole tensors; no rank talks to another."""
+        fsdp.load_named(self.policy, tensors)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Whole, on the host."""
+        fsdp.reshard(self.policy)
+        return self.optimizer.state_tensors()
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what `optimizer_state` gave, on any number of ranks."""
+        fsdp.reshard(self.policy)
+        self.optimizer.load_state_tensors(state)
+
+    def save_parts(self, folder: Path) -> SavingCheckpoint:
+        """Begin to write this rank's part of the optimizer's state, when the one before is written."""
+        if self.saving is not None:
+            self.saving.finish()
+        fsdp.reshard(self.policy)
+        self.saving = save_sharded(folder, self.optimizer.parts(), asynchronous=True)
+        return self.saving
+
+    @torch.no_grad()
+    def load_parts(self, folder: Path) -> None:
+        """Take up this rank's part of what any number of ranks wrote. Raises IncompatibleCheckpointError."""
+        fsdp.reshard(self.policy)
+        found = self.optimizer.blank_parts()
+        load_sharded(folder, found)
+        self.optimizer.take_parts(found)
+
+
+class RankExecutor(Executor):
+    """Takes each step on the ranks of `hybrid.sharding`: starts all but the first, and asks them for what they do together.
+
+    The policy that is given stays whole: it acts, is saved and keeps the statistics. What is trained is a sharded copy; `write_back`
+    brings its weights over.
+    """
+
+    def __init__(self, policy: Any, algorithm: AlgorithmConfig, config: HybridConfig, device: torch.device) -> None:
+        """Start the ranks.
+
+        Raises:
+            UserError: there are fewer GPUs than ranks, the policy cannot be cut, or torch.distributed is in use already.
+            TrainWorkerError: a rank did not start.
+        """
+        assert config.sharding is not None
+        super().__init__(policy, algorithm, device)
+        self.sharding = config.sharding
+        self._objective: Objective[Any] | None = None
+        self._rows: Rows | None = None
+        self._is_apart = False
+        if dist.is_initialized():
+            raise UserError("torch.distributed is in use in this process already: hybrid.sharding makes its own process group.")
+        self.host = make_host()
+        if self.sharding.num_tensor_shards > 1:
+            check_plan(policy, self.sharding.num_tensor_shards)
+        self._finalizer = weakref.finalize(self, self.host.close)
+        try:
+            self.rank = self._start(config, torch.device("cuda", 0) if device.type == "cuda" else device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: HybridConfig, device: torch.device) -> Rank:
+        host, sharding = self.host, self.sharding
+        host.start(sharding.num_ranks, device)
+        common = {
+            "timeout_s": sharding.start_timeout_s,
+            "device": device.type,
+            "num_threads": config.rank_threads or 1,
+            "sharding": dataclasses.asdict(sharding),
+            "algorithm": dataclasses.asdict(self.config),
+            **description_of(self.policy),
+        }
+        state = self.policy.state_dict()
+        with self._blaming_workers():
+            for index, link in enumerate(host.links, start=1):
+                link.send({"do": "build", "rank": index, "device_index": host.device_index(index), **common}, state)
+            for link in host.links:
+                link.recv(sharding.start_timeout_s)  # what fails so far is known at once; all wait for each other from here on
+            with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, store):
+                host.tell({"do": "join", "store": where})
+                join(store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
+                rank = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
+                for link in host.links:
+                    link.recv(sharding.start_timeout_s)
+        return rank
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that a minibatch is divided into."""
+        return self.sharding.num_shards * self.sharding.num_replicas
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def begin(self, objective: Objective[Any], rows: Rows) -> None:
+        """See `Executor.begin`."""
+        self._send_buffers()
+        self._objective, self._rows = objective, rows
+
+    def step(self, chosen: np.ndarray, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+        """See `Executor.step`: each rank gets its rows of the minibatch, and the counts of the whole one."""
+        objective, rows = self._objective, self._rows
+        assert objective is not None, "begin comes first"
+        assert rows is not None, "begin comes first"
+        minibatch, numbers = objective.begin(rows.chosen(torch.from_numpy(chosen)), kl_coef=kl_coef)
+        parts = objective.divide(self.policy, minibatch, self.num_parts, self.sharding.micro_batch_size or self.config.micro_batch_size)
+        own = [minibatch.chosen(torch.from_numpy(part.rows)) if len(part.rows) else minibatch.filler() for part in parts]
+        message = {"do": "step", "objective": objective.name, "numbers": numbers, "learning_rate": learning_rate}
+        for index, link in self._links():
+            self._send(link, {**message, "micro": parts[index].micro}, own[index].tensors())
+        with self._blaming_workers():
+            return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate)
+
+    def values(self, ready: dict[str, Tensor]) -> np.ndarray:
+        """See `Executor.values`: each rank computes as many rows."""
+        self._send_buffers()
+        num_rows = len(next(iter(ready.values())))
+        size = max(-(-num_rows // self.num_parts), 1)
+        if num_rows == 0:
+            return np.zeros(0, np.float32)
+
+        def part(index: int) -> dict[str, Tensor]:
+            rows = torch.arange(index * size, (index + 1) * size).clamp(max=num_rows - 1)  # filled up with the last row
+            return {key: tensor.index_select(0, rows) for key, tensor in ready.items()}
+
+        for index, link in self._links():
+            self._send(link, {"do": "values"}, part(index))
+        with self._blaming_workers():
+            found = [self.rank.values(part(0))]
+            answers = [link.recv()[1]["value"] for _, link in self._links()]
+            shards = self.sharding.num_tensor_shards
+            found += answers[shards - 1 :: shards]
+        return torch.cat(found)[:num_rows].numpy()
+
+    def trained(self) -> list[Tensor]:
+        """See `Executor.trained`."""
+        return list(self.rank.policy.parameters())
+
+    def optimizer_tensors(self) -> list[Tensor] | None:
+        """See `Executor.optimizer_tensors`."""
+        return self.rank.optimizer.tensors()
+
+    # ---- the trained weights ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_back(self, policy: Any) -> None:
+        """See `Executor.write_back`: one parameter at a time; frozen ones and statistics stay as they are."""
+        self._tell({"do": "weights"})
+        own = dict(policy.named_parameters())
+        with self._blaming_workers():
+            for name, tensor in self.rank.weights():
+                if name in own:
+                    own[name].copy_(tensor)
+
+    def take_weights(self) -> None:
+        """Let the ranks train on from the whole policy's present weights."""
+        weights = self.policy.state_dict()
+        self._tell({"do": "load_weights"}, weights)
+        self.rank.load_weights(weights)
+
+    def forget(self) -> None:
+        """See `Executor.forget`."""
+        self._tell({"do": "forget"})
+        self.rank.optimizer.forget()
+
+    # ---- the optimizer's state --------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Executor.state_tensors`; whole tensors, so that a run goes on with any number of ranks. None inside `apart`."""
+        if self._is_apart:
+            return {}
+        self._tell({"do": "optimizer_state"})
+        with self._blaming_workers():
+            return self.rank.optimizer_state()
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        """See `Executor.load_state_tensors`. The policy's present weights are taken too: they were loaded before."""
+        self.take_weights()
+        if not self._is_apart:
+            self._tell({"do": "load_optimizer_state"}, state)
+            self.rank.load_optimizer_state(state)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, the optimizer's state is none of `state_tensors`: `save_parts` and `load_parts` see to it."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+    def save_parts(self, folder: Path) -> Callable[[], Path]:
+        """Have each rank write its part of the optimizer's state, in the background; what is returned waits until the folder is whole.
+
+        The waiting raises UserError where a part cannot be written.
+        """
+        self._tell({"do": "save_parts", "folder": str(folder)})
+        with self._blaming_workers():
+            saving = self.rank.save_parts(folder)
+        return lambda: saving.wait()
+
+    def load_parts(self, folder: Path) -> None:
+        """Take up what any number of ranks wrote, each rank its own part. Raises IncompatibleCheckpointError."""
+        self._tell({"do": "load_parts", "folder": str(folder)})
+        with self._blaming_workers():
+            self.rank.load_parts(folder)
+
+    # ---- talking to the ranks ---------------------------------------------------------------------------------------
+
+    def _send_buffers(self) -> None:
+        """Give the ranks the statistics that the training loop keeps; before anything is computed on new rows."""
+        buffers = dict(self.policy.named_buffers())
+        if buffers:
+            self._tell({"do": "buffers"}, buffers)
+            self.rank.set_buffers(buffers)
+
+    def _tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Send the same to every other rank."""
+        with self._blaming_workers():
+            self.host.tell(message, tensors)
+
+    def _send(self, link: RankLink, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Send to one rank. Raises TrainWorkerError when it ended."""
+        with self._blaming_workers():
+            link.send(message, tensors)
+
+    def _links(self) -> Iterator[tuple[int, RankLink]]:
+        """(part of a minibatch, link) of every other rank."""
+        return ((index // self.sharding.num_tensor_shards, link) for index, link in enumerate(self.host.links, start=1))
+
+    @contextlib.contextmanager
+    def _blaming_workers(self) -> Iterator[None]:
+        """A collective call that fails because another rank ended says which; that rank's own error stands above, on stderr."""
+        try:
+            yield
+        except (RuntimeError, LinkClosed, TimeoutError) as error:
+            # What closed the connection may be a process that still takes leave of its libraries, on a busy machine for a while.
+            ended = self.host.ended(_CLOSED_S if isinstance(error, LinkClosed) else _END_S)
+            if ended is None:
+                raise
+            raise ended from error
+
+    def close(self) -> None:
+        """End the other ranks. May be called twice."""
+        if self._finalizer.alive and dist.is_initialized():
+            with contextlib.suppress(TrainWorkerError, ConnectionError):
+                self._tell({"do": "leave"})
+            dist.destroy_process_group()
+        self._finalizer()
+
+
+def description_of(policy: Any) -> dict[str, Any]:
+    """What another process builds the policy from, JSON-able (see `train_worker.build_described`)."""
+    if isinstance(policy, LanguagePolicy):
+        return {"policy": dataclasses.asdict(policy.config), "layout": policy.layout}
+    config = getattr(policy, "built_from", None) or policy.config
+    return {"policy": dataclasses.asdict(config), "spec": policy.spec.to_dict()}
+
+
+def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:
+    """Make the process group of the ranks; gloo listens on the loopback interface unless the environment says otherwise.
+
+    Args:
+        store: where they meet (`rank_hosts.open_store`, or its address).
+        timeout_s: for all to be there, and later for each exchange between them.
+
+    Raises:
+        RuntimeError: the others did not come in time.
+    """
+    if os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store if isinstance(store, Store) else open_store(str(store), num_ranks, timeout_s),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )

@@ -1,0 +1,171 @@
+"""Rows that are no single decisions: whole episodes, and texts of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms.batch import Rows
+from embodied_rl.policies.packing import TokenSequence
+
+_INPUT, _OBSERVATION, _IMAGE = "input.", "observation.", "image."
+OF_DECISIONS = ("value", "returns", "decisions")
+"""Inputs of episodes that stay [B, T] whatever a ratio belongs to."""
+
+
+@dataclass(frozen=True)
+class EpisodeRows(Rows):
+    """B episodes of at most T decisions, M in all. A decision has U entries, the units of `algorithm.ratio`."""
+
+    inputs: dict[str, Tensor]
+    """{name: [B, T·U], [B, T] or [B]} that losses ask for by name, with ``mask`` [B, T·U] and ``decisions`` [B, T]."""
+    observation: dict[str, Tensor]
+    """{key: [M, ...]}, episode after episode."""
+    action: Tensor
+    """[M, A]"""
+    row: Tensor
+    """[M] int64 episode of each decision."""
+    column: Tensor
+    """[M] int64 its place in the episode."""
+    unit_mask: Tensor | None = None
+    """[M, L] bool: action units that were executed; None: all."""
+
+    @property
+    def num_rows(self) -> int:
+        """B"""
+        return int(self.inputs["decisions"].shape[0])
+
+    def chosen(self, rows: Tensor) -> EpisodeRows:
+        """See `Rows.chosen`; cut to the longest of the episodes. An episode comes once."""
+        place = torch.full((self.num_rows,), -1)
+        place[rows] = torch.arange(len(rows))
+        flat = (place[self.row] >= 0).nonzero().squeeze(-1)
+        column = self.column[flat]
+        longest = int(column.max()) + 1
+        units = self.inputs["mask"].shape[1] // self.inputs["decisions"].shape[1]
+        inputs = {}
+        for name, value in self.inputs.items():
+            part = value[rows]
+            inputs[name] = part[:, : longest if name in OF_DECISIONS else longest * units] if part.dim() == 2 else part
+        return EpisodeRows(
+            inputs=inputs,
+            observation={key: part[flat] for key, part in self.observation.items()},
+            action=self.action[flat],
+            row=place[self.row[flat]],
+            column=column,
+            unit_mask=None if self.unit_mask is None else self.unit_mask[flat],
+        )
+
+    def filler(self) -> EpisodeRows:
+        """See `Rows.filler`."""
+        first = self.chosen(torch.zeros(1, dtype=torch.int64))
+        nothing = {name: torch.zeros_like(first.inputs[name]) for name in ("mask", "decisions")}
+        return replace(first, inputs={**first.inputs, **nothing})
+
+    def counted(self) -> EpisodeRows:
+        """See `Rows.counted`."""
+        counted = self.inputs["decisions"].any(1)
+        return self if bool(counted.all()) else self.chosen(counted.nonzero().squeeze(-1))
+
+    def moved(self, device: torch.device) -> EpisodeRows:
+        """See `Rows.moved`."""
+        return EpisodeRows.of_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Rows.tensors`."""
+        named = {f"{_INPUT}{name}": value for name, value in self.inputs.items()}
+        named |= {f"{_OBSERVATION}{key}": part for key, part in self.observation.items()}
+        own = {"action": self.action, "row": self.row, "column": self.column}
+        return {**named, **own, **({} if self.unit_mask is None else {"unit_mask": self.unit_mask})}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> EpisodeRows:
+        """See `Rows.of_tensors`."""
+
+        def below(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+        own = (tensors["action"], tensors["row"], tensors["column"], tensors.get("unit_mask"))
+        return cls(below(_INPUT), below(_OBSERVATION), *own)
+
+
+@dataclass(frozen=True)
+class TokenBatch(Rows):
+    """R rows of at most S tokens with what losses read of them; entries are 0 where `mask` is False."""
+
+    sequences: tuple[TokenSequence, ...]
+    mask: Tensor
+    """[R, S] bool: sampled tokens that are learned from."""
+    advantage: Tensor
+    """[R, S]"""
+    behaviour_log_prob: Tensor
+    """[R, S] under the policy that sampled."""
+    chunk_id: Tensor
+    """[R, S] int64 number of the turn in its episode."""
+    positive: Tensor
+    """[R] bool: rows of episodes that succeeded."""
+    present: Tensor | None = None
+    """[R, S] log-probabilities under the policy as it is when the update begins; None: neither the loss nor a KL term needs them."""
+    reference: Tensor | None = None
+    """[R, S] under the policy that the run began with; None: there is no KL term."""
+
+    @staticmethod
+    def of_cloning(sequences: Sequence[TokenSequence]) -> TokenBatch:
+        """Sequences whose masked tokens are to be imitated."""
+        mask = torch.zeros(len(sequences), max(len(sequence) for sequence in sequences), dtype=torch.bool)
+        for row, sequence in enumerate(sequences):
+            mask[row, : len(sequence)] = torch.from_numpy(sequence.mask)
+        nothing = torch.zeros(mask.shape)
+        return TokenBatch(tuple(sequences), mask, nothing, nothing, nothing.long(), mask.any(1))
+
+    @property
+    def num_rows(self) -> int:
+        """R"""
+        return len(self.sequences)
+
+    def chosen(self, rows: Tensor) -> TokenBatch:
+        """See `Rows.chosen`; as wide as before."""
+        named = {name: value[rows] for name, value in self._named().items()}
+        return TokenBatch(tuple(self.sequences[int(number)] for number in rows), **named)
+
+    def filler(self) -> TokenBatch:
+        """See `Rows.filler`."""
+        first = self.chosen(torch.zeros(1, dtype=torch.int64))
+        return replace(first, mask=torch.zeros_like(first.mask))
+
+    def counted(self) -> TokenBatch:
+        """See `Rows.counted`."""
+        counted = self.mask.any(1)
+        return self if bool(counted.all()) else self.chosen(counted.nonzero().squeeze(-1))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Rows.tensors`."""
+        found = {
+            "lengths": torch.tensor([len(sequence) for sequence in self.sequences]),
+            "token_ids": torch.from_numpy(np.concatenate([sequence.token_ids for sequence in self.sequences]).astype(np.int64)),
+            "evaluated": torch.from_numpy(np.concatenate([sequence.mask for sequence in self.sequences])),
+            **self._named(),
+        }
+        for row, sequence in enumerate(self.sequences):
+            found |= {f"{_IMAGE}{row}.{number}": torch.from_numpy(image) for number, image in enumerate(sequence.images)}
+        return found
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> TokenBatch:
+        """See `Rows.of_tensors`."""
+        lengths = tensors["lengths"].tolist()
+        token_ids, evaluated = (np.split(tensors[name].numpy(), np.cumsum(lengths)[:-1]) for name in ("token_ids", "evaluated"))
+        images: list[list[np.ndarray]] = [[] for _ in lengths]
+        pictures = sorted((tuple(map(int, name.removeprefix(_IMAGE).split("."))), name) for name in tensors if name.startswith(_IMAGE))
+        for (row, _), name in pictures:
+            images[row].append(tensors[name].numpy())
+        sequences = tuple(TokenSequence(ids, mask, tuple(own)) for ids, mask, own in zip(token_ids, evaluated, images, strict=True))
+        return cls(sequences, **{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
+
+    def _named(self) -> dict[str, Tensor]:
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sequences"}
+        return {name: value for name, value in own.items() if value is not None}

@@ -1,0 +1,120 @@
+"""A process that holds one rank of sharded training: ``python -m embodied_rl.learning.train_worker SOCKET``.
+
+It does what the process of rank 0 asks for, in order, until the connection ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, LanguageConfig, ShardingConfig
+from embodied_rl.config.building import build, convert
+from embodied_rl.learning.link import Link, LinkClosed
+from embodied_rl.learning.ranks import Rank, join
+from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.language import build_language_policy
+from embodied_rl.types import SimSpec
+
+
+def main(descriptor: int) -> None:
+    """Serve until rank 0 is gone."""
+    link, server = Link(socket.socket(fileno=descriptor)), RankServer()
+    try:
+        while True:
+            answer = server.do(*link.recv())
+            if answer is not None:
+                link.send({}, answer)
+    except LinkClosed:
+        # Rank 0 ended. Leaving the process group in order would wait for it.
+        os._exit(0)
+
+
+class RankServer:
+    """One rank beside the first: does what rank 0 asks for, in order. ``build`` comes first, then ``join``."""
+
+    def __init__(self) -> None:
+        self._setup: dict[str, Any] = {}
+        self._policy: Any = None
+        self._rank: Rank | None = None
+
+    def do(self, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """What rank 0 waits for (perhaps nothing but that it is done), or None where it does not wait."""
+        what = message["do"]
+        if what == "build":
+            self._build(message, tensors)
+            return {}
+        if what == "join":
+            self._join(message["store"])
+            return {}
+        assert self._rank is not None, "join comes first"
+        return serve(self._rank, message, tensors)
+
+    def _build(self, setup: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        torch.set_num_threads(setup["num_threads"])
+        self._setup, self._policy = dict(setup), build_described(setup)
+        self._policy.load_state_dict(dict(weights))
+
+    def _join(self, store: str) -> None:
+        setup, policy, self._policy = self._setup, self._policy, None
+        sharding = build(ShardingConfig, setup["sharding"], "hybrid.sharding")
+        device = torch.device("cuda", int(setup["device_index"])) if setup["device"] == "cuda" else torch.device("cpu")
+        join(store, int(setup["rank"]), sharding.num_ranks, device, setup["timeout_s"])
+        self._rank = Rank(policy, build(AlgorithmConfig, setup["algorithm"], "algorithm"), sharding, device)
+
+
+def build_described(description: Mapping[str, Any]) -> Any:
+    """The policy that `ranks.description_of` described, with weights that are to be replaced. Raises UserError."""
+    config = convert(AnyPolicyConfig, description["policy"], "policy")
+    if isinstance(config, LanguageConfig):
+        policy = build_language_policy(config, weights=False)
+        # Whether a model keeps packed sequences apart was tried with the real weights.
+        policy.layout = description["layout"]
+        return policy
+    return build_policy(config, SimSpec.from_dict(description["spec"]))
+
+
+def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    """Do one thing together with the other ranks; tensors to be sent back, or None."""
+    what = message["do"]
+    if what == "step":
+        rows = rank.objective(message["objective"]).rows.of_tensors(tensors)
+        rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"])
+    elif what == "buffers":
+        rank.set_buffers(tensors)
+    elif what == "values":
+        return {"value": rank.values(tensors)}
+    elif what == "weights":
+        for _ in rank.weights():  # rank 0 keeps them
+            pass
+    elif what == "load_weights":
+        rank.load_weights(tensors)
+    elif what == "optimizer_state":
+        rank.optimizer_state()
+    elif what == "load_optimizer_state":
+        rank.load_optimizer_state(tensors)
+    elif what == "forget":
+        rank.optimizer.forget()
+    elif what == "save_parts":
+        rank.save_parts(Path(message["folder"]))  # rank 0 reports what went wrong
+    elif what == "load_parts":
+        rank.load_parts(Path(message["folder"]))
+    elif what == "leave":
+        if rank.saving is not None:
+            rank.saving.finish()
+        dist.destroy_process_group()
+    else:
+        raise ValueError(f"unknown request {what!r}")
+    return None
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,81 @@
+"""A control group (version 2) of a program and all that it starts, where this process may make one.
+
+For the launching process: it imports little. Without a group, the supervisor adds up what /proc and the kernel's accounts of ended children
+say, in which a child does not stand whose parent ignores SIGCHLD. A group needs no controller: every one has `cpu.stat`, and `cgroup.kill`
+from Linux 5.14 on.
+"""
+
+from __future__ import annotations
+
+import os
+
+_NAME = "embodied-sandbox-"
+
+
+class Group:
+    """An empty group below this process's own."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises OSError where it cannot be made."""
+        self._folder = folder
+        os.mkdir(folder)
+
+    def enter(self) -> None:
+        """Move the calling process, whose children follow. Raises OSError."""
+        self._write("cgroup.procs", b"0")
+
+    def used_s(self) -> float:
+        """Processor time of all that ran in it, in seconds."""
+        with open(f"{self._folder}/cpu.stat", "rb") as file:
+            return int(file.readline().split()[1]) / 1e6
+
+    def kill(self) -> None:
+        """All processes in it, at once."""
+        try:
+            self._write("cgroup.kill", b"1")
+        except OSError:  # an older kernel: they are ended one by one
+            return
+
+    def remove(self) -> None:
+        """When nothing of it runs any more."""
+        try:
+            os.rmdir(self._folder)
+        except OSError:
+            return
+
+    def _write(self, name: str, text: bytes) -> None:
+        file = os.open(f"{self._folder}/{name}", os.O_WRONLY)
+        try:
+            os.write(file, text)
+        finally:
+            os.close(file)
+
+
+def new_group() -> Group | None:
+    """A new group for one program; None where this process may make none."""
+    try:
+        own = next(line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
+        mount = next(words[1] for words in map(str.split, _lines("/proc/self/mounts")) if words[2] == "cgroup2")
+        folder = f"{mount}/{own.strip('/')}".rstrip("/")
+        # A process in a group that is not ours could not be moved out of it.
+        if not os.access(f"{folder}/cgroup.procs", os.W_OK):
+            return None
+        group = Group(f"{folder}/{_NAME}{os.getpid()}")
+        group.used_s()
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    return group
+
+
+def works() -> bool:
+    """Whether programs have their own groups here."""
+    group = new_group()
+    if group is None:
+        return False
+    group.remove()
+    return True
+
+
+def _lines(path: str) -> list[str]:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read().splitlines()

@@ -1,0 +1,192 @@
+"""`sim.num_workers=auto`, measured: the same slots over different numbers of workers take turns in being stepped, before a run begins.
+
+Measured is what a rollout does: groups of slots in turns, with a policy's thinking in between that takes a core while the others
+simulate. Actions are those that hold still. The measured workers are ended, or, where they give the same numbers afterwards as before,
+go on as the run's: the choice changes nothing but time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import UserError
+from embodied_rl.sim.crew import split_slots
+from embodied_rl.sim.faults import SimFault
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.worker_choice import WorkerChoice, candidates, check_auto, remember, remembered
+from embodied_rl.types import ActionSpec, StepBatch
+
+_LONGEST_START_S = 2.5
+"""A simulator that takes longer to start is not started again to be measured: what takes long to start takes long to step, and is the
+faster the more workers there are."""
+_LEAST_START_S = 1.25
+"""Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
+_BUSY = 4
+_WINDOW_S, _ROUNDS = 0.05, 4
+"""Each number of workers is stepped so long, so often."""
+_THINK_S = 100e-6
+"""Of the policy, for one group of slots: a small network's."""
+_STEADY = 1.5
+"""Largest rate over smallest, beyond which a choice holds for this run only."""
+_COMPARED_STEPS = 8
+_NOT_MEASURED = ("embodied_rl.sim.remote:",)
+"""Begins of targets whose simulators are elsewhere: their services are asked for episodes, and for nothing else."""
+
+Told = Callable[[str], None]
+
+
+def start_measured(
+    config: SimConfig, seeds: EpisodeSeeds, *, tell: Told, num_slots: int | None = None, autoreset: bool = True, chunk_size: int = 1
+) -> EnvManager:
+    """`EnvManager.from_config` for a run that will last: what `num_workers=auto` stands for is measured where it is not yet known.
+
+    Args:
+        tell: takes the line that says what was chosen.
+
+    Raises:
+        UserError: the simulator rejects its configuration.
+        SimFault: a worker failed to build.
+    """
+
+    def manager(num_workers: int | None) -> EnvManager:
+        wanted = config if num_workers is None else dataclasses.replace(config, num_workers=num_workers)
+        return EnvManager.from_config(wanted, seeds, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size)
+
+    if config.num_workers != "auto" or num_slots not in (None, config.num_slots):
+        return manager(None)
+    check_auto(config)
+    if (choice := remembered(config, chunk_size)) is not None:
+        started = manager(choice.num_workers)
+        tell(str(choice))
+        return started
+    numbers = candidates(config.num_slots)
+    if len(numbers) == 1 or config.target.startswith(_NOT_MEASURED):
+        return manager(None)
+    began = time.perf_counter()
+    found = {numbers[-1]: manager(numbers[-1])}
+    slow = _starts_slowly(found[numbers[-1]], time.perf_counter() - began)
+    spec = found[numbers[-1]].spec
+    # Text is answered by models and judges, which cost; what steps all its environments together may draw for all of them at once.
+    if slow or spec.action.kind == "text" or spec.steps_together:
+        return found[numbers[-1]]
+    try:
+        choice, steady = _measured(config, found, {number: partial(manager, number) for number in numbers[:-1]})
+        if steady:
+            remember(config, choice, chunk_size)
+    except (SimFault, UserError, ValueError):
+        choice = None  # whatever it is, the run meets it in its own words
+    chosen = numbers[-1] if choice is None else choice.num_workers
+    for number in [number for number in found if choice is None or number != chosen]:
+        found.pop(number).close()
+    if choice is not None:
+        tell(str(choice))
+    return found.pop(chosen, None) or manager(chosen)
+
+
+def _measured(config: SimConfig, found: dict[int, EnvManager], others: dict[int, Callable[[], EnvManager]]) -> tuple[WorkerChoice, bool]:
+    """Start the others too, measure all, and leave the chosen one in `found` if it is as it was at its start.
+
+    Returns:
+        The choice, and whether it was measured steadily enough to be remembered: other work on the machine may have come in between.
+    """
+    for number, start in others.items():
+        found[number] = start()
+    before = {number: _first_steps(manager) for number, manager in found.items()}
+    turns = {number: Turns(manager, config.pipeline_groups) for number, manager in found.items()}
+    rates: dict[int, list[float]] = {number: [] for number in found}
+    for _ in range(_ROUNDS):
+        for number, turn in turns.items():
+            rates[number].append(turn.steps_per_s(_WINDOW_S))
+    choice = WorkerChoice.of(config.name, config.num_slots, {number: statistics.median(own) for number, own in rates.items()})
+    manager = found[choice.num_workers]
+    manager.discard()
+    same = _first_steps(manager) == before[choice.num_workers] and not manager.fault_records
+    if not same:  # the past of these workers shows
+        found.pop(choice.num_workers).close()
+    else:
+        manager.reset()
+    chosen = rates[choice.num_workers]
+    return choice, max(chosen) < _STEADY * min(chosen)
+
+
+def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
+    """Whether a simulator whose workers were there after so many seconds is better not started a second time."""
+    if seconds <= _LONGEST_START_S:
+        return False
+    try:
+        used = [Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split() for pid in manager.worker_pids()]
+        busy_s = max(int(fields[11]) + int(fields[12]) for fields in used) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):  # other systems than Linux have no /proc: only the wall time is known
+        return True
+    return busy_s > _LEAST_START_S or seconds > _BUSY * _LONGEST_START_S
+
+
+class Turns:
+    """The slots of a manager, stepped in turns as a rollout does."""
+
+    def __init__(self, manager: EnvManager, num_groups: int) -> None:
+        """Resets all slots."""
+        self._manager = manager
+        self._groups = [group for group in split_slots(range(manager.num_slots), min(num_groups, manager.num_slots)) if len(group)]
+        self._actions = [still_actions(manager, len(group)) for group in self._groups]
+        manager.reset()
+        for group, actions in zip(self._groups, self._actions, strict=True):
+            manager.send(group, actions)
+
+    def steps_per_s(self, seconds: float) -> float:
+        """Environment steps per second of about so long; the first round, in which the workers wake, does not count."""
+        self._round()
+        started, rounds = time.perf_counter(), 0
+        while (taken := time.perf_counter() - started) < seconds or rounds < 2:
+            self._round()
+            rounds += 1
+        return rounds * self._manager.num_slots / max(taken, 1e-9)
+
+    def _round(self) -> None:
+        for group, actions in zip(self._groups, self._actions, strict=True):
+            begin_ended(self._manager, self._manager.recv(group))
+            until = time.perf_counter() + _THINK_S
+            while time.perf_counter() < until:
+                pass
+            self._manager.send(group, actions)
+
+
+def begin_ended(manager: EnvManager, batch: StepBatch) -> None:
+    """New episodes where some ended, of a manager that begins none by itself."""
+    if not manager.autoreset and batch.done.any():
+        ended = batch.slots[batch.done]
+        manager.begin(ended, ended.tolist())
+        manager.recv(ended)
+
+
+def still_actions(manager: EnvManager, num_slots: int) -> np.ndarray:
+    """Actions that do as little as can be: the middle of the bounds, or number 0. [n, A], or chunks [n, K, A]."""
+    spec: ActionSpec = manager.spec.action
+    shape = (num_slots, spec.dim) if manager.chunk_size == 1 else (num_slots, manager.chunk_size, spec.dim)
+    if spec.kind != "continuous":
+        return np.zeros(shape, spec.dtype)
+    middle = (np.asarray(spec.low) + np.asarray(spec.high)) / 2
+    return np.broadcast_to(np.where(np.isfinite(middle), middle, 0.0), shape).astype(spec.dtype)
+
+
+def _first_steps(manager: EnvManager) -> list[bytes]:
+    """What comes of a reset and some steps, bit by bit."""
+    actions, slots = still_actions(manager, manager.num_slots), range(manager.num_slots)
+    batch, seen = manager.reset(), []
+    for _ in range(_COMPARED_STEPS):
+        seen += [batch.observation[key].tobytes() for key in manager.spec.tensors]
+        begin_ended(manager, batch)
+        manager.send(slots, actions)
+        batch = manager.recv(slots)
+        seen.append(batch.reward.tobytes())
+    return seen

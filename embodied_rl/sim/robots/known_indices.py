@@ -1,0 +1,113 @@
+"""Fetch arm and Shadow hand without a look-up by name for every quantity of a step.
+
+gymnasium-robotics finds each joint, site and weld anew in every step, by name and one after the other. Here the same functions know
+where things are, and read and write them at once. The numbers are the same bit for bit (tests/sim/robots/test_known_indices.py).
+"""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+
+def know_indices(env: gymnasium.Env) -> None:
+    """Have a Fetch arm or Shadow hand of gymnasium-robotics use functions that know its model; any other environment stays as it is."""
+    from gymnasium_robotics.envs.robot_env import MujocoRobotEnv
+    from gymnasium_robotics.utils import mujoco_utils
+
+    robot = env.unwrapped
+    if isinstance(robot, MujocoRobotEnv) and robot._utils is mujoco_utils:
+        robot._utils = KnownIndices(mujoco_utils, robot.model, robot._model_names.joint_names).functions()
+
+
+class KnownIndices:
+    """The functions of ``gymnasium_robotics.utils.mujoco_utils`` that a step calls, for one model.
+
+    Args:
+        utils: that module; it does what is not here.
+        model: MjModel, whose joints, actuators and welds stay what they are (their numbers may change).
+        joint_names: of all joints.
+    """
+
+    def __init__(self, utils: ModuleType, model: Any, joint_names: tuple[str, ...]) -> None:
+        import mujoco
+
+        self._mujoco, self._utils, self._num_mocap = mujoco, utils, int(model.nmocap)
+        self._joint_names = joint_names
+        robot = np.array([model.joint(name).id for name in joint_names if name.startswith("robot")], dtype=int)
+        scalar = np.isin(model.jnt_type[robot], (mujoco.mjtJoint.mjJNT_HINGE, mujoco.mjtJoint.mjJNT_SLIDE))
+        self._simple = len(robot) > 1 and bool(scalar.all())
+        """Whether each joint of the robot has one position and one velocity."""
+        self._qpos, self._qvel = model.jnt_qposadr[robot], model.jnt_dofadr[robot]
+        self._relative = np.flatnonzero(model.actuator_biastype != 0)
+        """Actuators whose target is relative to the joint's position."""
+        self._actuated = model.jnt_qposadr[model.actuator_trnid[self._relative, 0]]
+        self._sites = {model.site(index).name: index for index in range(model.nsite)}
+        self._welds = [
+            (int(model.body_mocapid[mocap]), int(body))
+            for kind, one, other in zip(model.eq_type, model.eq_obj1id, model.eq_obj2id, strict=True)
+            if kind == mujoco.mjtEq.mjEQ_WELD
+            for mocap, body in ((one, other) if model.body_mocapid[one] != -1 else (other, one),)
+        ]
+
+    def functions(self) -> SimpleNamespace:
+        """All names of the module."""
+        own = {
+            "robot_get_obs": self.robot_get_obs,
+            "ctrl_set_action": self.ctrl_set_action,
+            "mocap_set_action": self.mocap_set_action,
+            "get_site_xpos": self.get_site_xpos,
+            "get_site_xmat": self.get_site_xmat,
+            "get_site_xvelp": self.get_site_xvelp,
+            "get_site_xvelr": self.get_site_xvelr,
+        }
+        return SimpleNamespace(**{**vars(self._utils), **own})
+
+    def robot_get_obs(self, model: Any, data: Any, joint_names: tuple[str, ...]) -> Any:
+        """Positions and velocities of the robot's joints."""
+        if self._simple and joint_names is self._joint_names:
+            return data.qpos[self._qpos], data.qvel[self._qvel]
+        return self._utils.robot_get_obs(model, data, joint_names)
+
+    def ctrl_set_action(self, model: Any, data: Any, action: np.ndarray) -> None:
+        """The part of an action that is the actuators'."""
+        own = action[7 * self._num_mocap :]
+        if len(own) != len(data.ctrl):
+            self._utils.ctrl_set_action(model, data, action)
+            return
+        data.ctrl[:] = own
+        data.ctrl[self._relative] = data.qpos[self._actuated] + own[self._relative]
+
+    def mocap_set_action(self, model: Any, data: Any, action: np.ndarray) -> None:
+        """The part of an action that moves the mocap bodies, from where the bodies are that are welded to them."""
+        if any(mocap == -1 for mocap, _ in self._welds):
+            self._utils.mocap_set_action(model, data, action)
+        elif self._num_mocap:
+            moved = action[: 7 * self._num_mocap].reshape(self._num_mocap, 7)
+            for mocap, body in self._welds:
+                data.mocap_pos[mocap], data.mocap_quat[mocap] = data.xpos[body], data.xquat[body]
+            data.mocap_pos[:] += moved[:, :3]
+            data.mocap_quat[:] += moved[:, 3:]
+
+    def get_site_xpos(self, model: Any, data: Any, name: str) -> np.ndarray:
+        """[3] metres."""
+        return data.site_xpos[self._sites[name]]
+
+    def get_site_xmat(self, model: Any, data: Any, name: str) -> np.ndarray:
+        """[3, 3]"""
+        return data.site_xmat[self._sites[name]].reshape(3, 3)
+
+    def get_site_xvelp(self, model: Any, data: Any, name: str) -> np.ndarray:
+        """[3] m/s"""
+        jacobian = np.zeros((3, model.nv))
+        self._mujoco.mj_jacSite(model, data, jacobian, None, self._sites[name])
+        return jacobian @ data.qvel
+
+    def get_site_xvelr(self, model: Any, data: Any, name: str) -> np.ndarray:
+        """[3] rad/s"""
+        jacobian = np.zeros((3, model.nv))
+        self._mujoco.mj_jacSite(model, data, None, jacobian, self._sites[name])
+        return jacobian @ data.qvel

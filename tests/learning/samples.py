@@ -1,0 +1,74 @@
+"""Policies and batches that the tests of this folder share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from embodied_rl.algorithms.batch import Batch
+from embodied_rl.config import AlgorithmConfig, HybridConfig, PolicyConfig, ShardingConfig
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.objectives import Precision, RolloutObjective
+from embodied_rl.policies.actor_critic import ActorCritic, build_policy
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+
+SPEC = SimSpec("Toy-v0", {"state": TensorSpec((11,)), "unread": TensorSpec((2,))}, ActionSpec.continuous([-1.0] * 3, [1.0] * 3))
+CONFIG = AlgorithmConfig(num_epochs=4, minibatch_size=64)
+
+
+def make_policy(spec: SimSpec = SPEC, **changes: Any) -> ActorCritic:
+    torch.manual_seed(0)
+    return build_policy(replace(PolicyConfig(hidden_sizes=(32, 32)), **changes), spec)
+
+
+def make_batch(policy: ActorCritic, rows: int = 300, seed: int = 0) -> Batch:
+    """Actions of the policy itself, with ratios spread around 1 so that every branch of the loss is taken."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    observation = {
+        key: normal(rows, *part.shape) if part.dtype == "float32" else torch.randint(0, 256, (rows, *part.shape), dtype=torch.uint8)
+        for key, part in policy.spec.observation.items()
+    }
+    policy.update_statistics(observation)
+    discrete = policy.spec.action.kind == "discrete"
+    noise = torch.rand(rows, 1, generator=generator) if discrete else normal(rows, policy.spec.action.dim)
+    with torch.no_grad():
+        acted, value = policy.act(observation, noise), policy.value(observation)
+    return Batch(
+        observation=observation,
+        action=acted.action,
+        log_prob=acted.log_prob + 0.2 * normal(*acted.log_prob.shape),
+        advantage=normal(rows),
+        returns=value + normal(rows),
+        value=value + 0.3 * normal(rows),
+    )
+
+
+def parameters(policy: ActorCritic) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+
+
+def rollout_learner(
+    policy: Any,
+    config: AlgorithmConfig = CONFIG,
+    *,
+    allow_fused: bool = True,
+    num_threads: int | None = 1,
+    precision: Precision = "float32",
+    device: str = "cpu",
+    sharding: ShardingConfig | None = None,
+) -> Learner:
+    """PPO on rollouts."""
+    hybrid = HybridConfig(device=device, num_threads=num_threads, sharding=sharding)
+    return make_learner(RolloutObjective(policy, config, precision), policy, config, hybrid, allow_fused=allow_fused)
+
+
+def update(learner: Learner, batch: Batch, iteration: int = 0, num_iterations: int = 1, seed: int = 0) -> dict[str, float]:
+    """One iteration of PPO."""
+    size = learner.config.minibatch_size
+    return learner.update(batch, minibatch_rows=size, progress=iteration / num_iterations, seed=[seed, iteration])

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from embodied_rl.config import AlgorithmConfig
+from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
+from embodied_rl.learning.fused import FusedExecutor
+from embodied_rl.learning.learner import Learner, Minibatches, scheduled
+from embodied_rl.learning.objectives import RolloutObjective
+from embodied_rl.methods.rollout import rollout_values
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.types import ActionSpec, Rollout, SimSpec, TensorSpec
+from tests.learning.samples import CONFIG, SPEC, make_batch, make_policy, parameters, rollout_learner
+from tests.learning.samples import update as update_on
+
+
+def update(learner: Learner, iteration: int = 0, rows: int = 300) -> dict[str, float]:
+    batch = make_batch(make_policy(learner.policy.spec, **vars(learner.policy.config)), rows)
+    return update_on(learner, batch, iteration, 10, 5)
+
+
+def both(config: AlgorithmConfig, **policy: Any) -> tuple[tuple[ActorCritic, dict[str, float]], tuple[ActorCritic, dict[str, float]]]:
+    made = []
+    for allow_fused in (True, False):
+        actor_critic = make_policy(**policy)
+        learner = rollout_learner(actor_critic, config, num_threads=2, allow_fused=allow_fused)
+        assert isinstance(learner.executor, FusedExecutor) == allow_fused
+        batch = make_batch(actor_critic)
+        made.append((actor_critic, update_on(learner, batch, 3, 10, 5)))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy"),
+    [
+        ({}, {}),
+        ({"value_clip": 0.2, "dual_clip": 1.2, "entropy_coef": 0.01, "clip_high": 0.3}, {"activation": "elu"}),
+        ({"normalize_advantage": "minibatch", "lr_schedule": "linear", "max_grad_norm": 1e9}, {"normalize_observation": True}),
+        ({"entropy_coef": 0.05, "clip_low": 0.05}, {"activation": "relu", "hidden_sizes": (24,)}),
+        ({}, {"hidden_sizes": ()}),
+        ({}, {"hidden_sizes": (128, 16)}),  # wide enough for the critic's own thread
+    ],
+)
+def test_hand_derived_gradients_equal_autograd(algorithm: dict[str, Any], policy: dict[str, Any]) -> None:
+    start = parameters(make_policy(**policy))
+    (fused, fused_metrics), (general, metrics) = both(replace(CONFIG, **algorithm), **policy)
+    for name, parameter in general.named_parameters():
+        assert not torch.equal(parameter, start[name])
+        torch.testing.assert_close(dict(fused.named_parameters())[name], parameter, atol=1e-5, rtol=0)
+    assert fused_metrics.keys() == metrics.keys()
+    for name, value in metrics.items():
+        assert fused_metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
+
+
+def test_one_step_is_adam_by_hand() -> None:
+    """The first Adam step moves each parameter by lr * g / (|g| + eps), g clipped by its global norm."""
+    config = replace(CONFIG, num_epochs=1, minibatch_size=10_000, max_grad_norm=0.1, adam_eps=1e-3, learning_rate=0.01)
+    policy = make_policy()
+    batch, before = make_batch(policy), parameters(policy)
+    objective = RolloutObjective(policy, config)
+    loss, _ = objective(policy, *objective.begin(batch, kl_coef=0.0))
+    gradients = dict(zip(before, torch.autograd.grad(loss, list(policy.parameters())), strict=True))
+    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients.values()))
+    assert norm > 0.1
+    stats = update_on(rollout_learner(policy, config), batch, 0, 1, 0)
+    assert stats["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for name, parameter in policy.named_parameters():
+        g = gradients[name] * (0.1 / norm)
+        torch.testing.assert_close(parameter.detach(), before[name] - 0.01 * g / (g.abs() + 1e-3), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("allow_fused", [True, False])
+def test_same_seed_same_bits_and_other_iteration_other_order(allow_fused: bool) -> None:
+    def train(iteration: int) -> dict[str, torch.Tensor]:
+        learner = rollout_learner(make_policy(), CONFIG, allow_fused=allow_fused)
+        update(learner, iteration)
+        return parameters(learner.policy)
+
+    first, second, other = train(0), train(0), train(1)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("allow_fused", [True, False])
+def test_resume_is_exact(allow_fused: bool, tmp_path: Path) -> None:
+    straight = rollout_learner(make_policy(normalize_observation=True), CONFIG, allow_fused=allow_fused)
+    fresh = straight.state_tensors()
+    assert int(fresh["step"]) == 0
+    update(straight, 0)
+    save_file(straight.policy.state_dict(), tmp_path / "policy.safetensors")
+    save_file(straight.state_tensors(), tmp_path / "learner.safetensors")
+    update(straight, 1)
+
+    torch.manual_seed(99)
+    resumed = rollout_learner(make_policy(normalize_observation=True), CONFIG, allow_fused=allow_fused)
+    resumed.policy.load_state_dict(load_file(tmp_path / "policy.safetensors"))
+    resumed.load_state_tensors(load_file(tmp_path / "learner.safetensors"))
+    update(resumed, 1)
+    expected, got = straight.policy.state_dict(), resumed.policy.state_dict()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    expected, got = straight.state_tensors(), resumed.state_tensors()
+    assert int(got["step"]) == 2 * 4 * 5
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_state_passes_between_implementations() -> None:
+    fused, general = (rollout_learner(make_policy(), CONFIG, allow_fused=allow) for allow in (True, False))
+    update(fused, 0)
+    general.policy.load_state_dict(fused.policy.state_dict())
+    general.load_state_tensors(fused.state_tensors())
+    for learner in (fused, general):
+        update(learner, 1)
+    for name, parameter in general.policy.named_parameters():
+        torch.testing.assert_close(fused.policy.state_dict()[name], parameter.detach(), atol=1e-5, rtol=0)
+
+
+def test_foreign_state_is_refused() -> None:
+    state = rollout_learner(make_policy(hidden_sizes=(8,)), CONFIG).state_tensors()
+    with pytest.raises(IncompatibleCheckpointError, match=r"exp_avg\.actor"):
+        rollout_learner(make_policy(), CONFIG).load_state_tensors(state)
+
+
+@pytest.mark.parametrize("allow_fused", [True, False])
+def test_nan_stops_before_the_parameters_are_touched(allow_fused: bool) -> None:
+    policy = make_policy()
+    learner = rollout_learner(policy, replace(CONFIG, minibatch_size=300), allow_fused=allow_fused)
+    batch = make_batch(policy)
+    batch.returns[17] = float("nan")
+    before = parameters(policy)
+    with pytest.raises(NonFiniteError, match="300 rows") as caught:
+        update_on(learner, batch, 0, 1, 0)
+    assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
+    rows, arrays = caught.value.rows, caught.value.batch  # type: ignore[attr-defined]
+    assert sorted(rows.tolist()) == list(range(300))
+    (place,) = np.flatnonzero(np.isnan(arrays["returns"]))
+    assert rows[place] == 17
+    assert np.array_equal(arrays["observation.state"][place], batch.observation["state"][17].numpy())
+
+
+@pytest.mark.parametrize("allow_fused", [True, False])
+def test_target_kl_stops(allow_fused: bool) -> None:
+    eager = replace(CONFIG, learning_rate=0.02, num_epochs=8)
+    free = update(rollout_learner(make_policy(), eager, allow_fused=allow_fused))
+    held = update(rollout_learner(make_policy(), replace(eager, target_kl=0.15), allow_fused=allow_fused))
+    calm = update(rollout_learner(make_policy(), replace(eager, learning_rate=1e-6, target_kl=0.15), allow_fused=allow_fused))
+    assert (free["epochs_done"], calm["epochs_done"]) == (8, 8)
+    assert 1 <= held["epochs_done"] < 8
+    assert held["approx_kl"] < free["approx_kl"]
+
+
+@pytest.mark.parametrize("allow_fused", [True, False])
+def test_masked_rows_do_not_count(allow_fused: bool) -> None:
+    policy, reference = make_policy(), make_policy()
+    batch = make_batch(policy)
+    mask = torch.arange(300) % 3 != 1
+    poisoned = replace(batch, mask=mask, advantage=torch.where(mask, batch.advantage, torch.nan))
+    kept = replace(
+        batch,
+        **{name: getattr(batch, name)[mask] for name in ("action", "log_prob", "advantage", "returns", "value")},
+        observation={key: part[mask] for key, part in batch.observation.items()},
+    )
+    first = update_on(rollout_learner(policy, CONFIG, allow_fused=allow_fused), poisoned, 0, 1, 0)
+    second = update_on(rollout_learner(reference, CONFIG, allow_fused=allow_fused), kept, 0, 1, 0)
+    assert first == second
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("allow_fused", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_values_are_those_of_the_policy(allow_fused: bool, normalize: bool) -> None:
+    policy = make_policy(normalize_observation=normalize)
+    batch = make_batch(policy, 24)
+    state = batch.observation["state"].numpy()
+    nothing = np.zeros((6, 3), np.float32)
+    rollout = Rollout(
+        observation={"state": state[:18].reshape(6, 3, 11), "unread": np.zeros((6, 3, 2), np.float32)},
+        action=nothing,
+        log_prob=nothing,
+        reward=nothing,
+        terminated=nothing.astype(bool),
+        truncated=nothing.astype(bool),
+        last_observation={"state": state[18:21]},
+        final_observation={"state": state[21:24]},
+        policy_version=np.zeros((6, 3), np.int64),
+        episodes=(),
+    )
+    values = rollout_values(rollout_learner(policy, CONFIG, allow_fused=allow_fused), policy, rollout)
+    with torch.no_grad():
+        expected = policy.value(batch.observation).numpy()
+    assert (values.value.shape, values.last_value.shape, values.final_value.shape) == ((6, 3), (3,), (3,))
+    got = np.concatenate([values.value.ravel(), values.last_value, values.final_value])
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        (SPEC, {"distribution": "squashed"}),
+        (SimSpec("Toy-v0", SPEC.observation, ActionSpec.discrete(4)), {}),
+        (
+            SimSpec("Toy-v0", {"rgb": TensorSpec((36, 36, 3), "uint8")}, SPEC.action),
+            {"encoder": "cnn", "observation_key": "rgb", "cnn_channels": (4, 4), "cnn_kernels": (8, 4), "cnn_strides": (4, 2)},
+        ),
+    ],
+)
+def test_other_policies_learn_what_they_are_rewarded_for(spec: SimSpec, policy: dict[str, Any]) -> None:
+    """Positive advantage for some rows, negative for the others: their log-probabilities part, and the value error falls."""
+    actor_critic = make_policy(spec, **policy)
+    batch = make_batch(actor_critic, 64)
+    advantage = torch.where(torch.arange(64) % 2 == 0, 1.0, -1.0)
+    before = actor_critic.evaluate(batch.observation, batch.action)
+    batch = replace(batch, advantage=advantage, log_prob=before.log_prob.detach())
+    config = replace(CONFIG, learning_rate=1e-3, num_epochs=20, minibatch_size=32)
+    stats = update_on(rollout_learner(actor_critic, config), batch, 0, 1, 0)
+    after = actor_critic.evaluate(batch.observation, batch.action)
+    gain = (after.log_prob - before.log_prob).sum(-1)
+    assert gain[advantage > 0].mean() > gain[advantage < 0].mean() + 0.05
+    assert (after.value - batch.returns).pow(2).mean() < (before.value - batch.returns).pow(2).mean()
+    assert all(math.isfinite(value) for value in stats.values())
+
+
+def test_learning_rate_schedules() -> None:
+    linear = replace(CONFIG, lr_schedule="linear", learning_rate=0.1)
+    assert [scheduled(linear, i / 4) for i in range(6)] == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0, 0.0])
+    assert scheduled(replace(CONFIG, learning_rate=0.1), 0.75) == 0.1
+
+
+@pytest.mark.parametrize(("rows", "size", "expected"), [(10, 4, [3, 3, 4]), (8, 4, [4, 4]), (9, 8, [4, 5]), (3, 8, [3])])
+def test_minibatches_cover_all_rows_evenly(rows: int, size: int, expected: list[int]) -> None:
+    generator = np.random.default_rng(0)
+    first, second = (Minibatches.shuffle(generator, rows, size) for _ in range(2))
+    assert sorted(stop - start for start, stop in first.bounds) == expected
+    assert sorted(first.permutation.tolist()) == list(range(rows))
+    assert rows < 8 or first.permutation.tolist() != second.permutation.tolist()
+
+
+def test_moved_parameters_are_tied_again() -> None:
+    """Something may replace the tensors that lie in the flat vector; training goes on with their values."""
+    straight, moved = rollout_learner(make_policy(), CONFIG), rollout_learner(make_policy(), CONFIG)
+    for parameter in moved.policy.parameters():
+        parameter.data = parameter.detach().clone()
+    for learner in (straight, moved):
+        update(learner)
+    assert all(torch.equal(a, b) for a, b in zip(straight.policy.parameters(), moved.policy.parameters(), strict=True))

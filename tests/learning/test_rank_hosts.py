@@ -1,0 +1,65 @@
+"""Where ranks meet, and what is told of one that ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embodied_rl.errors import UserError
+from embodied_rl.learning.rank_hosts import LocalRanks, interface_of, listen_on, listening_store, make_host, open_store, ranks_on
+
+
+def test_a_store_on_one_address_is_found_by_the_others_alone_there() -> None:
+    where, store = listening_store("127.0.0.1", 2, 60.0)
+    other = open_store(where, 2, 60.0)
+    store.set("from the first", "1")
+    other.set("from the second", "2")
+    assert (other.get("from the first"), store.get("from the second")) == (b"1", b"2")
+    port = int(where.rpartition(":")[2])
+    listening = [one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN and one.laddr.port == port]
+    assert listening == ["127.0.0.1"], "and not on all addresses of the machine"
+    again, _ = listening_store("127.0.0.1", 2, 60.0)
+    assert again != where, "a free port each time"
+    with pytest.raises(OSError, match="address"):
+        listening_store("203.0.113.7", 2, 60.0)  # of a network that nobody has (RFC 5737)
+
+
+def test_a_store_in_a_file(tmp_path: Path) -> None:
+    first, second = (open_store(str(tmp_path / "store"), 2, 60.0) for _ in range(2))
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, parts in psutil.net_if_addrs().items():
+        for part in parts:
+            if part.family == socket.AF_INET and not part.address.startswith("127."):
+                assert interface_of(part.address) == name
+    loopback = interface_of("127.0.0.1")
+    assert loopback is not None
+    assert interface_of("127.0.0.9") == loopback, "all of these are this machine's"
+    assert interface_of("203.0.113.7") is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen by the user")
+    listen_on("127.0.0.1")
+    listen_on("203.0.113.7")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen by the user"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with pytest.raises(UserError, match=r"no network interface of .* has 203\.0\.113\.7.*--node-ip-address"):
+        listen_on("203.0.113.7")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    listen_on("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
+
+
+def test_ranks_are_processes_here_unless_told_otherwise() -> None:
+    assert isinstance(make_host(), LocalRanks)
+    given = LocalRanks()
+    with ranks_on(given):
+        assert make_host() is given
+    assert make_host() is not given
+    assert given.ended(0.0) is None
+    assert given.device_index(3) == 3

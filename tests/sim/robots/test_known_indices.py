@@ -1,0 +1,85 @@
+"""Simulators with look-ups taken out of their steps, against the packages' own steps, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.robots import gymnasium_robotics, metaworld
+from embodied_rl.types import StepBuffers
+
+TASKS = ("FetchReach-v4", "FetchPickAndPlaceDense-v4", "HandReachDense-v3")
+SEEDS = (0, 7, 23)
+
+
+def require_equal(ours: list[Any], plain: list[Any]) -> None:
+    """Raises AssertionError where a bit differs."""
+    for mine, theirs in zip(ours, plain, strict=True):
+        for part, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(part, other)
+
+
+def played(sim: SimEnv, seeds: Sequence[int], num_steps: int = 8) -> list[Any]:
+    """What random actions lead to, in an episode of each seed; at a step in their midst the state is saved, lost and restored."""
+    out, found, dim = StepBuffers.allocate(sim.spec, 1), [], sim.spec.action.dim
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        sim.reset([0], [seed], out)
+        for number in range(num_steps):
+            if number == num_steps // 2:
+                saved = sim.snapshot(0)  # type: ignore[attr-defined]
+                sim.step([0], random.uniform(-1.0, 1.0, (1, dim)).astype(np.float32), out)
+                sim.restore(0, saved)  # type: ignore[attr-defined]
+            sim.step([0], random.uniform(-1.0, 1.0, (1, dim)).astype(np.float32), out)
+            parts = [part[0].copy() for part in out.observation.values()]
+            found.append([*parts, out.reward.copy(), out.terminated.copy(), out.truncated.copy(), out.success.copy()])
+    sim.close()
+    return found
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_fetch_and_hand_equal_the_packages_own_steps(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium_robotics")
+    quick = gymnasium_robotics.make(task, 1)
+    changed = quick.envs[0].unwrapped._utils  # type: ignore[attr-defined]
+    ours = played(quick, SEEDS)
+    monkeypatch.setattr(gymnasium_robotics, "know_indices", lambda env: None)
+    plain = gymnasium_robotics.make(task, 1)
+    assert isinstance(changed, SimpleNamespace)
+    assert isinstance(plain.envs[0].unwrapped._utils, ModuleType)  # type: ignore[attr-defined]
+    require_equal(ours, played(plain, SEEDS))
+
+
+@pytest.mark.parametrize("task", ["push-v3", "drawer-open-v3"])
+def test_metaworlds_touch_is_its_own(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("metaworld")
+    ours = played(metaworld.make(task, 1), SEEDS)
+    monkeypatch.setattr(metaworld, "touch_quickly", lambda env: None)
+    require_equal(ours, played(metaworld.make(task, 1), SEEDS))
+
+
+def test_a_pressed_object_is_felt_as_metaworld_feels_it() -> None:
+    pytest.importorskip("metaworld")
+    from metaworld.policies import ENV_POLICY_MAP
+    from metaworld.sawyer_xyz_env import SawyerXYZEnv
+
+    sim = metaworld.make("push-v3", 1)
+    assert isinstance(sim, metaworld.GymnasiumSim)
+    env: Any = sim.envs[0].unwrapped
+    out, felt = StepBuffers.allocate(sim.spec, 1), set[bool]()
+    expert = ENV_POLICY_MAP["push-v3"]()
+    sim.reset([0], [0], out)
+    for number in range(80):
+        action = np.clip(expert.get_action(out.observation["state"][0].astype(np.float64)), -1.0, 1.0)
+        sim.step([0], action[None].astype(np.float32), out)
+        for geom in range(env.model.ngeom) if number % 10 == 9 else ():
+            touched = env.touching_object(geom)
+            assert touched == SawyerXYZEnv.touching_object(env, geom)
+            felt.add(bool(touched))
+    sim.close()
+    assert felt == {True, False}
