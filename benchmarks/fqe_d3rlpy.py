@@ -134,7 +134,7 @@ def true_value(checkpoint: Any, env_id: str, num_episodes: int) -> tuple[float, 
     """(mean, standard error) of the discounted return of the checkpoint's mode in episodes long enough for the discount to vanish."""
     import gymnasium
 
-    from embodied_rl.evaluate import make_generator
+    from embodied_rl.commands.evaluate import make_generator
 
     generator, action = make_generator(checkpoint, checkpoint.spec), checkpoint.spec.action
     limit = int(np.log(1e-4) / np.log(GAMMA))
@@ -185,7 +185,7 @@ def _compare(chosen: argparse.Namespace) -> None:
 
     from embodied_rl.episodes.assessment import Assumptions
     from embodied_rl.episodes.recorded import RecordingInfo
-    from embodied_rl.offline_study import OfflineSettings, study_recording
+    from embodied_rl.evaluation.offline_study import OfflineSettings, study_recording
 
     torch.set_num_threads(1)
     cases, first_seed = TARGETS[chosen.targets]

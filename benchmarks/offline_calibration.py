@@ -1,9 +1,9 @@
 """Are offline estimates right? Several checkpoints, two tasks: estimates from recordings of one policy against true returns.
 
 For each task one short training run leaves checkpoints of increasing quality. One of them, exploring, plays the recordings; the others
-are the target policies. What each is really worth is measured by playing thousands of episodes with it. `embodied_rl.offline_study`
-estimates it from each recording alone. Printed: how well the estimates order the policies (Spearman's rank correlation, averaged over
-recordings), how often the intervals hold the true value, bias and error.
+are the target policies. What each is really worth is measured by playing thousands of episodes with it.
+`embodied_rl.evaluation.offline_study` estimates it from each recording alone. Printed: how well the estimates order the policies
+(Spearman's rank correlation, averaged over recordings), how often the intervals hold the true value, bias and error.
 
 Use: python benchmarks/offline_calibration.py runs/offline_calibration --plot
 """
@@ -27,8 +27,8 @@ from tables import markdown_table, provenance, text_table
 from embodied_rl.checkpoint import Checkpoint, load_checkpoint
 from embodied_rl.episodes.assessment import Assumptions
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS, OfflineSettings, study_recording
 from embodied_rl.files import write_atomic
-from embodied_rl.offline_study import ALL_ESTIMATORS, OfflineSettings, study_recording
 
 WEIGHTED = ("is", "wis", "pdis", "wpdis")
 """Estimators that cost no regression."""
@@ -111,7 +111,7 @@ def play(checkpoint: Checkpoint, task: Task, num_episodes: int, first_seed: int,
     """
     import gymnasium
 
-    from embodied_rl.evaluate import make_generator
+    from embodied_rl.commands.evaluate import make_generator
 
     generator, action = make_generator(checkpoint, checkpoint.spec), checkpoint.spec.action
     envs = [gymnasium.make(task.env_id, max_episode_steps=task.limit) for _ in range(num_episodes)]

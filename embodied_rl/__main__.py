@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from embodied_rl.cli import run_command
+from embodied_rl.commands.cli import run_command
 from embodied_rl.errors import UserError, did_you_mean
 
 COMMANDS = {

@@ -1,84 +1,8 @@
-"""``python -m embodied_rl.serve_agent model=FOLDER``: a language model behind OpenAI's interface that keeps what agents were answered."""
+"""``python -m embodied_rl.serve_agent``: see `embodied_rl.commands.serve_agent`."""
 
-from __future__ import annotations
+from embodied_rl.commands.serve_agent import main
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from embodied_rl.bounds import Port, Seconds, Seed, Slots, Tokens
-from embodied_rl.cli import Argument, Command, WrittenFolder, run_command, serve_until_stopped
-
-if TYPE_CHECKING:
-    from embodied_rl.proxy.app import AgentProxy
-
-COMMAND = Command(
-    name="serve_agent",
-    summary="Serve a language model to agent programs (POST /v1/chat/completions) and write down token ids, log-probabilities and rewards.",
-    arguments=(
-        Argument("model", str, "folder with a Hugging Face model, its tokenizer and chat template"),
-        Argument("name", str, "what clients call the model; default: the folder's name", None),
-        Argument("adapter", str, "folder of a LoRA adapter", None),
-        Argument("device", str, "cpu, cuda, cuda:1, …", "cpu"),
-        Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
-        Argument("port", Port, "0 takes a free one", 8710),
-        Argument(
-            "token", str, "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed", None, ("none",)
-        ),
-        Argument("output", WrittenFolder, "folder for ended sessions, one JSON file each", "captured"),
-        Argument("max_new_tokens", Tokens, "of one answer, whatever a client asks for", 1024),
-        Argument("max_batch", Slots, "answers that are sampled side by side", 64),
-        Argument("stop", str, "tokens that end an answer, beside the end of a sequence, separated by commas", None),
-        Argument("policy_sampling", bool, "temperature 1 and nothing cut off, whatever a client asks for", False),
-        Argument("max_sessions", Slots, "sessions at a time", 1024),
-        Argument("idle_s", Seconds, "a session that nobody uses for so long is ended", 3600.0),
-        Argument("seed", Seed, "of requests that bring none", 0),
-    ),
-    examples=("model=models/qwen3-0.6b", "model=models/qwen3-0.6b port=8710 output=captured policy_sampling=true"),
-)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
-    values, _ = COMMAND.parse(argv)
-    proxy, token = start(values)
-    if token is not None:
-        from embodied_rl.proxy.app import TOKEN_VARIABLE
-
-        print(f"Sessions are opened with this token:\nexport {TOKEN_VARIABLE}={token}")
-    serve_until_stopped(proxy.close, f"Serving at {proxy.base_url}; ended sessions go to {values['output']}")
-
-
-def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
-    """(the proxy that the arguments describe, listening; its token where that is new). Raises UserError."""
-    from embodied_rl.config.language import LanguageConfig
-    from embodied_rl.generation.torch_tokens import TorchTokens
-    from embodied_rl.http_server import token_to_ask_for
-    from embodied_rl.policies.language import build_language_policy
-    from embodied_rl.proxy.app import TOKEN_VARIABLE, AgentProxy, ProxyOptions
-    from embodied_rl.proxy.sessions import SessionLimits
-
-    token, is_new = token_to_ask_for(TOKEN_VARIABLE, values["token"], values["host"])  # before a model is loaded for nothing
-    policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), values["device"])
-    backend = TorchTokens(policy.generation_model(), max_batch=values["max_batch"], seed=values["seed"])
-    stops = [name.strip() for name in (values["stop"] or "").split(",") if name.strip()]
-    options = ProxyOptions(
-        model=values["name"] or Path(values["model"]).resolve().name,
-        stop_ids=policy.tokenizer.stop_ids(*stops),
-        max_new_tokens=values["max_new_tokens"],
-        policy_sampling=values["policy_sampling"],
-        output=Path(values["output"]),
-    )
-    limits = SessionLimits(values["max_sessions"], values["idle_s"])
-    proxy = AgentProxy(backend, policy.tokenizer, options, host=values["host"], port=values["port"], token=token, limits=limits)
-    return proxy, token if is_new else None
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
     main()

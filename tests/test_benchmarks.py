@@ -191,7 +191,7 @@ def test_workload_of_other_peers_is_the_configuration() -> None:
     from ppo_cpu import EQUAL, TASKS
     from ppo_outside import Workload
 
-    from embodied_rl.compose import load_train_config
+    from embodied_rl.config.compose import load_train_config
 
     config = load_train_config([*TASKS["halfcheetah"], *EQUAL, "algorithm.minibatch_size=300", "policy.hidden_sizes=[8,9]"])
     work = workload_of(config)
@@ -224,7 +224,7 @@ def test_peer_gets_the_same_convolutions() -> None:
     from peers import ppo_arguments
     from ppo_cpu import EQUAL, TASKS
 
-    from embodied_rl.compose import load_train_config
+    from embodied_rl.config.compose import load_train_config
     from embodied_rl.policies.actor_critic import build_policy
     from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from embodied_rl import catalog
 from embodied_rl.algorithms.advantage_table import ADVANTAGES
 from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES
-from embodied_rl.catalog import KINDS, METHODS, entries, extra_installed, main, methods, missing_distributions
-from embodied_rl.compose import load_train_config
+from embodied_rl.commands import catalog
+from embodied_rl.commands.catalog import KINDS, METHODS, entries, extra_installed, main, methods, missing_distributions
 from embodied_rl.config import load_sim_config
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
 from embodied_rl.policies.actor_critic import build_policy
@@ -154,7 +154,7 @@ def test_the_extras_are_those_of_setup_cfg(tmp_path: Path) -> None:
 
 def test_the_command_line_prints_json_and_loads_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys; from embodied_rl.catalog import main; main(['--json']); "
+        "import sys; from embodied_rl.commands.catalog import main; main(['--json']); "
         "print([name for name in ('torch', 'hydra', 'mani_skill', 'mujoco', 'gymnasium') if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

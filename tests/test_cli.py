@@ -13,7 +13,7 @@ import pytest
 
 import embodied_rl
 from embodied_rl.bounds import Bounds
-from embodied_rl.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, run_command
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, did_you_mean
 from embodied_rl.sim.faults import FaultKind, SimFault
 
@@ -159,7 +159,7 @@ def test_our_warnings_are_a_line_and_those_of_libraries_as_ever(capsys: pytest.C
 
 
 def test_a_reader_who_has_seen_enough_is_no_error() -> None:
-    program = "from embodied_rl.cli import run_command\nrun_command(lambda: [print('x' * 1000) for _ in range(10_000)])"
+    program = "from embodied_rl.commands.cli import run_command\nrun_command(lambda: [print('x' * 1000) for _ in range(10_000)])"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

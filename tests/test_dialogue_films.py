@@ -13,16 +13,16 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from PIL import Image
 
-from embodied_rl import render
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.commands import render
 from embodied_rl.compose import load_train_config
-from embodied_rl.dialogue_films import film_captured
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
-from embodied_rl.filming.episodes import FilmedEpisode, Moment
-from embodied_rl.filming.overlays import Overlays, annotate, parse_overlays
-from embodied_rl.filming.settings import Film
-from embodied_rl.proxy.captured import CapturedSession, CapturedTurn
+from embodied_rl.media.dialogues import film_captured
+from embodied_rl.media.episodes import FilmedEpisode, Moment
+from embodied_rl.media.overlays import Overlays, annotate, parse_overlays
+from embodied_rl.media.settings import Film
+from embodied_rl.serving.agents.captured import CapturedSession, CapturedTurn
 from embodied_rl.sim.text.panel import PAPER, text_panel
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl import doctor
-from embodied_rl.doctor import can_train, run_probe
+from embodied_rl.commands import doctor
+from embodied_rl.commands.doctor import can_train, run_probe
 from embodied_rl.probes import machine
 from embodied_rl.probes.base import Check, Probe, Status
 from embodied_rl.probes.drawing import describe_picture
@@ -176,7 +176,7 @@ def test_whatever_a_probe_does_is_a_line(body: str, status: str, said: str, tmp_
     driver = tmp_path / "child.py"
     driver.write_text(
         "import os, sys, time\n"
-        "from embodied_rl import doctor\n"
+        "from embodied_rl.commands import doctor\n"
         f"def run():\n    {body}\n"
         "doctor.PROBES = (doctor.Probe('test', 'bad', run, 'mend it'),)\n"
         "sys.exit(doctor.main(sys.argv[1:]))\n",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied_rl.episode_tools import COMMANDS, describe, main, merge, parts_of, split_numbers
+from embodied_rl.commands.episode_tools import COMMANDS, describe, main, merge, parts_of, split_numbers
 from embodied_rl.episodes.formats import FORMATS
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError

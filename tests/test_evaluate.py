@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.commands.evaluate import choose_sim, evaluate_checkpoint, expand_checkpoints, main
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.evaluate import choose_sim, evaluate_checkpoint, expand_checkpoints, main
 from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.types import ActionSpec

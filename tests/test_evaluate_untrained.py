@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from embodied_rl.commands.evaluate import main, read_protocol
 from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
-from embodied_rl.evaluate import main, read_protocol
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.tiny_language import make_tiny_model
 from embodied_rl.policies.tiny_vla import TinyVLAPolicy

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
-from embodied_rl.compose import load_train_config
 from embodied_rl.config import group_names
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
@@ -79,17 +79,17 @@ def check(name: str, arguments: list[str]) -> None:
     elif name in ("evaluate", "render", "record", "replay", "offline_eval", "plan", "serve_agent", "serve_envs"):
         importlib.import_module(f"embodied_rl.{name}").COMMAND.parse(arguments)
     elif name == "report":
-        from embodied_rl.report import COMMAND
+        from embodied_rl.commands.report import COMMAND
 
         named = [word for word in arguments if "=" in word]
         assert len(named) < len(arguments) or any(word.startswith("run=") for word in named), "no run is named"
         COMMAND.parse([*(["run=x"] if not any(word.startswith("run=") for word in named) else []), *named])
     elif name == "episodes":
-        from embodied_rl.episode_tools import COMMANDS
+        from embodied_rl.commands.episode_tools import COMMANDS
 
         COMMANDS[arguments[0]].parse(arguments[1:])
     elif name == "catalog":
-        from embodied_rl.catalog import KINDS, what_to_check
+        from embodied_rl.commands.catalog import KINDS, what_to_check
 
         if arguments[:1] == ["check"]:
             what_to_check(arguments[1:])

@@ -67,7 +67,7 @@ def scalars_of(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 HELD_BACK = """
 import sys, time
 from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
-from embodied_rl.train import main
+from embodied_rl.commands.train import main
 log, most = JsonlLogger.log, int(sys.argv.pop(1))
 
 def held_back(self, *arguments):

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from embodied_rl import evaluate, serve_agent
+from embodied_rl.commands import evaluate, serve_agent
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model

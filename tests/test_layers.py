@@ -51,77 +51,49 @@ FLOORS: dict[str, set[str]] = {
     "stopping": set(),
     "config": GROUND,
     "video": GROUND,
-    "cli": GROUND,
-    "comparison": GROUND,
-    "progress": set(),
-    "http_parsing": {"errors"},
-    "http_server": {"errors", "http_parsing"},
     "sandbox": {"errors"},
-    "text_search": {"errors"},
-    "overrides": {"errors"},
-    "compose": GROUND | {"config", "overrides"},
-    "sim": GROUND | {"config", "sandbox", "text_search"},
-    "service": GROUND | {"config", "http_server", "sim"},
+    "compose": {"config"},
+    "sim": GROUND | {"config", "sandbox"},
     "policies": GROUND | {"config"},
     "algorithms": GROUND | {"config"},
     "episodes": GROUND | {"video"},
     "checkpoint": GROUND | {"config"},
     "loggers": GROUND | {"config", "video"},
     "generation": GROUND | {"config", "policies"},
-    "proxy": GROUND | {"config", "generation", "http_server", "policies"},
-    "agents": GROUND | {"config", "generation", "sandbox", "text_search"},
-    "rollout": GROUND | {"agents", "config", "episodes", "generation", "proxy", "sandbox", "sim"},
+    "serving": {"errors"},
+    "serving.environments": GROUND | {"config", "serving", "sim"},
+    "serving.agents": GROUND | {"config", "generation", "policies", "serving"},
+    "agents": GROUND | {"config", "generation", "sandbox", "sim"},
+    "rollout": GROUND | {"agents", "config", "episodes", "generation", "sandbox", "serving.agents", "sim"},
     "learning": GROUND | {"config", "episodes", "policies", "algorithms"},
     "hybrid": GROUND | {"config", "generation", "learning", "policies", "algorithms"},
-    "report_page": GROUND | {"config", "loggers"},
-    "reporting": GROUND | {"config", "checkpoint", "loggers", "report_page", "video"},
-    "filming": GROUND | {"config", "episodes", "generation", "sim", "video"},
-    "dialogue_films": GROUND | {"agents", "filming", "policies", "proxy", "rollout", "sim"},
-    "evaluation_output": GROUND | {"config", "checkpoint", "comparison", "reporting"},
-    "evaluation_play": GROUND | {"config", "evaluation_output", "generation", "progress", "reporting", "rollout", "sim"},
-    "evaluate_untrained": GROUND
-    | {"cli", "compose", "config", "checkpoint", "evaluation_output", "evaluation_play", "generation", "learning", "methods", "policies"}
-    | {"progress", "rollout", "sim"},
-    "offline_policy": GROUND | {"config", "checkpoint", "episodes", "policies", "resuming"},
-    "offline_study": GROUND | {"config", "algorithms", "checkpoint", "episodes", "offline_policy"},
-    "offline_report": GROUND | {"episodes", "video"},
+    "reporting": GROUND | {"config", "loggers"},
     "run_folder": GROUND | {"config", "checkpoint", "loggers"},
     "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "learning", "policies", "rollout", "sim"},
     "roles": GROUND | {"agents", "algorithms", "config", "generation", "hybrid", "learning", "methods", "policies", "rollout", "sim"},
-    "trainer": GROUND
-    | {
-        "config",
-        "run_folder",
-        "checkpoint",
-        "episodes",
-        "generation",
-        "hybrid",
-        "loggers",
-        "methods",
-        "policies",
-        "reporting",
-        "resuming",
-        "roles",
-        "rollout",
-        "sim",
-    },
     "resuming": GROUND | {"config", "checkpoint", "learning", "methods", "policies"},
+    "trainer": GROUND
+    | {"checkpoint", "config", "episodes", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "resuming", "roles"}
+    | {"rollout", "run_folder", "sim"},
+    # The outer ring: nothing above imports it.
     "probes": GROUND | {"config", "sandbox", "sim"},
-    "measuring": GROUND | {"config", "methods", "sim", "trainer"},
+    "planning": GROUND | {"config", "hybrid", "methods", "sim", "trainer"},
+    "media": GROUND | {"agents", "config", "episodes", "generation", "policies", "rollout", "serving.agents", "sim", "video"},
+    "evaluation": GROUND
+    | {"algorithms", "checkpoint", "config", "episodes", "generation", "policies", "reporting", "resuming", "rollout", "sim"},
+    "reports": GROUND | {"checkpoint", "config", "episodes", "evaluation", "loggers", "reporting", "video"},
 }
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""
 
-COMMAND_LINES = {"train", "evaluate", "render", "record", "replay", "offline_eval", "catalog", "doctor", "report", "episode_tools"}
-COMMAND_LINES |= {"serve_envs", "serve_agent", "plan", "__main__"}
+COMMAND_LINES = {"commands", "train", "evaluate", "render", "record", "replay", "offline_eval", "catalog", "doctor", "report", "plan"}
+COMMAND_LINES |= {"serve_envs", "serve_agent", "__main__"}
 """The roof: they may import everything, each other too; nobody below may import them."""
 
 TORCH_FREE = (
     "sim",
-    "service",
-    "http_server",
-    "http_parsing",
+    "serving",
+    "serving.environments",
     "sandbox",
-    "text_search",
     "types",
     "errors",
     "bounds",
@@ -142,9 +114,11 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """A package's ``__main__`` is a command line, whatever room it stands in."""
+    """A package's ``__main__`` is a command line, whatever room it stands in; a floor of two names holds a part of a room."""
     parts = module.split(".")
-    return "__main__" if parts[-1] == "__main__" else [*parts, ""][1]
+    if parts[-1] == "__main__":
+        return "__main__"
+    return part if (part := ".".join(parts[1:3])) in FLOORS else [*parts, ""][1]
 
 
 def is_for_type_checkers(node: ast.AST) -> bool:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.fitted_q import FittedQConfig, RecordedSteps, fit_q
-from embodied_rl.cli import run_command
-from embodied_rl.compose import load_train_config
+from embodied_rl.commands.cli import run_command
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.learning.devices import resolve_device
 from embodied_rl.learning.offline_learner import OfflineLearner

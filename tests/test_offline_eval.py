@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodied_rl.commands.offline_eval import COMMAND, main, refusals, settings_of
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.offline_eval import COMMAND, main, refusals, settings_of
-from embodied_rl.offline_study import ALL_ESTIMATORS
+from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS
 from tests.offline_toys import CHOICES, VECTORS, info_of, play, save_policy, write
 from tests.short_run import one_line_error
 
@@ -71,7 +71,7 @@ class Refuse:
         if name.split('.')[0] in {blocked}:
             raise ImportError(name + ' is not installed')
 sys.meta_path.insert(0, Refuse())
-from embodied_rl.offline_eval import main
+from embodied_rl.commands.offline_eval import main
 main(sys.argv[1:])
 assert not [name for name in sys.modules if name.startswith('embodied_rl.sim')], 'the simulators were loaded'
 """

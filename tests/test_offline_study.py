@@ -15,8 +15,15 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.episodes.assessment import Assumptions
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.offline_policy import TargetPolicy, deterministic_behaviour, load_target, played_episode, score_episode, score_recording
-from embodied_rl.offline_study import OfflineSettings, OfflineStudy, outside_share, recorded_steps, study_recording
+from embodied_rl.evaluation.offline_policy import (
+    TargetPolicy,
+    deterministic_behaviour,
+    load_target,
+    played_episode,
+    score_episode,
+    score_recording,
+)
+from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy, outside_share, recorded_steps, study_recording
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.offline_toys import CHOICES, LIMIT, VECTORS, MemoryRecording, info_of, play, policy_of, save_policy
 

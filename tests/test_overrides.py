@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl.cli import Argument, Command
-from embodied_rl.compose import check_overrides, compose_config
+from embodied_rl.commands.cli import Argument, Command
+from embodied_rl.config.compose import check_overrides, compose_config
+from embodied_rl.config.overrides import hydra_words, parsed
 from embodied_rl.errors import UserError
-from embodied_rl.overrides import hydra_words, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [

@@ -16,8 +16,8 @@ from embodied_rl.algorithms.aggregation import TOKEN_MEAN
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.loss_table import loss_info
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, GroupsConfig, LoggerConfig
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.loggers import check_loggers
 from embodied_rl.loggers.jsonl import read_metrics

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import yaml
 
+from embodied_rl.commands.plan import cluster_of, main, workload_of
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import group_names
 from embodied_rl.config.placement import ClusterConfig, PlacementConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, resolve
-from embodied_rl.measuring import fit_line, fit_spread, measure
-from embodied_rl.plan import cluster_of, main, workload_of
+from embodied_rl.planning.measuring import fit_line, fit_spread, measure
 from embodied_rl.sim.affinity import available_cores
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from embodied_rl.checkpoint import find_last
+from embodied_rl.commands.record import COMMAND, Showing, main
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode
-from embodied_rl.record import COMMAND, Showing, main
 from embodied_rl.sim.ledger import Snapshot
 from tests.short_run import one_line_error, train_shortly
 
@@ -133,7 +133,7 @@ def test_a_checkpoints_mode_is_what_evaluate_plays(tmp_path: Path, run_dir: Path
 HELD_BACK = """
 import sys, time
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.record import main
+from embodied_rl.commands.record import main
 most = int(sys.argv.pop(1))
 
 def held_back(write):

@@ -16,16 +16,16 @@ import torch
 from PIL import Image
 
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.commands.evaluate import evaluate_checkpoint, make_generator
+from embodied_rl.commands.render import main, render_videos
 from embodied_rl.config import SimConfig
-from embodied_rl.evaluate import evaluate_checkpoint, make_generator
 from embodied_rl.files import require_writable
-from embodied_rl.filming import episodes as filming_episodes
-from embodied_rl.filming.episodes import MAX_STEPS_SHOWN, FilmedEpisode
-from embodied_rl.filming.overlays import Overlays, annotate, parse_overlays
-from embodied_rl.filming.playing import Playing, PolicyActor, film
-from embodied_rl.filming.selection import Selection
+from embodied_rl.media import episodes as filming_episodes
+from embodied_rl.media.episodes import MAX_STEPS_SHOWN, FilmedEpisode
+from embodied_rl.media.overlays import Overlays, annotate, parse_overlays
+from embodied_rl.media.playing import Playing, PolicyActor, film
+from embodied_rl.media.selection import Selection
 from embodied_rl.policies.actor_critic import build_policy
-from embodied_rl.render import main, render_videos
 from embodied_rl.sim.film import filmed
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.rendering import mujoco_backend
@@ -250,7 +250,7 @@ def test_two_policies_stand_one_above_the_other_on_the_same_seeds(
 
 
 def test_values_are_the_critics(cartpole: Path) -> None:
-    from embodied_rl.evaluate import make_policy, value_estimate
+    from embodied_rl.commands.evaluate import make_policy, value_estimate
 
     checkpoint = load_checkpoint(cartpole, with_learner=False)
     with EnvManager.from_config(filmed(checkpoint.config.sim, SIZE), EpisodeSeeds.held_out(0), num_slots=1, autoreset=False) as manager:
@@ -303,8 +303,8 @@ def test_simulators_that_step_together_are_filmed_to_the_end_of_the_last() -> No
 def test_recorded_episodes_are_shown_with_their_pictures_or_replayed(
     tmp_path: Path, images: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from embodied_rl.commands.record import main as record
     from embodied_rl.episodes.reader import open_recording
-    from embodied_rl.record import main as record
 
     folder = tmp_path / "recordings" / "cartpole"
     words = [
@@ -435,7 +435,7 @@ def test_a_mistake_is_one_line(
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_played(
     cartpole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("embodied_rl.render.film_players", lambda *_, **__: pytest.fail("it was played"))
+    monkeypatch.setattr("embodied_rl.commands.render.film_players", lambda *_, **__: pytest.fail("it was played"))
     (tmp_path / "file").write_text("in the way")
     assert "Cannot write" in one_line_error(main, [f"checkpoint={cartpole}", f"output={tmp_path / 'file' / 'films'}"], capsys)
     assert require_writable(tmp_path / "new" / "films") == tmp_path / "new" / "films"

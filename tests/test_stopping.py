@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import pytest
 
-from embodied_rl.compose import load_train_config
-from embodied_rl.service.app import EnvironmentService
-from embodied_rl.service.environment import ServiceLimits
+from embodied_rl.config.compose import load_train_config
+from embodied_rl.serving.environments.app import EnvironmentService
+from embodied_rl.serving.environments.environment import ServiceLimits
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.stopping import Stopper, WaitStopped, waiting

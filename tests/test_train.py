@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.compose import load_train_config
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodied_rl.episode_tools import main
+from embodied_rl.commands.episode_tools import main
 
 if __name__ == "__main__":
     main()

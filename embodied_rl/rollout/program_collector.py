@@ -10,12 +10,12 @@ import numpy as np
 from embodied_rl.agents.conversation import PromptTokenizer
 from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
-from embodied_rl.proxy.captured import CapturedSession, CapturedTurn
-from embodied_rl.proxy.sessions import SessionSampling
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramRunner
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, QueuePump
+from embodied_rl.serving.agents.captured import CapturedSession, CapturedTurn
+from embodied_rl.serving.agents.sessions import SessionSampling
 
 _LOOK_S = 0.25
 """How often it is looked whether running programs are still needed."""

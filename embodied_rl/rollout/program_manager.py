@@ -9,12 +9,12 @@ from embodied_rl.agents.agent import Agent
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import TokenBackend
-from embodied_rl.proxy.app import AgentProxy, ProxyOptions
-from embodied_rl.proxy.captured import CapturedSession
-from embodied_rl.proxy.sessions import SessionLimits, SessionSampling
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.program_collector import episode_of_session
 from embodied_rl.rollout.program_runner import Played, ProgramRunner
+from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
+from embodied_rl.serving.agents.captured import CapturedSession
+from embodied_rl.serving.agents.sessions import SessionLimits, SessionSampling
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators

@@ -17,10 +17,10 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embodied_rl.proxy.app import AgentProxy
-from embodied_rl.proxy.captured import CapturedSession
-from embodied_rl.proxy.sessions import SessionSampling
 from embodied_rl.sandbox.launch import NOT_STARTED
+from embodied_rl.serving.agents.app import AgentProxy
+from embodied_rl.serving.agents.captured import CapturedSession
+from embodied_rl.serving.agents.sessions import SessionSampling
 from embodied_rl.sim.text.program import (
     FAILURE_STATUS,
     ProgramOptions,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from embodied_rl.bounds import Bounds, Positive, Seed
-from embodied_rl.cli import Argument, Command, run_command
+from embodied_rl.commands.cli import Argument, Command, run_command
 from embodied_rl.errors import UserError, did_you_mean
 from tests.chaos.harness import ATTACKS, run_attack
 

@@ -21,11 +21,11 @@ from typing import Any
 from unittest import mock
 
 from embodied_rl.bounds import bounds_of
-from embodied_rl.cli import Argument, Command, Written, run_command
+from embodied_rl.commands.cli import Argument, Command, Written, run_command
 from embodied_rl.compose import compose_config
 from embodied_rl.config import TrainConfig, group_names
+from embodied_rl.config.overrides import hydra_words
 from embodied_rl.errors import LONGEST_MESSAGE, UserError
-from embodied_rl.overrides import hydra_words
 from tests.chaos.harness import Attack
 from tests.chaos.mistakes import DEEP, LONG, MALFORMED, TEXTS, UNICODE, leaves, misspelt, takes_text, wrong_value
 
@@ -136,7 +136,7 @@ def in_process(wrong: Wrong) -> tuple[int | str, str]:
     try:
         with (
             mock.patch.object(sys, "argv", [f"{wrong.module}.py", *wrong.words]),
-            mock.patch("embodied_rl.train.train", side_effect=Accepted),
+            mock.patch("embodied_rl.commands.train.train", side_effect=Accepted),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(errors),
         ):
@@ -211,7 +211,7 @@ def commands() -> Iterator[tuple[str, tuple[str, ...], Command]]:
     """(module, words before the arguments, the command) of all command lines but train."""
     for module, (_, attribute) in WORDS.items():
         yield module, (), getattr(importlib.import_module(f"embodied_rl.{module}"), attribute)
-    from embodied_rl.episode_tools import COMMANDS
+    from embodied_rl.commands.episode_tools import COMMANDS
 
     for name in EPISODES:
         yield "episode_tools", (name,), COMMANDS[name]

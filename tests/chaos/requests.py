@@ -16,13 +16,13 @@ from typing import Any
 
 from embodied_rl.config import SimConfig
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
-from embodied_rl.http_server import ServerLimits
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import train_tokenizer
-from embodied_rl.proxy.app import AgentProxy, ProxyOptions
-from embodied_rl.service.app import EnvironmentService
-from embodied_rl.service.environment import ServiceLimits
-from embodied_rl.service.offers import offered_simulators
+from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
+from embodied_rl.serving.environments.app import EnvironmentService
+from embodied_rl.serving.environments.environment import ServiceLimits
+from embodied_rl.serving.environments.offers import offered_simulators
+from embodied_rl.serving.http_server import ServerLimits
 from tests.chaos.harness import Attack
 from tests.chaos.http_mistakes import Sent, Targets, draw, message
 

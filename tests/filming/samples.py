@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.recorded import RecordedEpisode
-from embodied_rl.filming.episodes import FilmedEpisode, Moment
+from embodied_rl.media.episodes import FilmedEpisode, Moment
 from embodied_rl.types import ActionSpec, EpisodeSummary, SimSpec, TensorSpec
 
 SPEC = SimSpec(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embodied_rl.filming.composition import BANDS, Pictures, Row
-from embodied_rl.filming.overlays import Overlays, parse_overlays
+from embodied_rl.media.composition import BANDS, Pictures, Row
+from embodied_rl.media.overlays import Overlays, parse_overlays
 from embodied_rl.types import ActionSpec
 from embodied_rl.video import GREEN, GREY, RED, border_width
 from tests.filming.samples import filmed_episode

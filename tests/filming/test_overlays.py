@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.filming.episodes import Moment
-from embodied_rl.filming.overlays import DEFAULT, NAMES, Bands, Overlays, add_action, annotate, normalised, parse_overlays
+from embodied_rl.media.episodes import Moment
+from embodied_rl.media.overlays import DEFAULT, NAMES, Bands, Overlays, add_action, annotate, normalised, parse_overlays
 from embodied_rl.types import ActionSpec
 from embodied_rl.video import GREEN, TextLook, border_width, overlay
 from tests.filming.samples import SPEC, filmed_episode

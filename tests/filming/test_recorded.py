@@ -9,12 +9,12 @@ import av
 import numpy as np
 import pytest
 
+from embodied_rl.commands.render import film_recording
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import EpisodeTable, Recording
 from embodied_rl.errors import UserError
-from embodied_rl.filming.recorded import from_pictures, moment_of, recorded_cameras, stride_of
-from embodied_rl.filming.settings import Film
-from embodied_rl.render import film_recording
+from embodied_rl.media.recorded import from_pictures, moment_of, recorded_cameras, stride_of
+from embodied_rl.media.settings import Film
 from tests.filming.samples import SPEC, recorded_episode
 
 

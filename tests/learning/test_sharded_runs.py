@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embodied_rl import evaluate
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.compose import load_train_config
+from embodied_rl.commands import evaluate
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.learning.sharded_checkpoint import read_index, read_whole, save_sharded
 from embodied_rl.loggers.jsonl import read_metrics

@@ -20,8 +20,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.methods import check_method
 from embodied_rl.methods.programs import FAULTS_FILE
-from embodied_rl.proxy.captured import CapturedSession
 from embodied_rl.rollout.program_runner import Played
+from embodied_rl.serving.agents.captured import CapturedSession
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.short_run import last_of

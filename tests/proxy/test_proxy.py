@@ -17,22 +17,22 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from embodied_rl import serve_agent
+from embodied_rl.commands import serve_agent
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
 from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.torch_tokens import TorchTokens
-from embodied_rl.http_server import ServerLimits
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, train_tokenizer
-from embodied_rl.proxy.app import AgentProxy, ProxyOptions
-from embodied_rl.proxy.captured import CapturedSession, read_captured
-from embodied_rl.proxy.pump import BackendPump
-from embodied_rl.proxy.sessions import SessionLimits
+from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
+from embodied_rl.serving.agents.captured import CapturedSession, read_captured
+from embodied_rl.serving.agents.pump import BackendPump
+from embodied_rl.serving.agents.sessions import SessionLimits
+from embodied_rl.serving.http_server import ServerLimits
 
 TEXTS = ["Where is the cup? The cup is on the table.", "go left", "go right", "Answer with one move."] * 4
 END = 2

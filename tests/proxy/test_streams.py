@@ -22,8 +22,8 @@ from embodied_rl.generation.tokens import Completion, FinishReason, GenerationRe
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
-from embodied_rl.proxy.app import AgentProxy
-from embodied_rl.proxy.chat import ChatStream
+from embodied_rl.serving.agents.app import AgentProxy
+from embodied_rl.serving.agents.chat import ChatStream
 from tests.proxy.test_proxy import END, chat, serving, user
 from tests.proxy.test_proxy import folder as folder
 from tests.proxy.test_proxy import tokenizer as tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embodied_rl.report_page import write_report
+from embodied_rl.reports import write_report
 from tests.browser import Browser, find_browser
 from tests.report_page.pages import write_run
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from embodied_rl.report_page.charts import (
+from embodied_rl.reports.charts import (
     Frame,
     Series,
     json_text,

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodied_rl.commands.report import expand_runs, main
 from embodied_rl.errors import UserError
-from embodied_rl.report import expand_runs, main
-from embodied_rl.report_page import load_run, write_report
-from embodied_rl.report_page import sections as page_sections
-from embodied_rl.report_page.assets import script
-from embodied_rl.report_page.curves import differences, group_series, grouped, on_one_grid
-from embodied_rl.report_page.timeline import MAX_STRETCHES, OTHER, marks_of, timeline_of
+from embodied_rl.reports import load_run, write_report
+from embodied_rl.reports import sections as page_sections
+from embodied_rl.reports.assets import script
+from embodied_rl.reports.curves import differences, group_series, grouped, on_one_grid
+from embodied_rl.reports.timeline import MAX_STRETCHES, OTHER, marks_of, timeline_of
 from tests.report_page.pages import Page, metrics_rows, write_run
 from tests.short_run import one_line_error
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.roles.assembly import check_roles, playing_gpu
 

@@ -12,9 +12,9 @@ from embodied_rl.generation.scripted_tokens import ScriptedTokens
 from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.word_tokenizer import word_tokenizer
-from embodied_rl.proxy.app import AgentProxy, ProxyOptions
-from embodied_rl.proxy.sessions import SessionLimits
 from embodied_rl.rollout.program_runner import ProgramRunner
+from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
+from embodied_rl.serving.agents.sessions import SessionLimits
 from embodied_rl.sim.text.program import ProgramOptions
 
 END = 2

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodied_rl.commands.record import Showing, record
 from embodied_rl.config import SimConfig
 from embodied_rl.episodes.films import films_folder, keep_films
 from embodied_rl.episodes.pictures import VideoReader
@@ -23,7 +24,6 @@ from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
-from embodied_rl.record import Showing, record
 from embodied_rl.rollout.filmed import FilmedSim, filmed, filmed_columns, films_of
 from embodied_rl.rollout.seed_queue import RecordingPlan
 from embodied_rl.sim.manager import EnvManager

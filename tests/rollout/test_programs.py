@@ -22,8 +22,6 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
-from embodied_rl.proxy.captured import CapturedSession
-from embodied_rl.proxy.sessions import SessionSampling
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
 from embodied_rl.rollout.program_collector import ProgramCollector, episode_of_session
@@ -31,6 +29,8 @@ from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramFaul
 from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.sandbox import landlock
 from embodied_rl.sandbox.levels import strongest
+from embodied_rl.serving.agents.captured import CapturedSession
+from embodied_rl.serving.agents.sessions import SessionSampling
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.program import TARGET, ProgramOptions, TaskBook

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.http_server import HttpRequest, HttpServer, Reply
-from embodied_rl.service.app import EnvironmentService
+from embodied_rl.serving.environments.app import EnvironmentService
+from embodied_rl.serving.http_server import HttpRequest, HttpServer, Reply
 from embodied_rl.sim import remote_client
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.env import SimFactory, SnapshotEnv
@@ -285,7 +285,7 @@ def test_the_configuration_and_what_it_imports() -> None:
     assert config.target == REMOTE
     assert config.kwargs == {"url": "http://10.0.0.2:8700", "sim": "halfcheetah"}
     heavy = "[name for name in ('torch', 'httpx', 'gymnasium', 'mujoco') if name in sys.modules]"
-    code = f"import sys, embodied_rl.sim.remote, embodied_rl.service.app; print({heavy})"
+    code = f"import sys, embodied_rl.sim.remote, embodied_rl.serving.environments.app; print({heavy})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -24,12 +24,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from embodied_rl import serve_envs
+from embodied_rl.commands import serve_envs
 from embodied_rl.errors import UserError
-from embodied_rl.http_server import ServerLimits
-from embodied_rl.service import environment as environment_module
-from embodied_rl.service.app import EnvironmentService
-from embodied_rl.service.environment import Environment, Outcome
+from embodied_rl.serving.environments import environment as environment_module
+from embodied_rl.serving.environments.app import EnvironmentService
+from embodied_rl.serving.environments.environment import Environment, Outcome
+from embodied_rl.serving.http_server import ServerLimits
 from embodied_rl.sim import process
 from embodied_rl.sim.snapshots import decode_state
 from tests.service.servers import SIMULATORS, served

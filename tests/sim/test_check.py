@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl import catalog
+from embodied_rl.commands import catalog
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.check import CHECKS, CheckReport, CheckResult, check_sim

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.sim import measured_workers, worker_choice
 from embodied_rl.sim.env import SimFactory

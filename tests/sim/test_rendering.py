@@ -120,7 +120,7 @@ def test_preloading_stops_quietly_at_a_library_that_does_not_load(bare: Path) ->
 def test_the_probe_here_agrees_with_sapien() -> None:
     """What the probe says about this machine's Vulkan is what SAPIEN finds when it draws."""
     pytest.importorskip("sapien")
-    from embodied_rl.doctor import PROBES, run_probe
+    from embodied_rl.commands.doctor import PROBES, run_probe
 
     rendering.configure_rendering()
     drawn = run_probe(next(probe for probe in PROBES if probe.name == "SAPIEN Vulkan"))

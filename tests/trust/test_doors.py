@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from embodied_rl import evaluate, offline_eval, record, render, replay
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.compose import load_train_config
+from embodied_rl.commands import evaluate, offline_eval, record, render, replay
 from embodied_rl.config import SimConfig
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.sim.faults import SimFault
@@ -252,7 +252,7 @@ def test_a_strangers_recording_runs_nothing(
 
 
 def test_a_copied_recording_is_signed_by_nobody_new(recording: Path, tmp_path: Path) -> None:
-    from embodied_rl.episode_tools import main
+    from embodied_rl.commands.episode_tools import main
 
     path = strange_recording(recording, tmp_path / "theirs", target=EVIL)
     main(["split", str(path), f"output={tmp_path / 'split'}", "fractions=0.5,0.5"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from embodied_rl.compose import load_train_config
 from embodied_rl.config import group_names
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.trust import code_names, named_code, registered_code
 from embodied_rl.trust import named as module

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from embodied_rl import offline_eval, record
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.commands import offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode

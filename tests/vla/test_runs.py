@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from embodied_rl import evaluate, render
+from embodied_rl.commands import evaluate, render
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.train import train

@@ -20,8 +20,8 @@ import numpy as np
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text.search import Bm25, read_corpus
 from embodied_rl.sim.text.turns import TextSim, TextTurn
-from embodied_rl.text_search import Bm25, read_corpus
 
 SAMPLE = "sample"
 """A corpus of twelve texts and 24 questions that comes with the package."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from embodied_rl import evaluate, offline_eval, record
+from embodied_rl.commands import evaluate, offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.episodes.reader import open_recording

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl import catalog
+from embodied_rl.commands import catalog
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import aloha, gymnasium_robotics, libero, robosuite

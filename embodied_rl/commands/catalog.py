@@ -1,0 +1,403 @@
+"""``python -m embodied_rl.catalog simulators``: what there is, whether it is installed, and the command that uses it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.commands.cli import run_command
+
+if TYPE_CHECKING:
+    from importlib.metadata import PackageMetadata
+
+    from rich.table import Table
+
+    from embodied_rl.algorithms.advantage_table import AdvantageInfo
+    from embodied_rl.algorithms.loss_table import LossInfo
+    from embodied_rl.config import SimConfig
+
+KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
+"""What a user asks for → folder below configs/."""
+
+_ALSO = {"sims": "simulators", **{folder: kind for kind, folder in KINDS.items()}}
+"""Other names of kinds: those of the folders, as the training command has them."""
+
+METHODS = ("advantages", "losses", "loss_terms")
+"""What `algorithms` lists besides its configuration files: the mathematics that these can name."""
+
+_WITH = "With: "
+_WIDE = 140
+"""Columns of a terminal that has room for a command in each row."""
+
+_USAGE = f"""usage: python -m embodied_rl.catalog {{{"|".join(KINDS)}}} [--json]
+       python -m embodied_rl.catalog tasks SIM [--json]
+       python -m embodied_rl.catalog check SIM [KEY=VALUE ...] [--json]
+
+List what there is: names, tasks, a line about each, which packages it needs and whether they are installed.
+Without a kind: everything. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their
+formulas, what each needs, and where it comes from.
+
+tasks: every task of a simulator, not only the configured ones (sim.task=NAME takes any of them). SIM is a name of the list.
+
+check: play a simulator and prove what training relies on (determinism, seeds, snapshots, rows, ...); exit status 1 where
+something does not hold. SIM is a name of the list or package.module:Class.
+
+  task=NAME kwargs.KEY=VALUE target=MODULE:CLASS   as sim.KEY=VALUE of the training command
+  num_envs=3 steps=100 seed=0                      environments in the process, length of the compared episodes, seed
+
+examples:
+  python -m embodied_rl.catalog check maniskill_pushcube
+  python -m embodied_rl.catalog check halfcheetah task=Ant-v5 steps=200
+  python -m embodied_rl.catalog check custom target=my_package.my_module:MyEnv kwargs.gravity=1.6"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One configuration file."""
+
+    name: str
+    task: str | None
+    """The simulator's task; None for other kinds."""
+    description: str
+    """The file's first comment line."""
+    extra: str | None
+    """Extra of this package that it needs, None where it needs nothing more."""
+    installed: bool
+    """Whether everything that the extra names is installed."""
+    command: str
+    """How to use it, or how to install what it lacks."""
+
+
+def entries(kind: str) -> list[Entry]:
+    """What there is of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
+    from embodied_rl.config import config_file, group_names
+    from embodied_rl.errors import UserError, did_you_mean
+
+    kind = _ALSO.get(kind, kind)
+    if kind not in KINDS:
+        raise UserError(f"'{kind}' is not a kind of the catalogue.{did_you_mean(kind, KINDS)}")
+    group = KINDS[kind]
+    return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One advantage, loss or loss term, as its table has it."""
+
+    name: str
+    formula: str
+    unit: str
+    """What gets its own advantage, or what a ratio belongs to."""
+    needs: tuple[str, ...]
+    """What a run has to bring for it: critic, groups, behaviour_log_prob, … Empty: only rewards or log-probabilities."""
+    options: tuple[str, ...]
+    """What advantage_options or loss_options may set."""
+    required_options: tuple[str, ...]
+    """Those of them that have no default."""
+    source: str
+    target: str
+    """``package.module:function``"""
+
+
+def methods(kind: str) -> list[Method]:
+    """The advantages, losses or loss terms (`METHODS`) that a configuration can name, in the tables' order. Loads no tensor library."""
+    from embodied_rl.algorithms.advantage_table import ADVANTAGES
+    from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES
+
+    tables: dict[str, Iterable[AdvantageInfo | LossInfo]] = {
+        "advantages": ADVANTAGES.values(),
+        "losses": LOSSES.values(),
+        "loss_terms": LOSS_TERMS.values(),
+    }
+    return [
+        Method(i.name, i.summary, i.unit, tuple(sorted(i.needs)), i.options, i.required_options, i.source, i.target) for i in tables[kind]
+    ]
+
+
+def extra_installed(extra: str) -> bool:
+    """Whether every distribution that an extra (or several, separated by commas) of this package names is installed, and fits."""
+    return not any(missing_distributions(name) for name in extra.split(","))
+
+
+def missing_distributions(extra: str) -> list[str]:
+    """The requirements of an extra of this package that are not met, as pip writes them; of an unknown extra, the extra itself."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(text) for text in _extras().get(extra, [f"embodied-rl-{extra}"])]
+    missing = []
+    for requirement in requirements:
+        if requirement.name == "embodied-rl":
+            missing += [name for inner in sorted(requirement.extras) for name in missing_distributions(inner)]
+            continue
+        try:
+            fits = requirement.specifier.contains(version(requirement.name), prereleases=True)
+        except PackageNotFoundError:
+            fits = False
+        if not fits:
+            missing.append(str(requirement))
+    return missing
+
+
+def _extras() -> dict[str, list[str]]:
+    """{extra: requirements}: from setup.cfg of a checkout, whose installation may be older; elsewhere from the package's metadata."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    declared = Path(__file__).resolve().parent.parent / "setup.cfg"
+    if declared.is_file():
+        return _extras_of_checkout(declared)
+    try:
+        return _extras_of_metadata(metadata("embodied-rl"))
+    except PackageNotFoundError:
+        return {}
+
+
+def _extras_of_metadata(found: PackageMetadata) -> dict[str, list[str]]:
+    from packaging.requirements import Requirement
+
+    extras: dict[str, list[str]] = {name: [] for name in found.get_all("Provides-Extra") or []}
+    for text in found.get_all("Requires-Dist") or []:
+        requirement = Requirement(text)
+        for name in extras:
+            marker = requirement.marker
+            if marker is not None and marker.evaluate({"extra": name}) and not marker.evaluate({"extra": ""}):
+                requirement.marker = None
+                extras[name].append(str(requirement))
+                requirement.marker = marker
+    return extras
+
+
+def _extras_of_checkout(declared: Path) -> dict[str, list[str]]:
+    import configparser
+
+    parser = configparser.ConfigParser()
+    parser.read(declared, encoding="utf-8")
+    section = parser["options.extras_require"] if parser.has_section("options.extras_require") else {}
+    return {
+        name: [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")] for name, text in section.items()
+    }
+
+
+def _entry(group: str, name: str, path: Path | None) -> Entry:
+    """`path` is None for a simulator that an installed package registered with a target but no file."""
+    import yaml
+
+    if path is None:
+        from embodied_rl.config import load_sim_config
+
+        target = load_sim_config(name).target
+        return Entry(name, None, f"Registered by an installed package: {target}.", None, True, f"python -m embodied_rl.train sim={name}")
+    text = path.read_text(encoding="utf-8")
+    data = yaml.safe_load(text) or {}
+    extra = _extra(group, name, data)
+    installed = extra is None or extra_installed(extra)
+    comments = _comments(text)
+    # "# With: policy=cnn" says what a choice cannot do without: pixels, for one, are nothing for the default policy.
+    further = [line.removeprefix(_WITH).strip() for line in comments if line.startswith(_WITH)]
+    command = " ".join([f"python -m embodied_rl.train {group}={name}", *further])
+    if not installed:
+        command = f'pip install "embodied-rl[{extra}]"'
+    return Entry(name, data.get("task") if group == "sim" else None, comments[0] if comments else "", extra, installed, command)
+
+
+def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
+    """A simulator says itself what it needs; an experiment needs what its simulator needs."""
+    if group == "sim":
+        return data.get("extra")
+    if group == "logger":
+        return "wandb" if "wandb" in (data.get("names") or []) else None
+    if group == "policy":
+        return "language" if data.get("name") == "language" else None
+    return _extra_of_experiment(data) if group == "experiment" else None
+
+
+def _extra_of_experiment(data: dict[str, Any]) -> str | None:
+    """What its simulators and its policy need; several extras are separated by commas."""
+    from embodied_rl.config import load_sim_config
+
+    found: list[str | None] = []
+    for choice in data.get("defaults") or []:
+        for key, value in choice.items() if isinstance(choice, dict) else ():
+            chosen = key.removeprefix("override").strip().strip("/").partition("@")[0]  # /sim@domains.arm.sim is a simulator too
+            if chosen == "sim":
+                found.append(load_sim_config(value).extra)
+            if chosen == "policy" and value == "language":
+                found.append("language")
+    return ",".join(dict.fromkeys(extra for extra in found if extra is not None)) or None
+
+
+def _comments(text: str) -> list[str]:
+    """The words of the comment lines; Hydra's own directives are comments as well, and left out."""
+    lines = (line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#"))
+    return [words for words in lines if words and not words.startswith("@package")]
+
+
+def print_entries(kind: str) -> None:
+    """Print one kind as a table."""
+    from rich import box
+    from rich.table import Table
+
+    found = entries(kind)
+    with_tasks = any(entry.task for entry in found)
+    table = Table(title=f"{kind} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    # Eighty letters hold no command beside the rest; it is the same for all, and stands below.
+    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
+    for column in ("name", *(("task",) if with_tasks and not narrow else ()), "what it is", "needs", *(() if narrow else ("command",))):
+        table.add_column(column, overflow="fold", no_wrap=column == "name")
+    for entry in found:
+        needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"
+        command = entry.command.replace("[", "\\[")
+        tasks = (entry.task or "",) if with_tasks and not narrow else ()
+        table.add_row(entry.name, *tasks, entry.description, needs, *(() if narrow else (command,)))
+    _print_table(table)
+    if narrow:
+        print(f"Use one: python -m embodied_rl.train {KINDS[_ALSO.get(kind, kind)]}=NAME")
+    if kind == "simulators":
+        print("Each has more tasks (sim.task=NAME): python -m embodied_rl.catalog tasks SIM lists them.")
+    if kind == "algorithms":
+        for table_name in METHODS:
+            print_methods(table_name)
+
+
+def print_methods(kind: str) -> None:
+    """Print the advantages, losses or loss terms as a table."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    found = methods(kind)
+    table = Table(title=f"{kind.replace('_', ' ')} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    for column in ("name", "formula", "unit", "needs", "source"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("name", "unit"))
+    for method in found:
+        needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in method.needs)
+        table.add_row(*(escape(text) for text in (method.name, method.formula, method.unit, needs, method.source)))
+    print()
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    """On a terminal as wide as it is. A pipe has no width: whole lines are better there than lines cut at 80 letters, and no padding."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console(highlight=False).print(table)
+        return
+    console = Console(highlight=False, width=320, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    print(*(line.rstrip() for line in captured.get().splitlines()), sep="\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    argv = [_ALSO.get(word, word) if place == 0 else word for place, word in enumerate(argv)]
+    if "--help" in argv or "-h" in argv:
+        print(_USAGE)
+        return
+    if argv and argv[0] == "tasks":
+        _tasks([word for word in argv[1:] if word != "--json"], as_json="--json" in argv)
+        return
+    if argv and argv[0] == "check":
+        _check([word for word in argv[1:] if word != "--json"], as_json="--json" in argv)
+        return
+    kinds = [word for word in argv if word != "--json"] or list(KINDS)
+    if "--json" in argv:
+        print(json.dumps(_document(kinds), indent=1))
+        return
+    for kind in kinds:
+        print_entries(kind)
+
+
+def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    document: dict[str, list[dict[str, Any]]] = {}
+    for kind in kinds:
+        document[kind] = [asdict(entry) for entry in entries(kind)]
+        if kind == "algorithms":
+            document |= {name: [asdict(method) for method in methods(name)] for name in METHODS}
+    return document
+
+
+def _tasks(arguments: Sequence[str], as_json: bool) -> None:
+    from embodied_rl.config import load_sim_config
+    from embodied_rl.errors import UserError
+    from embodied_rl.sim.task_lists import task_list
+
+    if len(arguments) != 1:
+        raise UserError("Which simulator? python -m embodied_rl.catalog tasks SIM; `python -m embodied_rl.catalog simulators` lists them.")
+    config = load_sim_config(arguments[0])
+    found = task_list(config.target)
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    for name in found.sets:
+        print(f"{name}  (several tasks)")
+    print(*found.tasks, sep="\n")
+    counted = f"{len(found.tasks)} tasks" if len(found.tasks) != 1 else "1 task"
+    print(f"{counted}; python -m embodied_rl.train sim={config.name} sim.task=NAME", file=sys.stderr)
+
+
+def _check(arguments: Sequence[str], as_json: bool) -> None:
+    from embodied_rl.commands.cli import fail
+    from embodied_rl.sim.check import check_sim
+
+    config, numbers = what_to_check(arguments)
+    from embodied_rl.sim.env import SimFactory
+
+    report = check_sim(SimFactory(config.target, config.task, config.kwargs, config.extra), **numbers)
+    print(json.dumps(report.to_dict(), indent=1) if as_json else report, flush=True)
+    if config.target == "embodied_rl.sim.robots.maniskill:make" and config.task is not None:
+        from embodied_rl.sim.robots.maniskill import batch_verdict
+
+        print(f"As a batch: {batch_verdict(config.task, config.kwargs)}", file=sys.stderr if as_json else sys.stdout)
+    if not report.ok:
+        fail(f"'{config.name}' does not hold: {', '.join(report.failed)}.", 1)
+
+
+def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
+    """The simulator's configuration and `check_sim`'s numbers, from the words after ``check``. Raises UserError."""
+    from dataclasses import asdict
+
+    import yaml
+
+    from embodied_rl.config import SimConfig, load_sim_config
+    from embodied_rl.errors import UserError, did_you_mean
+
+    if not arguments or "=" in arguments[0]:
+        raise UserError("Which simulator? python -m embodied_rl.catalog check SIM; `python -m embodied_rl.catalog simulators` lists them.")
+    name, *words = arguments
+    config = SimConfig(name=name, target=name) if ":" in name else load_sim_config(name)
+    data = asdict(config)
+    numbers: dict[str, Any] = {"num_envs": 3, "steps": 100, "seed": 0}
+    keys = ["task", "target", "kwargs.…", *numbers]
+    for word in words:
+        key, equals, text = word.removeprefix("sim.").partition("=")
+        if not equals:
+            raise UserError(f"Argument '{word}' is not of the form key=value. Known: {', '.join(keys)}.")
+        if key in numbers:
+            if not text.isdecimal() or int(text) < (key != "seed"):
+                raise UserError(f"{key} must be a whole number{'' if key == 'seed' else ' >= 1'}, got '{text}'.")
+            numbers[key] = int(text)
+        elif key.startswith("kwargs.") and key.count(".") == 1:
+            try:
+                data["kwargs"] = {**data["kwargs"], key.removeprefix("kwargs."): yaml.safe_load(text)}
+            except yaml.YAMLError as error:
+                raise UserError(f"{key} has a value that cannot be read as YAML: '{text}'.") from error
+        elif key in ("task", "target"):
+            data[key] = text
+        else:
+            raise UserError(f"Argument '{key}' is not known.{did_you_mean(key, keys)}")
+    if data["target"] == "???":
+        raise UserError(f"'{name}' needs a target, such as target=my_package.my_module:MyEnv.")
+    return SimConfig.from_dict(data), numbers

@@ -1,0 +1,158 @@
+"""``python -m embodied_rl.doctor``: what this machine has, what it lacks, and the command that brings it.
+
+Everything is tried: every drawing back end draws a frame, every simulator's package is imported (text environments play a turn), vLLM
+computes and the encoder encodes. Each probe runs in its own process with a time limit, so that a driver that crashes or hangs is a line in
+the table. The probes are in `embodied_rl.probes`.
+Exit status 0 when training can run here, 1 when it cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+
+from embodied_rl.commands.cli import Argument, Command
+from embodied_rl.probes.base import Check, NotHere, Probe, Status, installed_version
+from embodied_rl.probes.drawing import DRAWING
+from embodied_rl.probes.machine import package_checks, placement_checks, system_checks
+from embodied_rl.probes.simulators import SIMULATORS
+from embodied_rl.probes.training import TRAINING
+
+PROBE_TIMEOUT_S = 120.0
+"""Generous: first imports on a cold disk are slow. The probes run side by side, and all take about 10 s on two cores."""
+
+COMMAND = Command(
+    name="doctor",
+    summary="Say what this machine can run, what is missing, and the command that brings it.",
+    arguments=(Argument("json", bool, "print the report as JSON (--json does too)", False),),
+    examples=("", "json=true"),
+)
+
+_NOT_HERE = 3  # exit status of a probe that raised NotHere
+_FIX = "what brings it: "
+
+PROBES = (*TRAINING, *SIMULATORS, *DRAWING)
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def examine(probes: Sequence[Probe] = PROBES, timeout_s: float = PROBE_TIMEOUT_S) -> list[Check]:
+    """Run every check; the probes side by side, two at a time or as many as there are cores."""
+    from embodied_rl.sim.affinity import available_cores
+
+    with ThreadPoolExecutor(max_workers=max(2, min(available_cores(), len(probes)))) as pool:
+        tried = list(pool.map(lambda probe: run_probe(probe, timeout_s), probes))
+    return [*system_checks(), *placement_checks(), *package_checks(), *_one_is_enough(tried, "MuJoCo EGL", "MuJoCo OSMesa")]
+
+
+def _one_is_enough(checks: list[Check], *names: str) -> list[Check]:
+    """Of alternatives, those that do not work need no mending once one of them does."""
+    if not any(check.status == "ok" for check in checks if check.name in names):
+        return checks
+    return [replace(check, fix="") if check.name in names else check for check in checks]
+
+
+def can_train(checks: Sequence[Check]) -> bool:
+    """Whether everything that training cannot do without is there."""
+    return all(check.status == "ok" for check in checks if check.required)
+
+
+def run_probe(probe: Probe, timeout_s: float = PROBE_TIMEOUT_S) -> Check:
+    """Try one thing in a fresh process; a crash, a hang and an exception are all answers."""
+    needed = (probe.package,) if isinstance(probe.package, str) else probe.package or ()
+    if needed and not any(map(installed_version, needed)):
+        detail = f"{' or '.join(needed)} is not installed"
+        return Check(probe.group, probe.name, "missing", detail, probe.package_fix or probe.fix, probe.required)
+    command = [sys.executable, "-m", "embodied_rl.doctor", "--probe", probe.name]
+    environment = {**os.environ, **dict(probe.environment)}
+    try:
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check(probe.group, probe.name, "failed", f"no answer within {timeout_s:.0f} s", probe.fix, probe.required)
+    if result.returncode == 0:
+        return Check(probe.group, probe.name, "ok", result.stdout.strip().splitlines()[-1], required=probe.required)
+    if result.returncode < 0:
+        reason = f"the process died of signal {-result.returncode}"
+    else:
+        reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+    status: Status = "missing" if result.returncode == _NOT_HERE else "failed"
+    told = [line.removeprefix(_FIX) for line in result.stdout.splitlines() if line.startswith(_FIX)]
+    return Check(probe.group, probe.name, status, reason[:160], told[-1] if told else probe.fix, probe.required)
+
+
+def _probe_here(name: str) -> int:
+    """The child's side of `run_probe`: the detail on stdout, or the exception's line on stderr."""
+    from embodied_rl.sim.rendering import configure_rendering
+
+    configure_rendering()
+    probe = next(probe for probe in PROBES if probe.name == name)
+    try:
+        detail = probe.run()
+    except NotHere as error:
+        print(" ".join(str(error).split()), file=sys.stderr, flush=True)
+        print(f"{_FIX}{error.fix}" if error.fix else "", flush=True)
+        status = _NOT_HERE
+    except Exception as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        status = 1
+    else:
+        print(detail, flush=True)
+        status = 0
+    # Graphics libraries may crash while the interpreter shuts down, after the answer is known.
+    os._exit(status)
+
+
+def print_report(checks: Sequence[Check]) -> None:
+    """The table, what is missing and the verdict."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=False)
+    signs = {"ok": Text("ok", "green"), "missing": Text("missing", "yellow"), "failed": Text("failed", "yellow")}
+    table = Table(title="embodied_rl doctor", title_justify="left", expand=False)
+    for heading in ("", "check", "status", "detail"):
+        table.add_column(heading, overflow="fold")
+    group = ""
+    for check in checks:
+        if check.group != group and group:
+            table.add_section()
+        sign = Text(check.status, "bold red") if check.required and check.status != "ok" else signs[check.status]
+        table.add_row(check.group if check.group != group else "", Text(check.name), sign, Text(check.detail))
+        group = check.group
+    console.print(table)
+    wanting = [check for check in checks if check.fix]
+    if wanting:
+        console.print("What is missing, and what brings it:")
+        width = max(len(check.name) for check in wanting)
+        for check in wanting:
+            console.print(Text(f"  {check.name:<{width}}  {check.fix}"), soft_wrap=True)
+    if can_train(checks):
+        lacking = any(check.name == "ManiSkill" and check.status != "ok" for check in checks)
+        which = " experiment=cartpole (the main job needs ManiSkill)" if lacking else ""
+        console.print(Text(f"Training can run here: python -m embodied_rl.train{which}", "green"), soft_wrap=True)
+    else:
+        broken = ", ".join(check.name for check in checks if check.required and check.status != "ok")
+        console.print(Text(f"Training cannot run here: {broken}.", "bold red"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["--probe"]:  # ourselves, in a process for one probe
+        return _probe_here(words[1])
+    values, _ = COMMAND.parse(["json=true" if word == "--json" else word for word in words])
+    checks = examine()
+    if values["json"]:
+        print(json.dumps({"can_train": can_train(checks), "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print_report(checks)
+    return 0 if can_train(checks) else 1

@@ -1,0 +1,478 @@
+"""``python -m embodied_rl.episodes info|validate|convert|merge|split``: what one does with recorded episodes as files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.bounds import Seed
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, fail, run_command
+from embodied_rl.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from embodied_rl.episodes.formats.notes import FieldNote
+    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.episodes.recording import Recording
+
+FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
+VIDEO_FORMATS = ("mp4", "png", "raw")
+_PATH = Argument("path", str, "a recording: our own folder, or ManiSkill's, LeRobot's, robomimic's, LIBERO's or Minari's")
+_VIDEO = Argument(
+    "video", str, "how pictures are stored (native, lerobot); raw is for native alone, mp4 of lerobot is not exact", "mp4", VIDEO_FORMATS
+)
+_SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
+"""What of the simulator's configuration decides how episodes go."""
+_SPLIT_NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
+
+INFO = Command(
+    name="episodes info",
+    summary="Say what a recording holds: task, simulator, policy, episodes, success, fields, and what its format does not say.",
+    arguments=(Argument("json", bool, "print JSON instead of text", False),),
+    examples=("recordings/pickcube",),
+    paths=(_PATH,),
+)
+VALIDATE = Command(
+    name="episodes validate",
+    summary="Read every episode and compare it with what the recording says about itself; exit status 1 where something is wrong.",
+    arguments=(Argument("pictures", bool, "decode every picture too, which takes most of the time", True),),
+    examples=("recordings/pickcube", "trajectory.h5 pictures=false"),
+    paths=(_PATH,),
+)
+CONVERT = Command(
+    name="episodes convert",
+    summary="Write a recording in another format, and say of every field what became of it.",
+    arguments=(
+        Argument("output", WrittenFolder, "a new folder"),
+        Argument("format", str, "of the output", choices=FORMAT_NAMES),
+        _VIDEO,
+        Argument("json", bool, "print the fields' fates as JSON", False),
+    ),
+    examples=("recordings/pickcube output=exports/pickcube format=lerobot", "demos/trajectory.h5 output=recordings/demos format=native"),
+    paths=(_PATH,),
+)
+MERGE = Command(
+    name="episodes merge",
+    summary="Put the episodes of several recordings into one; an episode of the same seed, policy and task counts once.",
+    arguments=(
+        Argument("output", WrittenFolder, "a new folder, in our own format"),
+        Argument("ignore_sim", bool, "merge recordings of differently configured simulators too; the result cannot be replayed", False),
+        _VIDEO,
+    ),
+    examples=("recordings/day1 recordings/day2 output=recordings/both",),
+    paths=(Argument("path", str, "two recordings or more, of the same observations and actions"),),
+    many_paths=True,
+)
+SPLIT = Command(
+    name="episodes split",
+    summary="Divide a recording into several, each a folder below output; episodes of the same seed and task stay together.",
+    arguments=(
+        Argument("output", WrittenFolder, "a new folder"),
+        Argument("fractions", str, "shares such as 0.9,0.1 or 0.8,0.1,0.1, drawn at random", None),
+        Argument("names", str, "of the folders; default: train,test or train,val,test", None),
+        Argument("by", str, "divide by success (at any step) or by task instead", None, choices=("success", "task")),
+        Argument("seed", Seed, "of the draw", 0),
+        _VIDEO,
+    ),
+    examples=("recordings/pickcube output=recordings/parts fractions=0.9,0.1", "recordings/pickcube output=recordings/outcomes by=success"),
+    paths=(_PATH,),
+)
+COMMANDS = {command.name.split()[1]: command for command in (INFO, VALIDATE, CONVERT, MERGE, SPLIT)}
+
+
+def usage() -> str:
+    """The text of ``--help`` without a subcommand."""
+    width = max(map(len, COMMANDS))
+    lines = [f"usage: python -m embodied_rl.episodes {{{'|'.join(COMMANDS)}}} PATH key=value …", ""]
+    lines += [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "python -m embodied_rl.episodes convert --help explains one of them."])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    if not argv or argv[0] in ("--help", "-h"):
+        print(usage())
+        return
+    name, *words = argv
+    if name not in COMMANDS:
+        raise UserError(f"'{name}' is not a subcommand.{did_you_mean(name, COMMANDS)}")
+    bodies: dict[str, Callable[[dict[str, Any]], None]] = {
+        "info": _info,
+        "validate": _validate,
+        "convert": _convert,
+        "merge": _merge,
+        "split": _split,
+    }
+    bodies[name](COMMANDS[name].parse(words)[0])
+
+
+# ---- info, validate -------------------------------------------------------------------------------------------------
+
+
+def describe(recording: Recording) -> dict[str, Any]:
+    """What `info` prints, JSON-able."""
+    spec, info = recording.spec, recording.info
+    first = recording.episode(0) if len(recording) else None
+    optional = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
+    return {
+        "path": str(recording.path),
+        "format": getattr(recording, "format", "native"),
+        "task": spec.task,
+        "instruction": spec.instruction,
+        "simulator": {key: info.sim[key] for key in _SAME_SIM if info.sim.get(key) is not None},
+        "policy": dict(info.policy),
+        "command": info.command,
+        "created": info.created,
+        "num_episodes": len(recording),
+        "num_steps": recording.num_steps,
+        "complete": int(recording.complete.sum()),
+        "lengths": _range(recording.lengths),
+        "seeds": _range(recording.seeds),
+        "returns": _range(recording.returns) | ({"mean": float(recording.returns.mean())} if len(recording) else {}),
+        "success_once": float(recording.success_once.mean()) if spec.reports_success and len(recording) else None,
+        "success_at_end": float(recording.success_at_end.mean()) if spec.reports_success and len(recording) else None,
+        "tasks": {str(task): int((recording.tasks == task).sum()) for task in sorted({str(task) for task in recording.tasks})},
+        "observation": {key: part.to_dict() for key, part in spec.observation.items()},
+        "action": spec.action.to_dict(),
+        "control_hz": spec.control_hz,
+        "fields": [] if first is None else [name for name in optional if getattr(first, name) is not None],
+        "states": [] if first is None else sorted(first.state or {}),
+        "snapshots": 0 if first is None else len(first.snapshots),
+        "images": {} if first is None else {camera: list(pictures.shape[1:]) for camera, pictures in first.images.items()},
+        "notes": [vars(note) for note in _notes(recording)],
+    }
+
+
+def _range(values: np.ndarray) -> dict[str, Any]:
+    return {"min": values.min().item(), "max": values.max().item()} if len(values) else {}
+
+
+def _notes(recording: Recording) -> tuple[FieldNote, ...]:
+    found: tuple[FieldNote, ...] = getattr(recording, "notes", ())
+    return found
+
+
+def _info(values: dict[str, Any]) -> None:
+    from embodied_rl.episodes.reader import open_recording
+
+    with open_recording(values["path"]) as recording:
+        data = describe(recording)
+    if values["json"]:
+        print(json.dumps(data, indent=1))
+        return
+    rows = list(_info_rows(data))
+    width = max(len(name) for name, _ in rows)
+    print(f"{data['path']} ({data['format']})")
+    print(*(f"  {name:<{width}}  {text}" for name, text in rows), sep="\n")
+    _print_notes("What the files do not say:", data["notes"])
+
+
+def _info_rows(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "task", data["task"] + (f": {data['instruction']}" if data["instruction"] else "")
+    if len(data["tasks"]) > 1:
+        yield "tasks", ", ".join(f"{task} ({count})" for task, count in data["tasks"].items())
+    yield "simulator", json.dumps(data["simulator"]) if data["simulator"] else "not known"
+    yield "policy", ", ".join(f"{key}={value}" for key, value in data["policy"].items())
+    count, complete = data["num_episodes"], data["complete"]
+    yield "episodes", f"{count:,}" + ("" if complete == count else f", {count - complete:,} of them cut short by the recorder")
+    if count:
+        lengths, seeds, returns = data["lengths"], data["seeds"], data["returns"]
+        yield "steps", f"{data['num_steps']:,}, {lengths['min']} to {lengths['max']} an episode"
+        yield "seeds", "not known" if seeds["max"] < 0 else f"{seeds['min']} to {seeds['max']}"
+        yield "return", f"mean {returns['mean']:.4g}, from {returns['min']:.4g} to {returns['max']:.4g}"
+        known = data["success_once"] is not None
+        yield "success", f"{data['success_once']:.1%} once, {data['success_at_end']:.1%} at the end" if known else "not reported"
+    yield "observation", ", ".join(f"{key} {_part(part)}" for key, part in data["observation"].items())
+    yield "action", _action(data["action"])
+    also = [*data["fields"], *([f"state ({', '.join(data['states'])})"] if data["states"] else [])]
+    also += [f"images {camera} {shape[0]}×{shape[1]}" for camera, shape in data["images"].items()]
+    also += ["snapshots"] if data["snapshots"] else []
+    yield "also", ", ".join(also) or "nothing"
+    if data["command"]:
+        yield "made by", data["command"]
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    return part["kind"] if "kind" in part else f"{part['dtype']} {part['shape']}"
+
+
+def _action(action: Mapping[str, Any]) -> str:
+    if action["kind"] == "continuous":
+        return f"continuous [{action['dim']}] within {min(action['low']):.4g} … {max(action['high']):.4g}"
+    return f"one of {action['num_actions']}" if action["kind"] == "discrete" else action["kind"]
+
+
+def _validate(values: dict[str, Any]) -> None:
+    from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.episodes.recording import RecordingError
+    from embodied_rl.episodes.validation import validate
+
+    path = Path(values["path"])
+    try:
+        # Readable but wrong contents are reported too; every checksum is compared once.
+        with open_recording(path, verify=False) as recording:
+            count = len(recording)
+            problems = validate(recording, pictures=values["pictures"])
+    except RecordingError as error:
+        if not path.exists():
+            raise
+        count, problems = 0, [str(error)]
+    if problems:
+        print(*problems, sep="\n")
+        fail(f"'{path}' has {len(problems)} problem{'s' if len(problems) > 1 else ''}.", 1)
+    print(f"'{path}': {count:,} episodes, nothing wrong.")
+
+
+# ---- convert, merge, split ------------------------------------------------------------------------------------------
+
+
+def convert(source: Recording, output: Path, format_name: str, video: str = "mp4") -> tuple[FieldNote, ...]:
+    """Write a recording in a format; returns what became of each field.
+
+    Raises:
+        RecordingError: the format cannot hold it, the source is damaged, or the output is there already.
+        UserError: the output cannot be written.
+        MissingExtraError: h5py or pyarrow is not installed.
+    """
+    from embodied_rl.episodes.formats import NATIVE, write_foreign
+    from embodied_rl.evaluation.progress import progress_bar
+
+    with progress_bar(f"writing {format_name}", len(source)) as advance:
+        if format_name != NATIVE:
+            options = {"video": video} if format_name == "lerobot" else {}
+            return write_foreign(source, output, format_name, advance, **options)
+        with _native(output) as folder:
+            _write_native(folder, source.info, [(source, range(len(source)))], video, "allow", advance)
+    return _native_notes(source, video)
+
+
+def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
+    from embodied_rl.episodes.formats.notes import FieldNote
+
+    images = source.episode(0).images if len(source) and video == "mp4" else {}
+    return tuple(FieldNote(f"images.{name}", "changed", "as H.264, which is not exact (video=png is)") for name in images)
+
+
+@contextmanager
+def _native(output: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `output` when the block ends well."""
+    import os
+    import shutil
+
+    from embodied_rl.episodes.formats import require_free
+    from embodied_rl.files import cannot_write
+
+    require_free(output)
+    folder = output.with_name(f".{output.name}.tmp-{os.getpid()}")
+    try:
+        yield folder
+        try:
+            if output.is_dir():
+                output.rmdir()
+            os.replace(folder, output)
+        except OSError as error:
+            raise cannot_write(output, error) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_native(
+    folder: Path,
+    info: RecordingInfo,
+    sources: Iterable[tuple[Recording, Iterable[int]]],
+    video: Any,
+    duplicates: Any,
+    advance: Callable[[int], object],
+) -> tuple[int, int]:
+    """Write episodes of several recordings into one; returns how many are in it, and how many were there already."""
+    import dataclasses
+
+    from embodied_rl.episodes.copying import adopted, require_compatible
+    from embodied_rl.episodes.formats.base import unknown_seed
+    from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
+
+    written = skipped = 0
+    with RecordingWriter(folder, info, video=video, duplicates=duplicates) as writer:
+        for source, numbers in sources:
+            require_compatible(source.info, info, str(source.path), str(folder))
+            for number in numbers:
+                episode = adopted(source.episode(number), source.info, info)
+                if episode.seed < 0:
+                    # Not known: the numbers of two recordings' unknown seeds mean nothing to each other.
+                    episode = dataclasses.replace(episode, seed=unknown_seed(written))
+                if writer.add(episode) == SKIPPED:
+                    skipped += 1
+                else:
+                    written += 1
+                advance(1)
+    return written, skipped
+
+
+def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, video: str = "mp4") -> tuple[int, int]:
+    """Put the episodes of several recordings into one of our own; returns how many it has, and how many were there twice.
+
+    Raises:
+        RecordingError: observations, actions or simulators differ, a source is damaged, or the output is there already.
+        UserError: the output cannot be written.
+    """
+    import dataclasses
+
+    from embodied_rl.episodes.copying import require_compatible
+    from embodied_rl.episodes.recording import RecordingError
+    from embodied_rl.evaluation.progress import progress_bar
+
+    first = sources[0]
+    same = True
+    for other in sources[1:]:
+        require_compatible(other.info, first.info, str(other.path), str(first.path))
+        for key in _SAME_SIM:
+            if other.info.sim.get(key) != first.info.sim.get(key):
+                same = False
+                if not ignore_sim:
+                    ours, theirs = (f"{recording.info.sim.get(key)!r:.100}" for recording in (first, other))
+                    raise RecordingError(
+                        f"sim.{key} is {ours} in '{first.path}' and {theirs} in '{other.path}': episodes of the one are not replayed in "
+                        "the other. ignore_sim=true merges them without a simulator's configuration."
+                    )
+    metadata = {**first.info.metadata, "merged": [str(source.path) for source in sources]}
+    info = dataclasses.replace(first.info, metadata=metadata, sim=first.info.sim if same else {})
+    with progress_bar("merging", sum(map(len, sources))) as advance, _native(output) as folder:
+        return _write_native(folder, info, [(source, range(len(source))) for source in sources], video, "skip", advance)
+
+
+def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -> list[list[int]]:
+    """Numbers of the episodes of each part, ascending.
+
+    Episodes of one seed and task, which began alike, stay together; otherwise the sizes are those of the fractions, to one episode.
+    """
+    import numpy as np
+
+    groups: dict[tuple[int, str], list[int]] = {}
+    for number, (seed_of, task) in enumerate(zip(recording.seeds.tolist(), recording.tasks, strict=True)):
+        groups.setdefault((seed_of, task), []).append(number)
+    drawn = list(groups.values())
+    order = np.random.default_rng(seed).permutation(len(drawn))
+    ends = np.round(np.cumsum(fractions) * len(recording)).astype(int)
+    parts: list[list[int]] = [[] for _ in fractions]
+    taken = 0
+    for index in order:
+        part = min(int(np.searchsorted(ends, taken, side="right")), len(parts) - 1)
+        parts[part] += drawn[index]
+        taken += len(drawn[index])
+    return [sorted(part) for part in parts]
+
+
+def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4") -> None:
+    """Write episodes by number into ``output/<name>``, each part a separate recording.
+
+    Raises:
+        RecordingError: the recording is damaged, or the output is there already.
+        UserError: the output cannot be written.
+    """
+    import dataclasses
+
+    from embodied_rl.evaluation.progress import progress_bar
+
+    with progress_bar("splitting", sum(map(len, parts.values()))) as advance, _native(output) as folder:
+        for name, numbers in parts.items():
+            metadata = {**recording.info.metadata, "split_from": str(recording.path), "split": name}
+            info = dataclasses.replace(recording.info, metadata=metadata)
+            _write_native(folder / name, info, [(recording, numbers)], video, "allow", advance)
+
+
+def _convert(values: dict[str, Any]) -> None:
+    from embodied_rl.episodes.reader import open_recording
+
+    output = Path(values["output"])
+    with open_recording(values["path"]) as source:
+        if values["video"] == "raw" and values["format"] != "native":
+            raise UserError("video=raw is for format=native; lerobot stores pictures as mp4 or png, the others always exactly.")
+        read, written = _notes(source), convert(source, output, values["format"], values["video"])
+        count = len(source)
+    if values["json"]:
+        print(json.dumps({"episodes": count, "read": [vars(note) for note in read], "written": [vars(note) for note in written]}, indent=1))
+        return
+    _print_notes(f"What '{values['path']}' does not say:", [vars(note) for note in read])
+    _print_notes(f"What became of each field in {values['format']}:", [vars(note) for note in written])
+    if not written:
+        print("Every field is kept.")
+    print(f"{count:,} episodes: {output}")
+
+
+def _print_notes(title: str, notes: Sequence[Mapping[str, str]]) -> None:
+    if not notes:
+        return
+    width = max(len(note["field"]) for note in notes)
+    print(title)
+    for note in notes:
+        print(f"  {note['fate']:<8}{note['field']:<{width}}  {note['note']}".rstrip())
+
+
+def _merge(values: dict[str, Any]) -> None:
+    from contextlib import ExitStack
+
+    from embodied_rl.episodes.reader import open_recording
+
+    paths = values["path"]
+    if len(paths) < 2:
+        raise UserError("merge takes two recordings or more: python -m embodied_rl.episodes merge A B output=C.")
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open_recording(path)) for path in paths]
+        written, skipped = merge(sources, Path(values["output"]), values["ignore_sim"], values["video"])
+    print(f"{written:,} episodes, {skipped:,} left out that were there already: {values['output']}")
+
+
+def _split(values: dict[str, Any]) -> None:
+    from embodied_rl.episodes.reader import open_recording
+
+    with open_recording(values["path"]) as recording:
+        parts = parts_of(recording, values["fractions"], values["names"], values["by"], values["seed"])
+        split(recording, Path(values["output"]), parts, values["video"])
+    for name, numbers in parts.items():
+        print(f"{len(numbers):,} episodes: {Path(values['output']) / name}")
+
+
+def parts_of(recording: Recording, fractions: str | None, names: str | None, by: str | None, seed: int) -> dict[str, list[int]]:
+    """{folder: numbers of its episodes} from the command's arguments. Raises UserError where they contradict each other."""
+    if (fractions is None) == (by is None):
+        raise UserError("split takes either fractions=0.9,0.1 or by=success|task.")
+    if by is not None:
+        labels = _labels(recording, by)
+        found = {label: [number for number, other in enumerate(labels) if other == label] for label in sorted(set(labels))}
+    else:
+        shares = _fractions(str(fractions))
+        folders = names.split(",") if names else _SPLIT_NAMES.get(len(shares), tuple(f"part_{index}" for index in range(len(shares))))
+        if len(folders) != len(shares) or len(set(folders)) != len(folders) or any(Path(name).name != name for name in folders):
+            raise UserError(f"names={names} must be {len(shares)} different names of folders, separated by commas.")
+        found = dict(zip(folders, split_numbers(recording, shares, seed), strict=True))
+    if empty := [name for name, numbers in found.items() if not numbers]:
+        raise UserError(f"'{empty[0]}' would get none of the {len(recording)} episodes. Choose larger fractions.")
+    return found
+
+
+def _labels(recording: Recording, by: str) -> list[str]:
+    if by == "success":
+        if not recording.spec.reports_success:
+            raise UserError(f"'{recording.path}' does not report success. Split it by fractions or by task.")
+        return ["success" if once else "failure" for once in recording.success_once]
+    return ["".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in str(task)) for task in recording.tasks]
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) < 2 or not all(share > 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
+        raise UserError(f"fractions={text} must be two numbers or more above 0 that add up to 1, separated by commas.")
+    return shares

@@ -1,0 +1,458 @@
+"""``python -m embodied_rl.evaluate checkpoint=PATH``: success and return of checkpoints on held-out seeds, compared seed by seed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, run_command
+
+if TYPE_CHECKING:
+    from embodied_rl.checkpoint import Checkpoint
+    from embodied_rl.config import SimConfig
+    from embodied_rl.evaluation.output import EvaluationResult
+    from embodied_rl.generation.base import Generator
+    from embodied_rl.policies.base import Policy
+    from embodied_rl.sim.simulators import Simulators
+    from embodied_rl.types import Observation, SimSpec
+
+EVALUATION_FILE, COMPARISON_FILE = "evaluation.json", "comparison.json"
+MAX_CHECKPOINTS = 64
+
+COMMAND = Command(
+    name="evaluate",
+    summary="Play held-out seeds, which training never saw, with the policies of checkpoints, model folders or servers, and report success "
+    "and return.",
+    arguments=(
+        Argument(
+            "checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; several: separated by commas, or a pattern", None
+        ),
+        Argument("against", str, "play the same seeds with this checkpoint too, or with 'random', and compare seed by seed", None),
+        Argument("domain", str, "of a run with several domains: which one to play", None),
+        Argument("num_episodes", Episodes, "episodes to play with each, one per seed; default: 100, or what the protocol says", None),
+        Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
+        Argument(
+            "policy",
+            str,
+            "with a checkpoint: checkpoint or random. Without: a kind (openvla, openvla_oft, pi0, language, …) whose folder policy.path or "
+            "policy.model names; openai: a server; or random",
+            None,
+        ),
+        Argument("sim", str, "the simulator; of a checkpoint another one with the same spaces, by default its own", None),
+        Argument("protocol", str, "how it is measured: libero, libero_published, maniskill_rl4vla, …", None),
+        Argument("temperature", Temperature, "of drawn action tokens; 0: the likeliest; default: the run's or the protocol's", None),
+        Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
+        Argument("experiment", str, "without a checkpoint: take simulator, policy and prompts from an experiment's configuration", None),
+        Argument("generation", str, "without a checkpoint: where a language model samples, tokens_torch or vllm", None),
+        Argument(
+            "output",
+            WrittenFile,
+            "where to write JSON, with a CSV of all episodes of the same name beside it; default: evaluation.json in the run's folder, "
+            "or the next free comparison.json where several are played",
+            None,
+        ),
+    ),
+    prefixes={
+        "sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4",
+        "policy.": "without a checkpoint: a value of the policy's configuration, e.g. policy.path=checkpoints/openvla-7b",
+        "agent.": "without a checkpoint: a value of a language agent's, e.g. agent.answer=tag",
+        "openai.": "of policy=openai: base_url, model, api (chat or completions), api_key_env, timeout_s",
+        "hybrid.": "without a checkpoint: hybrid.device=cuda, say",
+    },
+    examples=(
+        "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1",
+        "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1/checkpoints/best num_episodes=500 seed=1000",
+        "checkpoint=runs/fetch_reach/20260101-120000-seed1 against=runs/fetch_reach/20260101-120000-seed2",
+        "'checkpoint=runs/fetch_reach/20260101-120000-seed1/checkpoints/step_*' against=random",
+        "sim=libero_spatial protocol=libero_published policy=openvla policy.path=checkpoints/openvla-7b-libero policy.image_recipe=libero",
+        "sim=frozenlake policy=openai openai.base_url=http://127.0.0.1:8000/v1 openai.model=my-model 'agent.actions=[up,down,left,right]'",
+    ),
+)
+
+
+def evaluate_checkpoint(
+    checkpoint: Checkpoint,
+    num_episodes: int,
+    *,
+    seed: int = 0,
+    sim: SimConfig | None = None,
+    policy: str = "checkpoint",
+) -> EvaluationResult:
+    """Play `num_episodes` held-out seeds, each once, with the policy's mode (or with random actions).
+
+    Args:
+        checkpoint: what to evaluate.
+        num_episodes: >= 1.
+        seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
+        sim: another simulator configuration; None: the checkpoint's.
+        policy: "checkpoint" or "random".
+
+    Raises:
+        IncompatibleCheckpointError: the simulator's spaces are not those that the policy was trained with.
+        UserError, SimFault: from the simulator.
+    """
+    (result,) = evaluate_players([(checkpoint, policy)], num_episodes, seed=seed, sim=sim)
+    return result
+
+
+def evaluate_players(
+    players: Sequence[tuple[Checkpoint, str]],
+    num_episodes: int,
+    *,
+    seed: int = 0,
+    sim: SimConfig | None = None,
+    temperature: float | None = None,
+) -> list[EvaluationResult]:
+    """Play the same held-out seeds with each of `players`, (checkpoint, "checkpoint" or "random"), in the same simulators.
+
+    Args:
+        players: at least one; the first one's simulator is taken where `sim` is None.
+        num_episodes: of each, >= 1.
+        seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
+        sim: the simulator's configuration.
+        temperature: of action tokens that are drawn, 0 for the likeliest; None: what each checkpoint's run evaluated with.
+
+    Returns:
+        One result each, in their order.
+
+    Raises:
+        IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.
+        UserError, SimFault: from the simulator.
+    """
+    from embodied_rl.evaluation.play import play_and_sum_up
+    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.rollout.program_manager import make_manager
+    from embodied_rl.sim.seeding import EpisodeSeeds
+
+    started: float | None = time.perf_counter()  # the first one's time includes the simulators' start
+    wanted = players[0][0].config.sim if sim is None else sim
+    # More slots than episodes would start simulators for nothing.
+    slots = min(wanted.num_slots, num_episodes)
+    results: list[EvaluationResult] = []
+    longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
+    with make_manager(wanted, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=longest) as manager:
+        # All are made first: a checkpoint that does not fit raises before anything is played.
+        generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
+        with progress_bar(manager.spec.task, num_episodes * len(players)) as advance:
+            for (checkpoint, policy), generator in zip(players, generators, strict=True):
+                own = checkpoint.config.evaluation.temperature if temperature is None else temperature or None
+                result = play_and_sum_up(
+                    manager,
+                    generator,
+                    advance,
+                    sim=wanted,
+                    label=policy,
+                    num_episodes=num_episodes,
+                    first_seed=seed,
+                    temperature=own if policy == "checkpoint" else None,
+                    # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
+                    reconfigure=bool(results),
+                    started=started,
+                )
+                results.append(result)
+                started = None
+    return results
+
+
+def _fitting(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: Simulators, seed: int) -> Generator:
+    return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, sim), seed=seed)
+
+
+def is_own_task(checkpoint: Checkpoint, sim: SimConfig) -> bool:
+    """Whether `sim` names what the policy was trained in; otherwise the user asked for a transfer, and equal spaces are enough."""
+    trained = checkpoint.config.sim
+    return (sim.name, sim.task) == (trained.name, trained.task)
+
+
+def make_generator(
+    checkpoint: Checkpoint, spec: SimSpec, *, policy: str = "checkpoint", same_task: bool = True, seed: int = 0
+) -> Generator:
+    """What acts: the checkpoint's policy with its weights loaded, or random actions drawn from `seed`.
+
+    Raises:
+        IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
+    """
+    if checkpoint.config.policy.name == "language":
+        return _language_generator(checkpoint, spec, policy, same_task, seed)
+    if policy == "random":
+        from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
+
+        return NoisyGenerator(RandomGenerator(spec), spec, seed)
+    from embodied_rl.generation.torch_backend import TorchGenerator
+
+    generator = TorchGenerator(make_policy(checkpoint, spec, same_task=same_task))
+    generator.publish(0)
+    return generator
+
+
+def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same_task: bool, seed: int) -> Generator:
+    """An agent with the checkpoint's model, or one that answers with any of its actions."""
+    from embodied_rl.checkpoint import base_of, check_compatible
+    from embodied_rl.methods.language_player import make_agent_generator, make_random_agent, read_language_policy
+    from embodied_rl.resuming import load_policy
+
+    check_compatible(checkpoint, spec, same_task=same_task)
+    base = base_of(checkpoint, getattr(checkpoint.config.policy, "model", None), verify=False)
+    module = read_language_policy(checkpoint.config, checkpoint.path, base=base)
+    if policy == "random":
+        return make_random_agent(checkpoint.config.agent, module, spec, seed)
+    load_policy(module, checkpoint)
+    generator = make_agent_generator(checkpoint.config, module, spec, checkpoint.run_dir)
+    generator.publish(0)
+    return generator
+
+
+def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> Policy:
+    """The checkpoint's policy with its weights loaded.
+
+    Raises:
+        IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
+    """
+    from embodied_rl.checkpoint import check_compatible
+    from embodied_rl.policies.build import build_policy
+    from embodied_rl.resuming import load_policy
+
+    check_compatible(checkpoint, spec, same_task=same_task)
+    module = build_policy(checkpoint.config.policy, spec)
+    load_policy(module, checkpoint)
+    module.train(False)
+    return module
+
+
+def value_estimate(policy: Policy) -> Callable[[Observation], np.ndarray]:
+    """What the policy expects: {key: [n, ...]} → [n] values, of the first step where it has one for each of a chunk."""
+    import torch
+
+    from embodied_rl.policies.base import prepare_observation
+
+    def estimate(observation: Observation) -> np.ndarray:
+        with torch.inference_mode():
+            value = policy.value(prepare_observation(policy, observation))
+        return (value if value.dim() == 1 else value[:, 0]).numpy()
+
+    return estimate
+
+
+def load_to_play(
+    path: Path | str,
+    *,
+    domain: str | None = None,
+    sim: str | None = None,
+    overrides: Iterable[str] = (),
+    trust: Sequence[str] = (),
+    logs: bool = False,
+) -> Checkpoint:
+    """A checkpoint, or one domain's part of it, to be played in the simulator that `choose_sim` makes of the same arguments.
+
+    Args:
+        overrides: keys such as ``sim.target``; what they replace need not be trusted, nor the simulator where `sim` is another.
+        trust: see `load_checkpoint`.
+        logs: the checkpoint's own loggers will be used.
+    """
+    from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.checkpoint.domains import domain_part
+
+    keys = [*overrides, *([] if logs else ["logger"])]
+
+    def load(replaced: Sequence[str]) -> Checkpoint:
+        everywhere = [*replaced, *(f"domains.{domain}.{key}" for key in replaced if domain is not None)]
+        return domain_part(load_checkpoint(path, with_learner=False, trust=trust, replaced=everywhere), domain)
+
+    loaded = load(keys if sim is None else [*keys, "sim"])
+    return load(keys) if sim == loaded.config.sim.name else loaded
+
+
+def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any]) -> SimConfig:
+    """The checkpoint's simulator configuration, or the named one, with values changed: see `override_sim`."""
+    from embodied_rl.config import load_sim_config
+
+    base = checkpoint.config.sim if name is None or name == checkpoint.config.sim.name else load_sim_config(name)
+    return override_sim(base, overrides)
+
+
+def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
+    """A simulator configuration with values such as ``{"sim.num_slots": 4}`` changed.
+
+    Workers and groups shrink with the number of slots unless they are given themselves.
+
+    Raises:
+        UserError: an unknown simulator, key or value.
+    """
+    import dataclasses
+
+    from embodied_rl.config import SimConfig
+    from embodied_rl.errors import UserError
+
+    data = dataclasses.asdict(base)
+    for key, value in overrides.items():
+        _, first, *rest = key.split(".")
+        if not rest:
+            data[first] = value
+        elif first == "kwargs" and len(rest) == 1:
+            data["kwargs"] = {**data["kwargs"], rest[0]: value}
+        else:
+            raise UserError(f"Configuration key '{key}' is not known: only sim.KEY and sim.kwargs.KEY can be changed.")
+    slots = data["num_slots"]
+    if isinstance(slots, int) and slots >= 1:
+        for limited in ("num_workers", "pipeline_groups"):
+            if f"sim.{limited}" not in overrides and isinstance(data[limited], int):
+                data[limited] = min(data[limited], slots)
+    return SimConfig.from_dict(data)
+
+
+def expand_checkpoints(text: str) -> list[str]:
+    """Paths of ``A``, ``A,B`` or a pattern such as ``runs/*/checkpoints/step_*``, each once.
+
+    Raises:
+        UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`.
+    """
+    import glob
+
+    from embodied_rl.errors import UserError
+
+    if Path(text).exists():  # a name may hold a comma or a bracket
+        return [text]
+    paths: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        found = sorted(glob.glob(word)) if any(letter in word for letter in "*?[") and not Path(word).exists() else [word]
+        if not found:
+            raise UserError(f"No checkpoint matches '{word}'. Patterns are those of the shell: runs/fetch_reach/*, …/checkpoints/step_*.")
+        paths += found
+    paths = list(dict.fromkeys(paths))
+    if not 1 <= len(paths) <= MAX_CHECKPOINTS:
+        raise UserError(f"checkpoint={text} names {len(paths)} checkpoints; between 1 and {MAX_CHECKPOINTS} can be played at once.")
+    return paths
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, overrides = COMMAND.parse(argv)
+    from embodied_rl.trust import trusted_names
+
+    if values["checkpoint"] is None:
+        from embodied_rl.commands.evaluate_untrained import evaluate_untrained
+
+        evaluate_untrained(argv, values, overrides)
+        return
+    _check_of_checkpoint(values, overrides)
+    trust = trusted_names(values["trust"])
+    measured = read_protocol(values["protocol"])
+    changed = {**measured.sim, **overrides}
+    load = partial(load_to_play, domain=values["domain"], sim=values["sim"], overrides=changed, trust=trust)
+    players = _players(values["checkpoint"], values["policy"] or "checkpoint", values["against"], load)
+    sim = choose_sim(players[0][0], values["sim"], changed)
+    number = values["num_episodes"] or measured.num_episodes or 100
+    temperature = measured.temperature if values["temperature"] is None else values["temperature"]
+    results = evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
+    _tell(players, results, values, command_line("evaluate", argv))
+
+
+def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raises UserError for what a checkpoint brings itself."""
+    from embodied_rl.errors import UserError, did_you_mean
+
+    if values["policy"] not in (None, "checkpoint", "random"):
+        choices = ("checkpoint", "random")
+        raise UserError(f"policy={values['policy']} is not a choice.{did_you_mean(values['policy'], choices)} (With checkpoint=….)")
+    own = [name for name in ("experiment", "generation") if values[name] is not None]
+    own += [key for key in overrides if not key.startswith("sim.")]
+    if own:
+        raise UserError(f"{own[0]}=… goes without checkpoint=…, which brings its own. Simulators can be changed: sim.KEY=VALUE.")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a protocol says of an evaluation; None where it says nothing."""
+
+    sim: Mapping[str, Any]
+    """{"sim.max_episode_steps": 80, …}"""
+    num_episodes: int | None = None
+    temperature: float | None = None
+
+
+def read_protocol(name: str | None) -> Measured:
+    """A file of ``configs/protocol``. Raises UserError with the nearest name."""
+    import yaml
+
+    from embodied_rl.config import config_file, group_names
+    from embodied_rl.errors import UserError, did_you_mean
+
+    if name is None:
+        return Measured({})
+    path = config_file("protocol", name)
+    if path is None:
+        raise UserError(f"Protocol '{name}' is not known.{did_you_mean(name, group_names('protocol'))}")
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    sim = dict(data.get("sim") or {})
+    kwargs = sim.pop("kwargs", {})
+    evaluation = data.get("evaluation") or {}
+    changed = {f"sim.{key}": value for key, value in sim.items()} | {f"sim.kwargs.{key}": value for key, value in kwargs.items()}
+    return Measured(changed, evaluation.get("num_episodes"), evaluation.get("temperature"))
+
+
+def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[str], Checkpoint]) -> list[tuple[Checkpoint, str]]:
+    """Who plays, the one that is compared against last."""
+    from embodied_rl.errors import UserError
+
+    loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
+    players = [(found, policy) for found in loaded.values()]
+    if against is None:
+        return players
+    other = (players[0][0], "random") if against == "random" else (load(against), "checkpoint")
+    # Of a pattern that names it too, it is compared with the others.
+    players = [player for player in players if (player[0].path, player[1]) != (other[0].path, other[1])]
+    if not players:
+        raise UserError(f"checkpoint={checkpoint} and against={against} are the same; give two that differ.")
+    return [*players, other]
+
+
+def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[EvaluationResult], values: Mapping[str, Any], command: str) -> None:
+    """Tables on the console; JSON and CSV."""
+    from rich.console import Console
+
+    from embodied_rl.evaluation.output import (
+        comparison_table,
+        document_of,
+        documents_of,
+        episodes_csv,
+        labels,
+        overview,
+        result_table,
+        task_table,
+    )
+    from embodied_rl.files import next_free, write_atomic
+
+    # A file or a pipe has no width that tables should be squeezed into.
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    run_dir = players[0][0].run_dir
+    against = values["against"] is not None
+    # Shown first: a file that cannot be written must not cost the figures.
+    if len(players) == 1:
+        console.print(result_table(results[0]))
+        default, document = run_dir / EVALUATION_FILE, document_of(players[0][0], results[0], command)
+    else:
+        console.print(overview(players, results, against=against))
+        if against:
+            console.print(comparison_table(players, results))
+        default, document = next_free(run_dir / COMPARISON_FILE), documents_of(players, results, command, against=against)
+    if (tasks := task_table(labels(players), results)) is not None:
+        console.print(tasks)
+    output = Path(values["output"]).with_suffix(".json") if values["output"] else default
+    write_atomic(output, json.dumps(document, indent=1) + "\n")
+    write_atomic(output.with_suffix(".csv"), episodes_csv(players, results))
+    seconds = sum(result.wall_clock_s for result in results)
+    console.print(f"{seconds:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}", markup=False)

@@ -1,0 +1,334 @@
+"""``python -m embodied_rl.offline_eval recording=DIR checkpoint=A,B``: checkpoints held against recorded episodes, without a simulator."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, command_line, run_command
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from embodied_rl.checkpoint import Checkpoint
+    from embodied_rl.episodes.assessment import Estimate
+    from embodied_rl.episodes.intervals import Interval
+    from embodied_rl.episodes.recording import Recording
+    from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy
+
+DOCUMENT_FILE, REPORT_FILE = "offline_eval.json", "offline_eval.html"
+
+COMMAND = Command(
+    name="offline_eval",
+    summary="Hold checkpoints against recorded episodes, without a simulator: their actions, and what they would earn.",
+    arguments=(
+        Argument("recording", str, "a recording's folder or file, in any format that `embodied_rl.episodes` reads"),
+        Argument("checkpoint", str, "one or several, separated by commas: runs' folders (their last checkpoint), or checkpoints'"),
+        Argument("estimators", str, "some of is, wis, pdis, wpdis, dr, wdr, fqe; all; or none, for open-loop figures alone", "all"),
+        Argument("target", str, "the policy as it explores, or its most likely action, as evaluate plays it", "sample", ("sample", "mode")),
+        Argument("gamma", Share, "discount of the value; 1 is the return that evaluate reports", 1.0),
+        Argument("truncation", str, "what follows a cut: nothing, or what the fitted values say", "end", choices=("end", "bootstrap")),
+        Argument("horizon", Steps, "cut episodes after so many steps", None),
+        Argument("task", str, "only episodes of this task", None),
+        Argument("max_episodes", Episodes, "only the first so many episodes", None),
+        Argument("confidence", Annotated[float, Bounds(0.5, 0.999)], "of the intervals", 0.95),
+        Argument("bootstrap", str, "how the bootstrap's quantiles are read off", "bca", ("bca", "percentile")),
+        Argument("num_samples", Annotated[int, Bounds(100, 100_000)], "resamples of the bootstrap", 2000),
+        Argument("reward_range", str, "LOW,HIGH: what every possible reward lies in; needed for concentration intervals", None),
+        Argument("min_ess", Coefficient, "refuse estimates that rest on fewer effective episodes", 10.0),
+        Argument(
+            "max_weight", Annotated[float, Bounds(1, 10**9)], "cut importance weights here (biased, and reported); default: never", None
+        ),
+        Argument("num_bins", Annotated[int, Bounds(2, 65_536)], "bins of an action dimension that count as tokens", 256),
+        Argument("seed", Seed, "of resampling, draws and regression", 0),
+        Argument("output", WrittenFolder, "folder to write to; default: the next free offline_eval in the first checkpoint's run", None),
+        Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
+    ),
+    prefixes={"fqe.": "a setting of the regression: num_steps, num_members, hidden_sizes, batch_size, learning_rate, …"},
+    examples=(
+        "recording=recordings/cartpole-checkpoint checkpoint=runs/cartpole/20260101-120000-seed1",
+        "recording=recordings/cartpole-checkpoint checkpoint=runs/a/checkpoints/step_000010240,runs/b reward_range=0,1",
+        "recording=demos/pickcube.h5 checkpoint=runs/pickcube estimators=none",
+    ),
+)
+
+
+def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
+    """[(label, checkpoint)] of paths separated by commas; `trust` is `load_checkpoint`'s.
+
+    Raises:
+        UserError: none is named, or one is named twice.
+        IncompatibleCheckpointError: one cannot be read.
+    """
+    from embodied_rl.checkpoint import load_checkpoint
+    from embodied_rl.errors import UserError
+    from embodied_rl.evaluation.output import labels
+
+    words = [word.strip() for word in paths.split(",") if word.strip()]
+    if not words:
+        raise UserError("checkpoint= names none. Give a run's folder, or several separated by commas.")
+    loaded = [load_checkpoint(word, with_learner=False, trust=trust, replaced=["logger"]) for word in words]
+    known: dict[Path, str] = {}
+    for word, checkpoint in zip(words, loaded, strict=True):
+        if checkpoint.path in known:
+            raise UserError(f"checkpoint={paths}: '{known[checkpoint.path]}' and '{word}' are the same checkpoint.")
+        known[checkpoint.path] = word
+    return list(zip(labels([(checkpoint, "checkpoint") for checkpoint in loaded]), loaded, strict=True))
+
+
+def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> OfflineSettings:
+    """From the command's arguments. Raises UserError naming the one that is out of range."""
+    from embodied_rl.episodes.assessment import Assumptions
+    from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS, OfflineSettings
+
+    words = [word.strip() for word in values["estimators"].split(",") if word.strip()]
+    names = {"all": ALL_ESTIMATORS, "none": ()}.get(values["estimators"], tuple(dict.fromkeys(words)))
+    given = Assumptions(
+        gamma=values["gamma"],
+        confidence=values["confidence"],
+        num_samples=values["num_samples"],
+        bootstrap=values["bootstrap"],
+        seed=values["seed"],
+        min_ess=values["min_ess"],
+        max_weight=values["max_weight"],
+        reward_range=_range(values["reward_range"]),
+    )
+    return OfflineSettings(
+        given=given,
+        estimators=names,
+        target=values["target"],
+        truncation=values["truncation"],
+        fitted_q=_fitted_q(further, values["seed"]),
+        task=values["task"],
+        horizon=values["horizon"],
+        max_episodes=values["max_episodes"],
+        num_bins=values["num_bins"],
+    )
+
+
+def _range(text: str | None) -> tuple[float, float] | None:
+    from embodied_rl.errors import UserError
+
+    if text is None:
+        return None
+    try:
+        low, high = (float(word) for word in text.split(","))
+    except ValueError:
+        raise UserError(f"reward_range={text} must be two numbers, such as reward_range=0,1.") from None
+    if not -float("inf") < low < high < float("inf"):
+        raise UserError(f"reward_range={text} must be two finite numbers, the smaller one first.")
+    return low, high
+
+
+def _fitted_q(further: Mapping[str, Any], seed: int) -> Any:
+    import dataclasses
+
+    from embodied_rl.algorithms.fitted_q import FittedQConfig
+
+    data = dataclasses.asdict(FittedQConfig()) | {"seed": seed} | {key.removeprefix("fqe."): value for key, value in further.items()}
+    return FittedQConfig.from_dict(data)
+
+
+# ---- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def ranking_table(study: OfflineStudy) -> Table:
+    """The policies, the best first."""
+    by = study.ranked_by
+    assert by is not None
+    table = _table(f"Ranked by {by} (γ = {study.settings.given.gamma:g})", ("", "policy", by, _percent(study), "best in", "log-likelihood"))
+    for place, label in enumerate(study.ranking, start=1):
+        policy = study.policy(label)
+        estimate = policy.estimate(by)
+        likelihood = f"{policy.open_loop.log_likelihood.mean:.3g}"
+        table.add_row(
+            str(place), label, _number(estimate.value), interval_text(estimate.bootstrap), f"{study.best_share[label]:.0%}", likelihood
+        )
+    return table
+
+
+def estimates_table(study: OfflineStudy, label: str) -> Table:
+    """All estimates of one policy, and below them why some were refused."""
+    policy = study.policy(label)
+    columns = ("", "value", f"{_percent(study)} bootstrap", "concentration", "ESS", "max weight")
+    table = _table(f"{label}: value over {study.num_episodes} episodes (γ = {study.settings.given.gamma:g})", columns)
+    rows = [*([study.behaviour] if study.behaviour else []), *policy.estimates]
+    for estimate in rows:
+        weights = estimate.weights
+        table.add_row(
+            estimate.estimator,
+            _number(estimate.value) if not estimate.refused else "refused",
+            interval_text(estimate.bootstrap),
+            interval_text(estimate.concentration),
+            "" if weights is None else f"{weights.ess:.1f}",
+            "" if weights is None else f"{weights.largest:.3g}",
+        )
+    table.caption, table.caption_justify = "\n".join(refusals(policy.estimates)), "left"
+    return table
+
+
+def refusals(estimates: Sequence[Estimate]) -> list[str]:
+    """One line per reason: ``is, wis: refused: …``, and the notes."""
+    told: dict[str, list[str]] = {}
+    for estimate in estimates:
+        for text in [f"refused: {estimate.refused}"] if estimate.refused else estimate.notes:
+            told.setdefault(text, []).append(estimate.estimator)
+    return [f"{', '.join(names)}: {text}" for text, names in told.items()]
+
+
+def open_loop_table(study: OfflineStudy) -> Table:
+    """Predicted against recorded actions: a row per policy, and for a single policy one per dimension."""
+    first = study.policies[0].open_loop
+    vectors = first.mse is not None
+    figures = ("MSE", "MAE", "explained", f"same of {first.num_bins} bins") if vectors else ("accuracy", "majority")
+    table = _table(
+        f"Open loop, {first.num_episodes} episodes, asked every {_plural(first.horizon, 'step')}", ("policy", *figures, "log-likelihood")
+    )
+    for policy in study.policies:
+        loop = policy.open_loop
+        assert (loop.mse is not None) == vectors
+        shown = [f"{loop.accuracy.mean:.1%}"]
+        if loop.mse is not None and loop.mae is not None:
+            explained = [value for value in loop.explained_by_dim if value == value]
+            shown = [f"{loop.mse.mean:.4g}", f"{loop.mae.mean:.4g}", f"{sum(explained) / max(len(explained), 1):.1%}", *shown]
+        else:
+            shown.append(f"{loop.majority:.1%}")
+        table.add_row(policy.label, *shown, f"{loop.log_likelihood.mean:.4g} ({interval_text(loop.log_likelihood.interval)})")
+        if len(study.policies) == 1 and vectors:
+            for dim in range(len(loop.mse_by_dim)):
+                cells = (loop.mse_by_dim[dim], loop.mae_by_dim[dim])
+                shares = (loop.explained_by_dim[dim], loop.accuracy_by_dim[dim])
+                table.add_row(f"  dimension {dim}", *(f"{cell:.4g}" for cell in cells), *(f"{share:.1%}" for share in shares), "")
+    return table
+
+
+def interval_text(interval: Interval | None) -> str:
+    """``low to high``; "" where there is none."""
+    return "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _percent(study: OfflineStudy) -> str:
+    return f"{100 * study.settings.given.confidence:.3g}%"
+
+
+def _plural(count: int, noun: str) -> str:
+    return noun if count == 1 else f"{count} {noun}s"
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.ROUNDED)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if column in ("", "policy") and index < 2 else "right", no_wrap=True)
+    return table
+
+
+def document_of(study: OfflineStudy, recording: Recording, command: str, wall_clock_s: float) -> dict[str, Any]:
+    """What offline_eval.json holds: every figure and its provenance."""
+    from datetime import UTC, datetime
+
+    from embodied_rl.versions import machine, versions
+
+    return {
+        "recording": str(recording.path),
+        "task": recording.spec.task,
+        "recorded_policy": dict(recording.info.policy),
+        "recorded_with": recording.info.command,
+        **study.to_dict(),
+        "wall_clock_s": round(wall_clock_s, 2),
+        "command": command,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, further = COMMAND.parse(argv)
+    started = time.perf_counter()
+    from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.trust import trusted_names
+
+    settings = settings_of(values, further)
+    checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
+    with open_recording(values["recording"]) as recording:
+        study = _study(recording, checkpoints, settings)
+        _show(study)
+        _write(study, recording, _folder(values["output"], checkpoints[0][1]), command_line("offline_eval", argv), started)
+
+
+def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], settings: OfflineSettings) -> OfflineStudy:
+    from embodied_rl.evaluation.offline_study import study_recording
+    from embodied_rl.evaluation.progress import progress_bar
+
+    fits = len(checkpoints) * settings.fitted_q.num_steps if settings.needs_model else 0
+    with progress_bar("offline evaluation", len(recording) + fits) as advance:
+        return study_recording(
+            recording,
+            checkpoints,
+            settings,
+            on_episode=advance,
+            on_fit=lambda label, step: advance(1, f"fitting values of {label}"),
+        )
+
+
+def _show(study: OfflineStudy) -> None:
+    from rich.console import Console
+
+    # For a pipe, rich assumes a width narrower than any terminal and would cut columns.
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    if len(study.policies) > 1 and study.ranked_by is not None:
+        console.print(ranking_table(study))
+    if study.settings.estimators:
+        for policy in study.policies:
+            console.print(estimates_table(study, policy.label))
+    console.print(open_loop_table(study))
+    for note in study.notes:
+        console.print(f"Note: {note}.", markup=False)
+    if len(study.policies) > 1 and study.settings.estimators and study.ranked_by is None:
+        console.print("No estimator has a value for every policy, so that nothing ranks them.")
+
+
+def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str, started: float) -> None:
+    from embodied_rl.files import write_atomic
+    from embodied_rl.reports.offline import write_offline_report
+
+    document = document_of(study, recording, command, time.perf_counter() - started)
+    write_atomic(folder / DOCUMENT_FILE, json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+    write_offline_report(folder / REPORT_FILE, study, recording, document)
+    print(f"{time.perf_counter() - started:.1f} s. Figures and report: {folder / DOCUMENT_FILE}, {folder / REPORT_FILE}")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _folder(output: str | None, checkpoint: Checkpoint) -> Path:
+    from embodied_rl.files import next_free
+
+    return Path(output) if output else next_free(checkpoint.run_dir / "offline_eval")

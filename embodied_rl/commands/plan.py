@@ -1,0 +1,256 @@
+"""python -m embodied_rl.plan: which placement of simulators, generation and training would be the fastest, here or elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.bounds import Seed, Size
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, run_command
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from embodied_rl.config.placement import ClusterConfig, WorkloadConfig
+    from embodied_rl.planning.measuring import Measurement
+    from embodied_rl.planning.search import Plan
+
+COMMAND = Command(
+    name="plan",
+    summary="Simulate every placement of simulators, generation and training on the devices of a cluster, and print the fastest.",
+    arguments=(
+        Argument("cluster", str, "a described cluster: a file, or a name of configs/cluster; here: this machine", "here"),
+        Argument("workload", str, "what an iteration takes: a file, or a name of configs/workload", None),
+        Argument("measure", bool, "time an experiment on this machine for half a minute instead", False),
+        Argument("experiment", str, "with measure=true: which", None),
+        Argument("sim", str, "with measure=true: another simulator", None),
+        Argument("algorithm", str, "the same", None),
+        Argument("policy", str, "the same", None),
+        Argument(
+            "placement",
+            str,
+            "only this kind",
+            None,
+            ("collocated", "disaggregated", "hybrid", "multiplexed"),
+        ),
+        Argument("rows", Size, "placements that the table shows", 8),
+        Argument("seed", Seed, "of the random durations", 0),
+        Argument("save", WrittenFile, "with measure=true: write the workload into this YAML file", None),
+        Argument("output", WrittenFile, "write everything into this JSON file", None),
+        Argument("json", bool, "print JSON in place of tables", False),
+    ),
+    prefixes={
+        "workload.": "change a value of the workload, e.g. workload.num_slots=512 workload.max_staleness=2",
+        "sim.": "with measure=true: change the run, e.g. sim.num_slots=8",
+        "algorithm.": "the same",
+        "policy.": "the same",
+    },
+    examples=(
+        "measure=true experiment=cartpole",
+        "cluster=8x8 workload=openvla_maniskill",
+        "cluster=configs/cluster/8x8.yaml workload=agents workload.max_staleness=2 output=plan.json",
+    ),
+)
+
+_RUN = ("experiment", "sim", "algorithm", "policy")
+"""What makes up a run that is measured."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, overrides = COMMAND.parse(argv)
+    from rich.console import Console
+
+    from embodied_rl.config.placement import PlacementConfig
+    from embodied_rl.files import write_atomic
+    from embodied_rl.hybrid.placement import Cluster
+    from embodied_rl.planning.search import candidates, plan
+
+    _check(values, overrides)
+    cluster = Cluster(cluster_of(values["cluster"]))
+    measured = _measure(values, overrides) if values["measure"] else None
+    workload = workload_of(values["workload"], overrides) if measured is None else _changed(measured.workload, overrides)
+    if measured is not None and values["save"] is not None:
+        _save(Path(values["save"]), workload)
+    only: list[PlacementConfig] | None = None
+    if values["placement"] is not None:
+        only = [config for config in candidates(workload, len(cluster.compute)) if config.kind == values["placement"]]
+        # A cluster that is too small leaves no candidate: then the kind itself says why.
+        only = only or [PlacementConfig(values["placement"])]
+    found = plan(workload, cluster, only=only, seed=values["seed"])
+    document = document_of(found, workload, cluster, measured, command_line("plan", argv))
+    if values["json"]:
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        # Where output is no terminal, its width is not known: the table is not to be cut to 80 columns.
+        console = Console(highlight=False, soft_wrap=True, width=max(Console().width, 116))
+        console.print(*tables(found, workload, cluster, values["rows"]), sep="\n")
+        _explain(console, found, measured)
+    if values["output"] is not None:
+        write_atomic(Path(values["output"]), json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def cluster_of(name: str) -> ClusterConfig:
+    """A file, a name of configs/cluster, or ``here``. Raises UserError with the nearest name."""
+    from embodied_rl.config.placement import ClusterConfig, load_yaml
+
+    if name == "here":
+        from embodied_rl.planning.measuring import this_machine
+
+        return this_machine()
+    path = _find("cluster", name)
+    return ClusterConfig.from_dict({"name": path.stem, **load_yaml(path, "cluster")})
+
+
+def workload_of(name: str, overrides: Mapping[str, Any]) -> WorkloadConfig:
+    """A file or a name of configs/workload, with overrides. Raises UserError with the nearest name."""
+    from embodied_rl.config.placement import WorkloadConfig, load_yaml
+
+    path = _find("workload", name)
+    return WorkloadConfig.from_dict(_merged({"name": path.stem, **load_yaml(path, "workload")}, overrides))
+
+
+def _find(group: str, name: str) -> Path:
+    from embodied_rl.config import config_file, group_names
+    from embodied_rl.errors import did_you_mean
+
+    if Path(name).is_file():
+        return Path(name)
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        raise _user_error(f"{group}={name}: there is no such file.")
+    found = config_file(group, name)
+    if found is None:
+        known = [*group_names(group), *(["here"] if group == "cluster" else [])]
+        raise _user_error(f"{group}={name} is neither known nor a file (docs/planning.md describes one).{did_you_mean(name, known)}")
+    return found
+
+
+def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`workload.act.base_s=1` reaches into a mapping."""
+    for key, value in overrides.items():
+        if not key.startswith("workload."):
+            continue
+        *path, last = key.split(".")[1:]
+        inner = data
+        for part in path:
+            inner[part] = dict(inner.get(part) or {})
+            inner = inner[part]
+        inner[last] = value
+    return data
+
+
+def _changed(workload: WorkloadConfig, overrides: Mapping[str, Any]) -> WorkloadConfig:
+    import dataclasses
+
+    from embodied_rl.config.placement import WorkloadConfig
+
+    return WorkloadConfig.from_dict(_merged(dataclasses.asdict(workload), overrides))
+
+
+def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measurement:
+    from embodied_rl.config.compose import load_train_config
+    from embodied_rl.planning.measuring import measure
+
+    chosen = [f"{group}={values[group]}" for group in _RUN if values[group] is not None]
+    # Only a simulator's class knows its arguments, so Hydra must accept any; JSON's values are Hydra's too.
+    run = [
+        f"{'++' if key.startswith('sim.kwargs.') else ''}{key}={json.dumps(value)}"
+        for key, value in overrides.items()
+        if not key.startswith("workload.")
+    ]
+    return measure(load_train_config([*chosen, *run]))
+
+
+def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    if values["measure"] == (values["workload"] is not None):
+        raise _user_error(
+            "Say what an iteration takes: either workload=NAME (known times), or measure=true experiment=NAME (this machine's)."
+        )
+    if not values["measure"]:
+        wrong = [key for key in overrides if not key.startswith("workload.")]
+        wrong += [name for name in (*_RUN, "save") if values[name] is not None]
+        if wrong:
+            raise _user_error(f"{wrong[0]} goes with measure=true: known times are changed by workload.…=….")
+
+
+def _save(path: Path, workload: WorkloadConfig) -> None:
+    import dataclasses
+
+    import yaml
+
+    from embodied_rl.files import write_atomic
+
+    write_atomic(path, yaml.safe_dump(dataclasses.asdict(workload), sort_keys=False))
+
+
+def document_of(found: Plan, workload: WorkloadConfig, cluster: Any, measured: Measurement | None, command: str) -> dict[str, Any]:
+    """What the JSON holds."""
+    import dataclasses
+
+    from embodied_rl.versions import versions
+
+    return {
+        "cluster": dataclasses.asdict(cluster.config),
+        "workload": dataclasses.asdict(workload),
+        "measured_steps_per_s": None if measured is None else measured.steps_per_s,
+        "best": found.best.to_dict(),
+        "placements": [outlook.to_dict() for outlook in found.outlooks],
+        "refused": [{"kind": one.kind, "reason": one.reason} for one in found.refused],
+        "command": command,
+        "versions": versions(),
+    }
+
+
+def tables(found: Plan, workload: WorkloadConfig, cluster: Any, rows: int) -> list[Table]:
+    """The fastest placements, the best of each kind among them."""
+    from rich import box
+    from rich.table import Table
+
+    size = f"{len(cluster.nodes)} machines, {len(cluster.gpus)} GPUs, {sum(spec.cores for spec in cluster.nodes)} cores"
+    table = Table(title=f"{workload.name} on {cluster.config.name} ({size})", title_justify="left", box=box.ROUNDED)
+    columns = ("placement", "stages", "env", "gen", "train", "steps/s", "iteration s", "rollout s", "update s", "idle", "GiB", "age")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
+    best = found.best_of_each_kind
+    shown = [outlook for place, outlook in enumerate(found.outlooks) if place < rows or any(outlook is one for one in best)]
+    for outlook in shown:
+        placement = outlook.placement
+        age = sum(age * share for age, share in outlook.ages.items())
+        table.add_row(
+            placement.kind,
+            str(placement.num_pipeline_stages),
+            *(str(len(placement[role])) for role in ("env", "generation", "train")),
+            f"{outlook.steps_per_s:,.1f}" if outlook.steps_per_s < 1000 else f"{outlook.steps_per_s:,.0f}",
+            f"{outlook.iteration_s:.3g}",
+            f"{outlook.rollout_s:.3g}",
+            f"{outlook.train_s:.3g}",
+            f"{outlook.bubble:.0%}",
+            f"{outlook.costs.gpu_gib:.1f}",
+            f"{age:.1f}",
+        )
+    return [table]
+
+
+def _explain(console: Any, found: Plan, measured: Measurement | None) -> None:
+    import yaml
+
+    for one in found.refused:
+        console.print(f"Left out: {one.reason}", markup=False)
+    if measured is not None:
+        console.print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.", markup=False)
+    text = yaml.safe_dump({"hybrid": {"placement": found.best.placement.to_dict()}}, sort_keys=False, default_flow_style=None)
+    console.print("The fastest, as configuration:", text.rstrip(), sep="\n", markup=False)
+
+
+def _user_error(message: str) -> Exception:
+    from embodied_rl.errors import UserError
+
+    return UserError(message)

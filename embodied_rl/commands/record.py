@@ -1,0 +1,394 @@
+"""``python -m embodied_rl.record checkpoint=PATH`` or ``sim=NAME policy=expert``: play seeds and write down everything that happens."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from embodied_rl.bounds import Episodes, HeldOutSeed, Seed
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, command_line, fail, run_command
+
+if TYPE_CHECKING:
+    from embodied_rl.checkpoint import Checkpoint
+    from embodied_rl.config import SimConfig
+    from embodied_rl.episodes.films import Films
+    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.episodes.writer import RecordingWriter
+    from embodied_rl.rollout.players import Player
+    from embodied_rl.rollout.recording import RecordingResult
+    from embodied_rl.rollout.seed_queue import RecordingPlan
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.types import EpisodeSummary, SimSpec
+
+POLICIES = ("checkpoint", "expert", "random")
+VIDEO_FORMATS = ("mp4", "png", "raw")
+
+COMMAND = Command(
+    name="record",
+    summary="Play seeds with a checkpoint's policy, a scripted expert or random actions, and write the episodes into a folder.",
+    arguments=(
+        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; its policy acts, in its simulator", None),
+        Argument("sim", str, "the simulator; default: the checkpoint's own", None),
+        Argument("policy", str, "who acts; default: the checkpoint's policy, or the expert where there is no checkpoint", None, POLICIES),
+        Argument("expert", str, "package.module:Attribute of an expert of your own; default: the one that we have for the task", None),
+        Argument("sample", bool, "sample the checkpoint's actions, and keep their log-probabilities; false: its mode", False),
+        Argument("num_episodes", Episodes, "episodes to record, one per seed", 100),
+        Argument("seed", HeldOutSeed, "the seeds are seed, seed + 1, …", 0),
+        Argument("held_out", bool, "add 2**30 to the seeds, which training then never sees: those of evaluate and render", False),
+        Argument("only_success", bool, "keep successful episodes alone, and go on until there are num_episodes of them", False),
+        Argument("max_seeds", Episodes, "with only_success: give up after so many seeds; default: 10 times num_episodes", None),
+        Argument("states", str, "the simulator's state beside the observations: none, physics, or snapshots:K (one every K steps)", "none"),
+        Argument("images", str, "a picture of every step for people: none, or the pixels of its longer side", "none"),
+        Argument(
+            "cameras",
+            str,
+            "of images=SIZE: the simulator's cameras, separated by commas; an unknown one lists them",
+            "default",
+        ),
+        Argument("video", str, "how pictures are stored; mp4 keeps those that a policy saw exactly", "mp4", VIDEO_FORMATS),
+        Argument("noise_seed", Seed, "of random and sampled actions", 0),
+        Argument("resume", bool, "go on with what is in output: seeds that are there are not played again", False),
+        Argument("output", WrittenFolder, "the recording's folder; default: the next free recordings/SIM-POLICY", None),
+        Argument("trust", str, "code that the checkpoint may name beside what is registered: package.module:Attribute, or a list", None),
+    ),
+    prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.kwargs.control_mode=pd_ee_delta_pos"},
+    examples=(
+        "sim=maniskill_pickcube policy=expert num_episodes=200 only_success=true output=recordings/pickcube",
+        "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1 sample=true num_episodes=500",
+        "sim=metaworld_drawer_open states=snapshots:10 images=224",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Showing:
+    """What a recording keeps beside what the simulator shows by itself."""
+
+    physics: bool = False
+    snapshot_every: int | None = None
+    image_size: int | None = None
+    cameras: tuple[str, ...] = ()
+    """None: the default one."""
+
+    @staticmethod
+    def parse(states: str, images: str, cameras: str = "default") -> Showing:
+        """From ``states=none|physics|snapshots:K``, ``images=none|SIZE`` and ``cameras=NAME,NAME``. Raises UserError."""
+        from embodied_rl.errors import UserError
+
+        every: int | None = None
+        kind, _, number = states.partition(":")
+        if kind == "snapshots":
+            if not number.isdigit() or int(number) < 1:
+                raise UserError(f"states={states} must say after how many steps a snapshot is taken: states=snapshots:10, say.")
+            every = int(number)
+        elif states not in ("none", "physics"):
+            raise UserError(f"states={states} is not a choice. Known: none, physics, snapshots:K.")
+        if images != "none" and not (images.isdigit() and 16 <= int(images) <= 2048):
+            raise UserError(f"images={images} must be none, or the pixels of a picture's longer side, between 16 and 2048.")
+        names = tuple(name.strip() for name in cameras.split(","))
+        if not all(names) or len(set(names)) < len(names):
+            raise UserError(f"cameras={cameras} must be different names separated by commas.")
+        if names != ("default",) and images == "none":
+            raise UserError(f"cameras={cameras} needs images=SIZE: the pixels of their pictures' longer side.")
+        return Showing(states == "physics", every, None if images == "none" else int(images), () if names == ("default",) else names)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recording that was made."""
+
+    folder: Path
+    spec: SimSpec
+    result: RecordingResult
+    wall_clock_s: float
+
+
+def record(
+    sim: SimConfig,
+    folder: Path,
+    plan: RecordingPlan,
+    *,
+    policy: Literal["checkpoint", "expert", "random"],
+    checkpoint: Checkpoint | None = None,
+    expert: str | None = None,
+    sample: bool = False,
+    showing: Showing | None = None,
+    video: Literal["mp4", "png", "raw"] = "mp4",
+    resume: bool = False,
+    command: str = "",
+) -> Recorded:
+    """Play and record the seeds of `plan`.
+
+    Args:
+        sim: the simulator.
+        folder: where to.
+        plan: which seeds, and which episodes are kept.
+        policy: who acts: `checkpoint`'s policy, an expert, or random actions.
+        checkpoint: for policy="checkpoint".
+        expert: ``package.module:Attribute``; None: the one that is known for the task.
+        sample: draw the policy's actions, and keep their log-probabilities; False: its mode.
+        showing: what is kept beside the observations; None: nothing.
+        video: how pictures are stored.
+        resume: add to what is in `folder`.
+        command: how the recording is made, to be kept in it.
+
+    Raises:
+        UserError: the task has no expert, state or pictures of the kind that is asked for; the folder holds another recording.
+        IncompatibleCheckpointError: the checkpoint does not fit the simulator.
+        SimFault: the simulator failed and its configuration says to stop.
+    """
+    from embodied_rl.episodes.films import films_folder, keep_films
+    from embodied_rl.episodes.gathering import GATHER_S
+    from embodied_rl.episodes.writer import RecordingWriter
+    from embodied_rl.rollout.filmed import filmed, films_of
+    from embodied_rl.sim.instrumented import instrumented, plain_spec
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.robots.experts import expert_target
+    from embodied_rl.sim.seeding import EpisodeSeeds
+
+    started, showing = time.perf_counter(), showing or Showing()
+    target = (expert or expert_target(sim)) if policy == "expert" else None
+    shown = instrumented(sim, expert=target, physics=showing.physics, image_size=showing.image_size, cameras=showing.cameras)
+    videos = films_folder(folder) if video == "mp4" else None
+    if videos is not None:
+        shown = filmed(shown, videos)
+    # More slots than episodes would start simulators for nothing.
+    slots = min(sim.num_slots, plan.num_episodes)
+    with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
+        spec = plain_spec(manager.spec)
+        player, who = _player(policy, spec, sim, checkpoint=checkpoint, expert=target, sample=sample, noise_seed=plan.noise_seed)
+        info = _info(spec, sim, who, plan, showing, command, checkpoint)
+        films = None if videos is None else films_of(manager.spec, videos)
+        writing = RecordingWriter(folder, info, video=video, resume=resume, gather_s=GATHER_S)
+        with writing as writer, keep_films(films.folder) if films else nullcontext():
+            result = _play(manager, player, writer, plan, num_groups=min(sim.pipeline_groups, slots), films=films)
+    return Recorded(folder, spec, result, time.perf_counter() - started)
+
+
+def _play(
+    manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int, films: Films | None
+) -> RecordingResult:
+    """Run the recorder, with a progress bar."""
+    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.rollout.recording import Recorder
+
+    successes = num_played = told = 0
+    with progress_bar(f"recording {manager.spec.task}", plan.num_episodes) as advance:
+
+        def on_episode(episode: EpisodeSummary) -> None:
+            nonlocal successes, num_played, told
+            successes, num_played = successes + episode.success_once, num_played + 1
+            new, told = recorder.num_recorded - told, recorder.num_recorded
+            advance(new, f"success {successes / num_played:.0%}" if manager.spec.reports_success else "")
+
+        recorder = Recorder(manager, player, writer, plan, num_groups=num_groups, on_episode=on_episode, films=films)
+        told = recorder.num_recorded
+        advance(told)
+        return recorder.run()
+
+
+def _player(
+    policy: str,
+    spec: SimSpec,
+    sim: SimConfig,
+    *,
+    checkpoint: Checkpoint | None,
+    expert: str | None,
+    sample: bool,
+    noise_seed: int,
+) -> tuple[Player, dict[str, Any]]:
+    """Who acts, and what the recording says about it."""
+    from embodied_rl.commands.evaluate import is_own_task
+    from embodied_rl.errors import UserError
+    from embodied_rl.rollout.players import ExpertPlayer, GeneratorPlayer
+
+    if policy == "expert":
+        return ExpertPlayer(), {"kind": "expert", "target": expert}
+    if policy == "random":
+        from embodied_rl.generation.random_backend import RandomGenerator
+
+        if spec.action.kind == "text":
+            raise UserError(f"Task '{spec.task}' is answered in words, and there are no random ones. Give an expert: expert=….")
+        return GeneratorPlayer(RandomGenerator(spec), spec.action, draws=True), {"kind": "random", "noise_seed": noise_seed}
+    assert checkpoint is not None, "a policy comes from a checkpoint"
+    if checkpoint.config.policy.name == "language":
+        raise UserError("record writes vectors and choices; policy.name='language' answers in tokens. Use evaluate or render.")
+    from embodied_rl.commands.evaluate import make_policy
+    from embodied_rl.generation.torch_backend import TorchGenerator
+    from embodied_rl.policies.base import layout_of
+
+    module = make_policy(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
+    layout = layout_of(module) if module.translates else None
+    generator = TorchGenerator(module)
+    version = int(checkpoint.state.get("iteration", 0))
+    generator.publish(version)
+    who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": _weights_hash(checkpoint)}
+    who |= {"sample": sample, **({"noise_seed": noise_seed} if sample else {})}
+    if layout is not None:
+        # What was drawn is no vector in [-1, 1]: importance weights of log-probabilities must know it.
+        who |= {"chunk_size": layout.chunk_size, "units": "tokens" if layout.dtype == "int64" else "own"}
+    has_critic = getattr(module, "value_head", True) is not None
+    return GeneratorPlayer(generator, spec.action, draws=sample, layout=layout, values=has_critic), who
+
+
+def _weights_hash(checkpoint: Checkpoint) -> str:
+    """Of the policy's file: says which weights acted, wherever they lie."""
+    import hashlib
+
+    from embodied_rl.checkpoint import POLICY_FILE
+
+    with (checkpoint.path / POLICY_FILE).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _info(
+    spec: SimSpec,
+    sim: SimConfig,
+    who: Mapping[str, Any],
+    plan: RecordingPlan,
+    showing: Showing,
+    command: str,
+    checkpoint: Checkpoint | None,
+) -> RecordingInfo:
+    import dataclasses
+    from datetime import UTC, datetime
+
+    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.versions import machine, versions
+
+    return RecordingInfo(
+        spec=spec,
+        sim=dataclasses.asdict(sim),
+        policy=dict(who),
+        command=command,
+        versions=versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        metadata={
+            # Every episode began as in a fresh simulator: replaying needs the same.
+            "reconfigure": True,
+            "plan": dataclasses.asdict(plan),
+            "showing": dataclasses.asdict(showing),
+            "machine": machine(),
+            **({} if checkpoint is None else {"checkpoint": str(checkpoint.path)}),
+        },
+    ).signed()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, overrides = COMMAND.parse(argv)
+    from embodied_rl.rollout.seed_queue import RecordingPlan
+
+    policy = _policy_of(values)
+    _check(values)
+    showing = Showing.parse(values["states"], values["images"], values["cameras"])
+    checkpoint, sim = _choose(values, overrides)
+    plan = RecordingPlan(
+        num_episodes=values["num_episodes"],
+        first_seed=values["seed"] + (2**30 if values["held_out"] else 0),
+        only_success=values["only_success"],
+        max_seeds=values["max_seeds"],
+        noise_seed=values["noise_seed"],
+        snapshot_every=showing.snapshot_every,
+    )
+    recorded = record(
+        sim,
+        _folder(values, sim, policy),
+        plan,
+        policy=cast("Literal['checkpoint', 'expert', 'random']", policy),
+        checkpoint=checkpoint,
+        expert=values["expert"],
+        sample=values["sample"],
+        showing=showing,
+        video=values["video"],
+        resume=values["resume"],
+        command=command_line("record", argv),
+    )
+    _tell(recorded, plan)
+
+
+def _policy_of(values: Mapping[str, Any]) -> str:
+    """Who acts. Raises UserError for a combination that makes no sense."""
+    from embodied_rl.errors import UserError
+
+    if values["checkpoint"] is None and values["sim"] is None:
+        raise UserError("Give checkpoint=… (its policy plays its simulator) or sim=… (an expert or random actions play). See --help.")
+    policy = values["policy"] or ("expert" if values["expert"] is not None or values["checkpoint"] is None else "checkpoint")
+    if policy == "checkpoint" and values["checkpoint"] is None:
+        raise UserError("policy=checkpoint needs checkpoint=…: a run's folder, or one of its checkpoints.")
+    for name, needed in (("expert", "expert"), ("sample", "checkpoint")):
+        if values[name] and policy != needed:
+            raise UserError(f"{name}={str(values[name]).lower()} goes with policy={needed}, not with policy={policy}.")
+    return policy
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raises UserError for arguments that do not go together."""
+    from embodied_rl.errors import UserError
+
+    if values["max_seeds"] is not None:
+        if not values["only_success"]:
+            raise UserError("max_seeds goes with only_success=true: otherwise as many seeds are played as episodes recorded.")
+        if values["max_seeds"] < values["num_episodes"]:
+            raise UserError(f"max_seeds must be at least num_episodes ({values['num_episodes']}), got {values['max_seeds']}.")
+    if values["resume"] and values["output"] is None:
+        raise UserError("resume=true needs output=…: the folder of the recording to go on with.")
+
+
+def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Checkpoint | None, SimConfig]:
+    from embodied_rl.commands.evaluate import choose_sim, load_to_play, override_sim
+    from embodied_rl.config import load_sim_config
+
+    if values["checkpoint"] is None:
+        return None, override_sim(load_sim_config(values["sim"]), overrides)
+    from embodied_rl.trust import trusted_names
+
+    trust = trusted_names(values["trust"])
+    checkpoint = load_to_play(values["checkpoint"], sim=values["sim"], overrides=overrides, trust=trust)
+    return checkpoint, choose_sim(checkpoint, values["sim"], overrides)
+
+
+def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
+    """Raises UserError where the folder holds a recording and is not to be gone on with."""
+    from embodied_rl.episodes.info import RECORDING_FILE
+    from embodied_rl.errors import UserError
+    from embodied_rl.files import next_free
+
+    if values["output"] is None:
+        return next_free(Path("recordings") / f"{sim.name}-{policy}")
+    folder = Path(values["output"])
+    if (folder / RECORDING_FILE).exists() and not values["resume"]:
+        raise UserError(f"'{folder}' holds a recording already. Go on with it (resume=true), or choose another output=….")
+    return folder
+
+
+def _tell(recorded: Recorded, plan: RecordingPlan) -> None:
+    """One line; the exit status says whether everything is there."""
+    result = recorded.result
+    rate = (
+        f", {result.num_successful / result.num_played:.1%} of them successful"
+        if result.num_played and recorded.spec.reports_success
+        else ""
+    )
+    print(
+        f"{recorded.folder}: {result.num_recorded} of {plan.num_episodes} episodes of {recorded.spec.task}. "
+        f"Played now: {result.num_played}{rate}, {result.num_steps} steps, {recorded.wall_clock_s:.1f} s."
+    )
+    if result.missing:
+        fail(
+            f"The simulator failed {plan.max_retries + 1} times in {len(result.missing)} episodes, which are not recorded: seeds "
+            f"{list(result.missing)}. resume=true tries them again.",
+            1,
+        )
+    if not result.complete:
+        fail(f"Only {result.num_recorded} of {plan.seed_limit} seeds succeeded. Raise max_seeds, with resume=true.", 1)

@@ -1,0 +1,462 @@
+"""``python -m embodied_rl.render checkpoint=PATH``: an mp4 and a GIF of policies or recorded episodes, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command
+from embodied_rl.media.settings import FORMATS, Film, file_name, write_videos
+
+if TYPE_CHECKING:
+    from embodied_rl.checkpoint import Checkpoint
+    from embodied_rl.config import SimConfig
+    from embodied_rl.episodes.recorded import RecordedEpisode
+    from embodied_rl.episodes.recording import Recording
+    from embodied_rl.media.composition import Pictures, Row
+    from embodied_rl.media.episodes import FilmedEpisode
+    from embodied_rl.media.playing import Actor
+    from embodied_rl.media.selection import Selection
+    from embodied_rl.sim.faults import SimFault
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.types import EpisodeSummary, SimSpec
+
+LOGGERS = ("tensorboard", "wandb")
+_MAX_SLOTS = 4
+
+COMMAND = Command(
+    name="render",
+    summary="Film policies on held-out seeds, or show recorded episodes: one mp4 and one GIF with all of them side by side.",
+    arguments=(
+        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's", None),
+        Argument("domain", str, "of a run with several domains: which one to film", None),
+        Argument("against", str, "film the same seeds with this checkpoint too, or with 'random', in a row below", None),
+        Argument("recording", str, "show recorded episodes instead; those without pictures are replayed in the simulator", None),
+        Argument("tokenizer", str, "of a folder of captured sessions (serve_agent): the folder of the model that was served", None),
+        Argument("num_episodes", ShownEpisodes, "episodes to show", 4),
+        Argument("select", str, "which: first, best, worst or random, of those that are played or recorded; best:9 shows nine", "first"),
+        Argument(
+            "among", PlayedEpisodes, "episodes to select from; default: four times those that are shown, or the whole recording", None
+        ),
+        Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; also what select=random draws from", 0),
+        Argument("cameras", str, "the simulator's cameras, or those recorded, separated by commas; an unknown one lists them", "default"),
+        Argument(
+            "overlay",
+            str,
+            "what is drawn into the pictures: task, instruction, step, reward, value, actions, answer, success; default, all or none",
+            "default",
+        ),
+        Argument("output", WrittenFolder, "folder to write to; default: videos in the run's folder, or beside the recording", None),
+        Argument("size", PictureSize, "pixels a side of each picture", 384),
+        Argument("fps", FilmRate, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
+        Argument("format", str, "mp4, gif or both, separated by a comma", "mp4,gif"),
+        Argument("log", str, "also put the video into the run's logs: tensorboard, wandb or both", None),
+        Argument(
+            "policy", str, "the checkpoint's policy, or random actions for comparison", "checkpoint", choices=("checkpoint", "random")
+        ),
+        Argument("sim", str, "another simulator with the same spaces; default: the checkpoint's own", None),
+        Argument("trust", str, "code that the file may name beside what is registered: package.module:Attribute, or a list", None),
+    ),
+    prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.kwargs.camera_name=track"},
+    examples=(
+        "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1",
+        "checkpoint=runs/halfcheetah/20260101-120000-seed1 num_episodes=1 format=gif",
+        "checkpoint=runs/fetch_reach/20260101-120000-seed1 select=worst:4 among=50 overlay=all",
+        "checkpoint=runs/metaworld_reach/20260101-120000-seed1 against=random cameras=corner,gripperPOV",
+        "recording=recordings/pickcube select=best:9",
+        "recording=captured tokenizer=models/qwen3-0.6b",
+    ),
+)
+
+
+# ---- policies -------------------------------------------------------------------------------------------------------
+
+
+def render_videos(
+    checkpoint: Checkpoint,
+    output: Path,
+    *,
+    num_episodes: int = 4,
+    size: int = 384,
+    fps: int = 20,
+    seed: int = 0,
+    formats: Sequence[str] = FORMATS,
+    policy: str = "checkpoint",
+    sim: SimConfig | None = None,
+) -> list[Path]:
+    """Film held-out episodes of one policy and write them as one video per format: `film_players` with the usual settings.
+
+    A language policy answers by the torch backend: the engine of vLLM that has just trained is still there, and two may not fit.
+    """
+    if checkpoint.config.generation.backend == "vllm":
+        generation = dataclasses.replace(checkpoint.config.generation, backend="tokens_torch")
+        checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, generation=generation))
+    film = Film(num_episodes=num_episodes, size=size, fps=fps, seed=seed, formats=tuple(formats))
+    return film_players([(checkpoint, policy)], output, film, sim=sim)
+
+
+def film_players(
+    players: Sequence[tuple[Checkpoint, str]], output: Path, film: Film, *, sim: SimConfig | None = None, with_dialogues: bool = False
+) -> list[Path]:
+    """Film the same held-out seeds with one policy or with two and write one video per format; earlier videos are kept, new ones numbered.
+
+    Of two, the seeds are selected by how the first one does.
+
+    Args:
+        players: (checkpoint, "checkpoint" or "random"), one or two; policies act with their mode.
+        output: folder for the videos.
+        film: how.
+        sim: another simulator configuration; None: the first checkpoint's.
+        with_dialogues: of language agents, also write what they were asked and answered, as pages.
+
+    Returns:
+        The files, in the order of `film.formats`; then the pages.
+
+    Raises:
+        UserError: the task or this machine cannot render, or the files cannot be written.
+        IncompatibleCheckpointError: a checkpoint does not fit the simulator.
+    """
+    from embodied_rl.errors import UserError
+    from embodied_rl.sim.faults import SimFault
+
+    wanted = players[0][0].config.sim if sim is None else sim
+    try:
+        spec, rows = _play(players, wanted, film)
+    except SimFault as error:
+        # Graphics drivers end a process in ways that raise no exception.
+        raise UserError(
+            f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). "
+            "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
+        ) from error
+    base = output / _name(players, spec, film)
+    paths = write_videos(_pictures(rows, spec, film, film.cameras), base, film)
+    return [*paths, *_write_dialogues(players, rows, base)] if with_dialogues else paths
+
+
+def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[Row], base: Path) -> list[Path]:
+    """Of language agents, a page each with every token."""
+    if any(checkpoint.config.policy.name != "language" for checkpoint, _ in players):
+        return []
+    from embodied_rl.media.dialogues import write_filmed_dialogues
+    from embodied_rl.methods.language_player import MODEL_FOLDER
+    from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+
+    words = [ChatTokenizer.read(checkpoint.path / MODEL_FOLDER) for checkpoint, _ in players]
+    decode = [functools.partial(one.decode, skip_special_tokens=False) for one in words]
+    return write_filmed_dialogues(base, rows, decode)
+
+
+def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film) -> tuple[SimSpec, list[Row]]:
+    from embodied_rl.errors import UserError
+    from embodied_rl.media.selection import Selection
+    from embodied_rl.sim.film import filmed
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
+
+    selection = film.selection()
+    positions: Sequence[int] = selection.positions(film.seed) if selection.is_known_before else range(selection.among)
+    seeds = [HELD_OUT_START + film.seed + position for position in positions]
+    config = filmed(sim, film.size, film.cameras)
+    with EnvManager.from_config(
+        config, EpisodeSeeds.held_out(film.seed), num_slots=min(len(seeds), _MAX_SLOTS), autoreset=False
+    ) as manager:
+        if not manager.spec.can_render:
+            raise UserError(f"Task '{manager.spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
+        actors = [_actor(checkpoint, policy, sim, manager, film.seed) for checkpoint, policy in players]
+        shown = [_film_one(manager, actors[0], seeds, film, selection)]
+        chosen = [episode.seed for episode in shown[0]]
+        everything = Selection("first", len(chosen), len(chosen))
+        shown += [_film_one(manager, actor, chosen, film, everything) for actor in actors[1:]]
+        return manager.spec, _rows(players, shown, manager.spec)
+
+
+def _film_one(manager: EnvManager, actor: Actor, seeds: Sequence[int], film: Film, selection: Selection) -> list[FilmedEpisode]:
+    from embodied_rl.media import playing
+    from embodied_rl.media.overlays import parse_overlays
+
+    with _progress(f"filming {manager.spec.task}", len(seeds), film) as advance:
+        finished: list[EpisodeSummary] = []
+
+        def on_episode(episode: EpisodeSummary) -> None:
+            finished.append(episode)
+            rate = sum(one.success_once for one in finished) / len(finished)
+            advance(1, f"success {rate:.0%}" if manager.spec.reports_success else "")
+
+        return playing.film(
+            manager,
+            actor,
+            seeds,
+            size=film.size,
+            num_cameras=max(1, len(film.cameras)),
+            selection=selection,
+            with_values="value" in parse_overlays(film.overlay),
+            on_episode=on_episode,
+        )
+
+
+def _actor(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> Actor:
+    from embodied_rl.commands.evaluate import is_own_task, make_generator, make_policy, value_estimate
+    from embodied_rl.generation.torch_backend import TorchGenerator
+    from embodied_rl.media.playing import EpisodicActor, PolicyActor
+
+    spec, slots, same_task = manager.spec, manager.num_slots, is_own_task(checkpoint, sim)
+    if checkpoint.config.policy.name == "language":
+        speaking = make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed)
+        return EpisodicActor(speaking, slots)
+    if policy == "random":
+        return PolicyActor(make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed), spec.action, slots)
+    module = make_policy(checkpoint, spec, same_task=same_task)
+    generator = TorchGenerator(module)
+    generator.publish(0)
+    return PolicyActor(generator, spec.action, slots, value_estimate(module))
+
+
+def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[FilmedEpisode]], spec: SimSpec) -> list[Row]:
+    """Each policy's episodes, named with what they came to."""
+    from embodied_rl.evaluation.output import labels
+    from embodied_rl.media.composition import Row
+
+    rows = []
+    for label, episodes in zip(labels(players), shown, strict=True):
+        outcomes = [episode.finished for episode in episodes]
+        mean = sum(outcome.episode_return for outcome in outcomes) / len(outcomes)
+        success = f"   success {sum(outcome.success_once for outcome in outcomes)} of {len(outcomes)}" if spec.reports_success else ""
+        rows.append(Row(f"{label}{success}   mean return {mean:.2f}", episodes))
+    return rows
+
+
+def _name(players: Sequence[tuple[Checkpoint, str]], spec: SimSpec, film: Film) -> str:
+    """Of the files, without number and ending."""
+    (checkpoint, policy), *others = players
+    parts = [file_name(spec.task), f"step{checkpoint.step:09d}", *(["random"] if policy == "random" else [])]
+    kind = film.selection().kind
+    parts += [] if kind == "first" else [kind]
+    for other, its_policy in others:
+        run = "" if other.run_dir == checkpoint.run_dir else f"{file_name(other.run_dir.name)}-"
+        parts += ["against", "random" if its_policy == "random" else f"{run}step{other.step:09d}"]
+    return "_".join(parts)
+
+
+# ---- recordings -----------------------------------------------------------------------------------------------------
+
+
+def film_recording(
+    recording: Recording, output: Path, film: Film, *, sim: SimConfig | None = None, trust: Sequence[str] = ()
+) -> list[Path]:
+    """Show episodes of a recording and write one video per format; earlier videos are kept, new ones numbered.
+
+    Recorded pictures are taken where there are any; otherwise the episodes are played again in the simulator, from state to state where
+    states were recorded, else by their actions.
+
+    Args:
+        recording: opened.
+        output: folder for the videos.
+        film: how; ``cameras`` are those that were recorded.
+        sim: the simulator for a replay; None: the recording's own.
+        trust: code that the recording's own simulator may name, see `embodied_rl.replay.sim_of`.
+
+    Raises:
+        UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
+    """
+    from embodied_rl.commands.replay import sim_of
+    from embodied_rl.errors import UserError
+    from embodied_rl.media.composition import Row
+    from embodied_rl.media.recorded import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
+
+    if len(recording) == 0:
+        raise UserError(f"'{recording.path}' holds no episode.")
+    selection = film.selection(len(recording))
+    numbers = selection.positions(film.seed) if selection.is_known_before else selection.ranked(summaries(recording)[: selection.among])
+    known = recorded_cameras(recording.episode(numbers[0]))
+    cameras = choose_cameras(film.cameras, known, recording) if known or film.cameras not in ((), ("default",)) else ()
+    stride = stride_of([int(recording.lengths[number]) for number in numbers], 3 * film.size**2 * max(1, len(cameras)))
+    episodes = []
+    if cameras:
+        with _progress(f"reading {recording.spec.task}", len(numbers), film) as advance:
+            for number in numbers:
+                episode = recording.episode(number)
+                found = recorded_cameras(episode)
+                if missing := [camera for camera in cameras if camera not in found]:
+                    raise UserError(f"Episode {number} of '{recording.path}' has no pictures of camera '{missing[0]}'.")
+                views = {camera: found[camera] for camera in cameras}
+                episodes.append(from_pictures(recording, number, views, episode, size=film.size, stride=stride))
+                advance(1)
+    else:
+        episodes = _replayed(recording, numbers, film, stride, sim_of(recording, trust) if sim is None else sim)
+    kind = "" if selection.kind == "first" else f"_{selection.kind}"
+    name = f"{file_name(recording.spec.task)}_{file_name(recording.path.stem)}{kind}"
+    return write_videos(_pictures([Row("", episodes)], recording.spec, film, cameras), output / name, film)
+
+
+def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: int, sim: SimConfig) -> list[FilmedEpisode]:
+    """Play these episodes again, and keep what the simulator draws."""
+    from embodied_rl.media.recorded import PictureSink
+    from embodied_rl.rollout.replaying import Replayer, check_fits
+    from embodied_rl.sim.instrumented import instrumented, plain_spec
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.seeding import EpisodeSeeds
+
+    first = recording.episode(numbers[0])
+    shown = instrumented(sim, physics=first.state is not None, image_size=film.size)
+    sinks: list[PictureSink] = []
+
+    def open_sink(episode: RecordedEpisode) -> Any:
+        sinks.append(PictureSink(recording, numbers[len(sinks)], episode, film.size, stride))
+        return sinks[-1]
+
+    slots = min(len(numbers), _MAX_SLOTS)
+    with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
+        check_fits(recording.spec, plain_spec(manager.spec))
+        replayer = Replayer(manager, "state" if first.state is not None or first.snapshots else "action", open_sink)
+        with _progress(f"replaying {recording.spec.task}", len(numbers), film) as advance:
+            different = 0
+            for replay in replayer.run((number, recording.episode(number)) for number in numbers):
+                different += not replay.success_matches
+                advance(1)
+    if different and film.show_progress:
+        print(
+            f"{different} of {len(numbers)} episodes came out otherwise than they were recorded: see embodied_rl.replay.", file=sys.stderr
+        )
+    return [sink.filmed for sink in sinks]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[str]) -> Pictures:
+    from embodied_rl.media.composition import Pictures
+    from embodied_rl.media.overlays import Overlays, parse_overlays
+
+    overlays = Overlays(parse_overlays(film.overlay), spec.action, tuple(cameras))
+    return Pictures(rows, overlays, reports_success=spec.reports_success)
+
+
+def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
+    """Put a video into the logs of the checkpoint's run, at the checkpoint's step.
+
+    Raises:
+        MissingExtraError: a logger's packages are not installed.
+    """
+    from embodied_rl.loggers.tensorboard import TensorBoardLogger
+    from embodied_rl.loggers.wandb import WandbLogger
+
+    run_dir, config = checkpoint.run_dir, checkpoint.config.logger
+    for name in names:
+        logger: TensorBoardLogger | WandbLogger
+        if name == "tensorboard":
+            logger = TensorBoardLogger(run_dir)
+        else:
+            # Continues the run that training logged to.
+            logger = WandbLogger(run_dir, config.wandb_project, config.wandb_mode, checkpoint.config.to_dict(), resume_step=checkpoint.step)
+        try:
+            logger.log_video(checkpoint.step, paths[0])
+        finally:
+            logger.close()
+
+
+def _cause(fault: SimFault) -> str:
+    """The line that says most: of a traceback the last one, else the first (the signal or the time that passed)."""
+    lines = fault.detail.strip().splitlines() or ["nothing more is known"]
+    return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
+
+
+def _progress(title: str, total: int, film: Film) -> Any:
+    from contextlib import nullcontext
+
+    from embodied_rl.evaluation.progress import progress_bar
+
+    # At the end of training the run's own display is still there.
+    return progress_bar(title, total) if film.show_progress else nullcontext(lambda count, note="": None)
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, overrides = COMMAND.parse(argv)
+    film = Film(
+        **{name: values[name] for name in ("num_episodes", "select", "among", "seed", "overlay", "size", "fps")},
+        cameras=() if values["cameras"] == "default" else tuple(name.strip() for name in values["cameras"].split(",")),
+        formats=_words(values["format"]) or (values["format"],),
+        show_progress=True,
+    )
+    paths = _film_recording(values, overrides, film) if values["recording"] else _film_checkpoints(values, overrides, film)
+    for path in paths:
+        print(f"{path} ({path.stat().st_size / 1e6:.2f} MB)")
+
+
+def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
+    from embodied_rl.commands.evaluate import choose_sim, load_to_play
+    from embodied_rl.errors import UserError, did_you_mean
+    from embodied_rl.files import require_writable
+    from embodied_rl.trust import trusted_names
+
+    if values["checkpoint"] is None:
+        raise UserError("Nothing to film: give checkpoint=… (a run's folder, say) or recording=…. See --help.")
+    logs = _words(values["log"] or "")
+    for word in logs:
+        if word not in LOGGERS:
+            raise UserError(f"log={values['log']}: '{word}' is not a choice.{did_you_mean(word, LOGGERS)}")
+    trust = trusted_names(values["trust"])
+    load = functools.partial(load_to_play, domain=values["domain"], sim=values["sim"], overrides=overrides, trust=trust, logs=bool(logs))
+    checkpoint = load(values["checkpoint"])
+    players = [(checkpoint, values["policy"])]
+    if values["against"] is not None:
+        random = values["against"] == "random"
+        other = None if random else load(values["against"])
+        players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
+    output = require_writable(Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos")
+    paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
+    if logs:
+        log_videos(checkpoint, paths, logs)
+    return paths
+
+
+def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
+    from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.errors import UserError
+    from embodied_rl.files import require_writable
+    from embodied_rl.media.dialogues import film_captured, is_captured
+    from embodied_rl.trust import trusted_names
+
+    for name in ("checkpoint", "against", "log"):
+        if values[name] is not None:
+            raise UserError(f"recording= and {name}= do not go together: recorded episodes are shown as they are.")
+    folder = Path(values["recording"])
+    if is_captured(folder):
+        output = Path(values["output"]) if values["output"] else folder.resolve().parent / "videos"
+        return film_captured(folder, values["tokenizer"], output, film)
+    recording = open_recording(values["recording"])
+    try:
+        trust = trusted_names(values["trust"])
+        sim = recording_sim(recording, values["sim"], overrides, trust)
+        output = require_writable(Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos")
+        return film_recording(recording, output, film, sim=sim, trust=trust)
+    finally:
+        recording.close()
+
+
+def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str, Any], trust: Sequence[str] = ()) -> SimConfig | None:
+    """The simulator for a replay that the command line asks for; None: the recording's own. Raises UserError for an unknown key."""
+    from embodied_rl.commands.evaluate import override_sim
+    from embodied_rl.commands.replay import sim_of
+    from embodied_rl.config import load_sim_config
+
+    if name is None and not overrides:
+        return None
+    return override_sim(load_sim_config(name) if name is not None else sim_of(recording, trust, list(overrides)), overrides)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))

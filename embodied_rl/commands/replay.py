@@ -1,0 +1,360 @@
+"""``python -m embodied_rl.replay recording=DIR``: play recorded episodes again, and say how far off they come out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from embodied_rl.bounds import Coefficient, Episodes, PictureSize
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, fail, run_command
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from embodied_rl.config import SimConfig
+    from embodied_rl.episodes.recorded import RecordedEpisode
+    from embodied_rl.episodes.recording import Recording
+    from embodied_rl.episodes.sink import EpisodeSink
+    from embodied_rl.episodes.writer import RecordingWriter
+    from embodied_rl.rollout.replaying import EpisodeReplay, KeyDrift
+
+_SHOWN = 10
+"""Episodes that get their own row in the table."""
+
+COMMAND = Command(
+    name="replay",
+    summary="Play recorded episodes again in their simulator, compare every observation, and check that success comes out the same.",
+    arguments=(
+        Argument("recording", str, "the recording: a folder of ours, or a file of another format"),
+        Argument(
+            "by",
+            str,
+            "action: from the seed, by the actions; state: from state to state, where these were recorded",
+            "action",
+            ("action", "state"),
+        ),
+        Argument("num_episodes", Episodes, "replay the first so many; default: all", None),
+        Argument("tolerance", Coefficient, "also fail where an observation differs by more; default: only success decides", None),
+        Argument("render", bool, "draw a picture of every step, and write the episodes with them into output", False),
+        Argument("size", PictureSize, "pixels of a picture's longer side", 256),
+        Argument("video", str, "how pictures are stored", "mp4", ("mp4", "png", "raw")),
+        Argument("sim", str, "the simulator; default: the recording's own", None),
+        Argument("trust", str, "code that the recording may name beside what is registered: package.module:Attribute, or a list", None),
+        Argument("report", WrittenFile, "where to write the report as JSON; default: replay-BY.json in the recording's folder", None),
+        Argument("output", WrittenFolder, "with render: folder of the new recording; default: the recording's name with -rendered", None),
+    ),
+    prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4"},
+    examples=(
+        "recording=recordings/pickcube",
+        "recording=recordings/pickcube by=state tolerance=0.05",
+        "recording=recordings/pickcube render=true size=224 num_episodes=20",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """What came of all episodes."""
+
+    recording: Path
+    task: str
+    by: str
+    episodes: Sequence[EpisodeReplay]
+    """Ascending by number."""
+    rendered: Path | None
+    """The new recording; None: nothing was drawn."""
+    wall_clock_s: float
+
+    @property
+    def mismatched(self) -> list[EpisodeReplay]:
+        """Episodes whose success came out otherwise than it was recorded, or that could not be played to their end."""
+        return [episode for episode in self.episodes if not episode.success_matches]
+
+
+def replay(
+    recording: Recording,
+    *,
+    by: Literal["action", "state"] = "action",
+    num_episodes: int | None = None,
+    sim: SimConfig | None = None,
+    image_size: int | None = None,
+    output: Path | None = None,
+    video: Literal["mp4", "png", "raw"] = "mp4",
+) -> ReplayReport:
+    """Play episodes of a recording again.
+
+    Args:
+        recording: opened.
+        by: "action": reset to the seed and give the recorded actions; "state": restore the recorded state before each step.
+        num_episodes: the first so many; None: all.
+        sim: the simulator; None: the recording's own.
+        image_size: draw pictures of so many pixels; None: none.
+        output: with `image_size`: a new recording of the same episodes with these pictures.
+        video: how they are stored.
+
+    Raises:
+        UserError: the recording does not say which simulator it is of, does not fit it, or lacks states; nothing can be drawn.
+        SimFault: the simulator failed and its configuration says to stop.
+    """
+    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.rollout.replaying import Replayer, check_fits
+    from embodied_rl.sim.instrumented import instrumented, plain_spec
+    from embodied_rl.sim.manager import EnvManager
+    from embodied_rl.sim.seeding import EpisodeSeeds
+
+    started = time.perf_counter()
+    wanted = sim_of(recording) if sim is None else sim
+    count = len(recording) if num_episodes is None else min(num_episodes, len(recording))
+    if count == 0:
+        raise _user_error(f"'{recording.path}' holds no episode.")
+    # Looked at before any simulator is started; the first episode speaks for all, and each is checked again when its turn comes.
+    physics = by == "state" and recording.episode(0).state is not None
+    shown = instrumented(wanted, physics=physics, image_size=image_size)
+    played: list[EpisodeReplay] = []
+    with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=min(wanted.num_slots, count), autoreset=False) as manager:
+        check_fits(recording.spec, plain_spec(manager.spec))
+        writer = _writer(recording, output, image_size, video)
+        try:
+            replayer = Replayer(manager, by, None if writer is None else _sinks(writer))
+            with progress_bar(f"replaying {recording.spec.task}", count) as advance:
+                for episode in replayer.run((number, recording.episode(number)) for number in range(count)):
+                    played.append(episode)
+                    matched = sum(one.success_matches for one in played)
+                    advance(1, f"success as recorded {matched / len(played):.0%}")
+        finally:
+            if writer is not None:
+                writer.close()
+    played.sort(key=lambda episode: episode.number)
+    rendered = None if writer is None else writer.folder
+    return ReplayReport(recording.path, recording.spec.task, by, played, rendered, time.perf_counter() - started)
+
+
+def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[str] = ()) -> SimConfig:
+    """The simulator that a recording is of.
+
+    Args:
+        recording: opened.
+        trust, replaced: code that it may name beside what is registered here, and keys that the caller replaces; see
+            `embodied_rl.checkpoint.load_checkpoint`.
+
+    Raises:
+        UserError: it does not say.
+        UntrustedCode: it names other code, and this user did not record it on this machine. Nothing of it was imported.
+    """
+    from embodied_rl.config import SimConfig
+    from embodied_rl.trust import RECORDING, require_trusted
+
+    if not recording.info.sim:
+        raise _user_error(
+            f"'{recording.path}' does not say in which simulator it was recorded (task '{recording.spec.task}'). "
+            "Name it: sim=maniskill_pushcube, say."
+        )
+    info = recording.info
+    named, signature = {"sim": info.sim}, info.signature
+    require_trusted(named, file=recording.path, what=RECORDING, content=info.sim_bytes, signature=signature, trust=trust, replaced=replaced)
+    return SimConfig.from_dict(info.sim)
+
+
+def _writer(
+    recording: Recording, output: Path | None, image_size: int | None, video: Literal["mp4", "png", "raw"]
+) -> RecordingWriter | None:
+    import dataclasses
+
+    from embodied_rl.episodes.writer import RecordingWriter
+
+    if image_size is None or output is None:
+        return None
+    info = dataclasses.replace(
+        recording.info, metadata={**recording.info.metadata, "rendered_from": str(recording.path), "image_size": image_size}
+    )
+    return RecordingWriter(output, info, video=video, duplicates="allow")
+
+
+def _sinks(writer: RecordingWriter) -> Callable[[RecordedEpisode], EpisodeSink]:
+    def open_sink(episode: RecordedEpisode) -> EpisodeSink:
+        return writer.open_episode(episode.seed, task=episode.task, instruction=episode.instruction, metadata=episode.metadata)
+
+    return open_sink
+
+
+def document_of(report: ReplayReport, command: str) -> dict[str, Any]:
+    """What the report holds."""
+    from embodied_rl.versions import machine, versions
+
+    return {
+        "recording": str(report.recording),
+        "task": report.task,
+        "by": report.by,
+        "num_episodes": len(report.episodes),
+        "num_exact": sum(episode.is_exact for episode in report.episodes),
+        "num_success_matched": sum(episode.success_matches for episode in report.episodes),
+        "max_drift": max(episode.max_drift for episode in report.episodes),
+        "rendered": None if report.rendered is None else str(report.rendered),
+        "wall_clock_s": round(report.wall_clock_s, 2),
+        "command": command,
+        "versions": versions(),
+        "machine": machine(),
+        "episodes": [_episode_document(episode) for episode in report.episodes],
+    }
+
+
+def _episode_document(episode: EpisodeReplay) -> dict[str, Any]:
+    def of(drift: KeyDrift) -> dict[str, Any]:
+        return {"max": drift.max_abs, "mean": drift.mean_abs, "first_step": drift.first_step, "per_step": drift.per_step.tolist()}
+
+    return {
+        "number": episode.number,
+        "seed": episode.seed,
+        "num_steps": episode.num_steps,
+        "num_replayed": episode.num_replayed,
+        "exact": episode.is_exact,
+        "max_drift": episode.max_drift,
+        "first_step": episode.first_step,
+        "success_once": dict(zip(("recorded", "replayed"), episode.success_once, strict=True)),
+        "success_at_end": dict(zip(("recorded", "replayed"), episode.success_at_end, strict=True)),
+        "ends_match": episode.ends_match,
+        "failure": episode.failure,
+        "reward": of(episode.reward),
+        "observation": {key: of(drift) for key, drift in episode.observation.items()},
+    }
+
+
+def tables(report: ReplayReport) -> list[Table]:
+    """What the command prints: a row for each part of the observation, and one for each episode that is farthest off."""
+    import numpy as np
+    from rich import box
+    from rich.table import Table
+
+    count, exact = len(report.episodes), sum(episode.is_exact for episode in report.episodes)
+    title = (
+        f"{report.task}, replayed by {report.by}: {count} episodes, {exact} exact, success as recorded in {count - len(report.mismatched)}"
+    )
+    parts = Table(title=title, title_justify="left", box=box.ROUNDED)
+    for column in ("", "largest difference", "mean", "first step that differs", "episodes that differ"):
+        parts.add_column(column, justify="left" if not column else "right")
+    rows: dict[str, list[KeyDrift]] = {
+        key: [episode.observation[key] for episode in report.episodes] for key in report.episodes[0].observation
+    }
+    rows["reward"] = [episode.reward for episode in report.episodes]
+    for name, drifts in rows.items():
+        firsts = [drift.first_step for drift in drifts if drift.first_step is not None]
+        largest = max(drift.max_abs for drift in drifts)
+        mean = float(np.mean([drift.mean_abs for drift in drifts]))
+        parts.add_row(name, f"{largest:.3g}", f"{mean:.3g}", str(min(firsts)) if firsts else "–", str(len(firsts)))
+    worst = sorted((episode for episode in report.episodes if not episode.is_exact), key=lambda e: (e.success_matches, -e.max_drift))
+    if not worst:
+        return [parts]
+    single = Table(
+        title=f"Farthest off{f' ({_SHOWN} of {len(worst)})' if len(worst) > _SHOWN else ''}", title_justify="left", box=box.ROUNDED
+    )
+    for column in ("episode", "seed", "steps", "largest difference", "first step that differs", "success recorded", "replayed"):
+        single.add_column(column, justify="right")
+    for episode in worst[:_SHOWN]:
+        single.add_row(
+            str(episode.number),
+            str(episode.seed),
+            f"{episode.num_replayed} of {episode.num_steps}",
+            f"{episode.max_drift:.3g}",
+            "–" if episode.first_step is None else str(episode.first_step),
+            _yes(episode.success_once[0]),
+            _yes(episode.success_once[1]) if episode.failure is None else episode.failure,
+        )
+    return [parts, single]
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, overrides = COMMAND.parse(argv)
+    from rich.console import Console
+
+    from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.files import write_atomic
+
+    _check(values)
+    recording = open_recording(Path(values["recording"]))
+    sim = _sim(recording, values, overrides)
+    output = _output(values, recording) if values["render"] else None
+    report = replay(
+        recording,
+        by=values["by"],
+        num_episodes=values["num_episodes"],
+        sim=sim,
+        image_size=values["size"] if values["render"] else None,
+        output=output,
+        video=values["video"],
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    # Shown first: a file that cannot be written must not cost the figures.
+    console.print(*tables(report), sep="\n")
+    path = Path(values["report"]) if values["report"] else _beside(recording.path) / f"replay-{report.by}.json"
+    write_atomic(path, json.dumps(document_of(report, command_line("replay", argv)), indent=1, allow_nan=False) + "\n")
+    console.print(f"{report.wall_clock_s:.1f} s. Every step: {path}", markup=False)
+    if report.rendered is not None:
+        console.print(f"With pictures: {report.rendered}", markup=False)
+    _judge(report, values["tolerance"])
+
+
+def _judge(report: ReplayReport, tolerance: float | None) -> None:
+    """Exit with status 1 where success came out otherwise, or something is farther off than it may be."""
+    if report.mismatched:
+        seeds = [episode.seed for episode in report.mismatched]
+        shown = f"{seeds[:_SHOWN]}{' and more' if len(seeds) > _SHOWN else ''}"
+        fail(f"Success is not as recorded in {len(seeds)} of {len(report.episodes)} episodes: seeds {shown}.", 1)
+    if tolerance is not None:
+        far = [episode for episode in report.episodes if episode.max_drift > tolerance]
+        if far:
+            largest = max(episode.max_drift for episode in far)
+            fail(f"{len(far)} of {len(report.episodes)} episodes differ by more than {tolerance:g} (largest: {largest:.3g}).", 1)
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    if values["output"] is not None and not values["render"]:
+        raise _user_error("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
+
+
+def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> SimConfig:
+    from embodied_rl.commands.evaluate import override_sim
+    from embodied_rl.config import load_sim_config
+    from embodied_rl.trust import trusted_names
+
+    name = values["sim"]
+    return override_sim(
+        sim_of(recording, trusted_names(values["trust"]), list(overrides)) if name is None else load_sim_config(name), overrides
+    )
+
+
+def _output(values: Mapping[str, Any], recording: Recording) -> Path:
+    from embodied_rl.episodes.info import RECORDING_FILE
+    from embodied_rl.files import next_free
+
+    if values["output"] is None:
+        return next_free(recording.path.with_name(f"{recording.path.stem}-rendered"))
+    folder = Path(values["output"])
+    if (folder / RECORDING_FILE).exists():
+        raise _user_error(f"'{folder}' holds a recording already. Choose another output=….")
+    return folder
+
+
+def _beside(path: Path) -> Path:
+    """The folder of a recording, or the one that its file lies in."""
+    return path if path.is_dir() else path.parent
+
+
+def _user_error(message: str) -> Exception:
+    from embodied_rl.errors import UserError
+
+    return UserError(message)

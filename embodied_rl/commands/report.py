@@ -1,0 +1,71 @@
+"""``python -m embodied_rl.report RUN``: one static page of a run, or of several side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, run_command
+
+COMMAND = Command(
+    name="report",
+    summary="Write one self-contained page about a run, or about several together: curves, tables, videos, timeline, failures.",
+    arguments=(
+        Argument("run", str, "a run's folder; several: separated by commas, or a pattern; also without 'run='"),
+        Argument(
+            "output",
+            WrittenFile,
+            "the page; default: report.html in the run's folder, or of several in the folder that holds them",
+            None,
+        ),
+    ),
+    examples=(
+        "runs/maniskill_pushcube/20260101-120000-seed1",
+        "run=runs/fetch_reach/20260101-120000-seed1,runs/fetch_reach/20260101-120000-seed2 output=fetch_reach.html",
+        "'runs/fetch_reach/*'",
+    ),
+)
+
+
+def expand_runs(words: Sequence[str]) -> list[Path]:
+    """Folders of ``A``, ``A,B`` or patterns such as ``runs/fetch_reach/*``, each once; of a pattern those that are runs.
+
+    Raises:
+        UserError: a pattern matches no run.
+    """
+    import glob
+
+    from embodied_rl.errors import UserError
+    from embodied_rl.loggers.jsonl import METRICS_FILE
+
+    paths: list[Path] = []
+    for word in words:
+        for part in [word] if Path(word).exists() else filter(None, (piece.strip() for piece in word.split(","))):
+            if Path(part).exists() or not any(letter in part for letter in "*?["):
+                paths.append(Path(part))
+                continue
+            found = [Path(path) for path in sorted(glob.glob(part))]
+            runs = [path for path in found if any((path / name).exists() for name in ("results.json", METRICS_FILE, "checkpoints"))]
+            if not runs:
+                raise UserError(f"No run matches '{part}'. Patterns are those of the shell: 'runs/fetch_reach/*'.")
+            paths += runs
+    return list(dict.fromkeys(paths))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    # A shell expands runs/* into several words; each is a run.
+    folders = [word for word in argv if "=" not in word and not word.startswith("-")]
+    named = [f"run={','.join(folders)}"] if folders else []
+    values, _ = COMMAND.parse([*named, *(word for word in argv if word not in folders)])
+    given = [word.removeprefix("run=") for word in argv if word.startswith("run=")]
+    from embodied_rl.reports import write_report
+
+    output = Path(values["output"]) if values["output"] else None
+    print(write_report(expand_runs([*given, *folders]), output))

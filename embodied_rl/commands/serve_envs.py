@@ -1,0 +1,75 @@
+"""``python -m embodied_rl.serve_envs``: simulators behind HTTP, each environment in its own process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.bounds import Megabytes, Port, Processes, Seconds
+from embodied_rl.commands.cli import Argument, Command, run_command, serve_until_stopped
+
+if TYPE_CHECKING:
+    from embodied_rl.serving.environments.app import EnvironmentService
+
+COMMAND = Command(
+    name="serve_envs",
+    summary="Offer registered simulators over HTTP: make, reset, step, snapshot, restore, render and close, alone or in batches.",
+    arguments=(
+        Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
+        Argument("port", Port, "0 takes a free one", 8700),
+        Argument(
+            "token", str, "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed", None, ("none",)
+        ),
+        Argument("sims", str, "what to offer, separated by commas; all: every simulator whose arguments name no code", "all"),
+        Argument("max_environments", Processes, "environments at a time", 64),
+        Argument("memory_mb", Megabytes, "resident memory of one environment's process, beyond which it is ended", 4096.0),
+        Argument("cpu_s", Seconds, "CPU seconds of one environment's process in all; default: no limit", None),
+        Argument("idle_s", Seconds, "an environment that nobody asks anything of for so long is closed", 600.0),
+        Argument("step_timeout_s", Seconds, "a step that takes longer ends its environment", 60.0),
+        Argument("start_timeout_s", Seconds, "the same for building a simulator", 180.0),
+        Argument("max_body_mb", Megabytes, "size of one request (2**20 bytes)", 32.0),
+    ),
+    examples=(
+        "",
+        "sims=gem_guess_number,cartpole max_environments=16 memory_mb=1000",
+        "host=0.0.0.0 port=8700",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    values, _ = COMMAND.parse(argv)
+    from embodied_rl.serving.environments.app import TOKEN_VARIABLE
+
+    service, token = start(values)
+    if token is not None:
+        print(f"Clients need this token:\nexport {TOKEN_VARIABLE}={token}")
+    serve_until_stopped(service.close, f"Serving {len(service.hub.names)} simulators at {service.url}")
+
+
+def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:
+    """(the service that the arguments describe, listening; its token where that is new). Raises UserError."""
+    from embodied_rl.serving.environments.app import EnvironmentService
+    from embodied_rl.serving.environments.environment import ServiceLimits
+    from embodied_rl.serving.environments.offers import offered_simulators
+    from embodied_rl.serving.http_server import ServerLimits
+
+    listed = values["sims"].removeprefix("[").removesuffix("]")
+    names = None if listed == "all" else tuple(name.strip() for name in listed.split(","))
+    limits = {name: values[name] for name in ("max_environments", "memory_mb", "cpu_s", "idle_s", "step_timeout_s", "start_timeout_s")}
+    service = EnvironmentService(
+        offered_simulators(names),
+        host=values["host"],
+        port=values["port"],
+        token=values["token"],
+        limits=ServiceLimits(**limits),
+        http=ServerLimits(max_body_mb=values["max_body_mb"]),
+    )
+    return service, service.token if service.token_is_new else None

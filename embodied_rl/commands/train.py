@@ -1,0 +1,167 @@
+"""``python -m embodied_rl.train``: Hydra in, Trainer.run() out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodied_rl.commands.cli import command_line, run_command
+from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from embodied_rl.checkpoint import Checkpoint
+    from embodied_rl.config import TrainConfig
+
+
+def main() -> None:
+    """Train as the command line says; mistakes are one line on stderr and exit status 2."""
+    run_command(_hydra_main)
+
+
+def _hydra_main() -> None:
+    import hydra
+
+    from embodied_rl.config.compose import add_installed_configs, check_overrides
+    from embodied_rl.paths import configs_dir
+
+    arguments = check_overrides("train", sys.argv[1:])
+    add_installed_configs()
+    sys.argv[1:] = arguments
+    hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
+
+
+def _train(composed: DictConfig) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
+    # Hydra would print a traceback for our errors; here they are still ours.
+    run_command(lambda: _train_composed(composed, list(HydraConfig.get().overrides.task)))
+
+
+def _train_composed(composed: DictConfig, overrides: list[str]) -> None:
+    from omegaconf import OmegaConf
+
+    from embodied_rl.config import TrainConfig
+
+    plain = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(plain, dict)
+    train(
+        TrainConfig.from_dict({str(key): value for key, value in plain.items()}),
+        overrides=overrides,
+        command=command_line("train", overrides),
+    )
+
+
+def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = "embodied_rl.train.train(config)") -> Path:
+    """Run a configuration from start to report. Returns the run's folder.
+
+    Args:
+        config: what to run. Where ``config.resume`` finds a checkpoint, the checkpoint's own configuration is continued, with
+            the values of `overrides` in place of the stored ones.
+        overrides: the ``key=value`` of the command line.
+        command: how the run was started, for the model card.
+
+    Raises:
+        UserError: and its kinds, for everything a user can mend.
+        SimFault, NonFiniteError: see `Trainer.run`.
+    """
+    folder = find_run_folder(config, overrides)
+    run_dir, checkpoint = folder.path, folder.checkpoint
+    with folder.claim:
+        if checkpoint is not None:
+            config = _continued(config, checkpoint, overrides)
+            announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
+        if Path(config.run_dir).resolve() != run_dir.resolve():
+            # A checkpoint says where its run was written, and the default folder may be taken: other processes write here too.
+            config = dataclasses.replace(config, run_dir=str(run_dir))
+        # A libgomp that spins between parallel regions takes the cores from the simulators; it reads this variable when torch loads it.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from embodied_rl.roles.failures import RoleLost
+
+        started: float | None = _process_start()
+        for num_restarts in itertools.count():
+            try:
+                _run(config, run_dir, command, checkpoint, started)
+            except RoleLost as lost:
+                # Who trained has ended, and its weights are gone with it.
+                checkpoint, started = _last_before(lost, config, run_dir, num_restarts), None
+            else:
+                break
+    return run_dir
+
+
+def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None) -> None:
+    from embodied_rl.checkpoint import resume_command
+    from embodied_rl.errors import UserError
+    from embodied_rl.roles.failures import RoleLost
+    from embodied_rl.trainer import Trainer
+
+    with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started) as trainer:
+        try:
+            trainer.run()
+        except RoleLost as lost:
+            if not trainer.interrupted:
+                raise
+            # The user who ends a run may end its machines too: nothing is restarted.
+            go_on = resume_command(command, run_dir)
+            raise UserError(f"{lost} The run was to end; what came after its last checkpoint is lost. Go on with: {go_on}") from lost
+        if trainer.interrupted:
+            trainer.close()
+            announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
+            return
+        episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=config.evaluation.seed)
+        trainer.require_folder()
+        from embodied_rl.commands.render import render_videos
+        from embodied_rl.reports.run_end import finish_run
+
+        finish_run(trainer.summary(episodes), render_videos)
+
+
+def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restarts: int) -> Checkpoint:
+    """The checkpoint that a run goes back to. Raises UserError where there is none, or this has happened too often."""
+    from embodied_rl.checkpoint import find_last, load_checkpoint
+    from embodied_rl.errors import UserError
+    from embodied_rl.trust import code_names
+
+    last = find_last(run_dir)
+    if last is None or num_restarts >= config.hybrid.max_restarts:
+        why = "There is no checkpoint yet" if last is None else f"It was begun anew {num_restarts} times already (hybrid.max_restarts)"
+        raise UserError(f"{lost} {why}. Go on with run_dir={run_dir} resume=auto.") from lost
+    checkpoint = load_checkpoint(last, trust=code_names(config.to_dict()))  # of this very run
+    announce(f"{lost} The run goes on from {last}, at {checkpoint.step:,} steps.")
+    return checkpoint
+
+
+def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> TrainConfig:
+    """The checkpoint's configuration with what the command line sets: single values, and whole groups except experiments."""
+    from embodied_rl.config import TrainConfig
+
+    merged, given = checkpoint.config.to_dict(), config.to_dict()
+    for path in replaced_keys(overrides):
+        target, source = merged, given
+        for part in path[:-1]:
+            target, source = target[part], source[part]
+        target[path[-1]] = source[path[-1]]
+    return TrainConfig.from_dict(merged)
+
+
+_started_before = False
+
+
+def _process_start() -> float:
+    """When the user's command began: what a wall-clock figure must count from.
+
+    A Python caller's clock starts now, and so does that of every further job of a sweep.
+    """
+    import psutil
+
+    global _started_before
+    first, _started_before = not _started_before, True
+    return psutil.Process().create_time() if first and sys.argv[0].endswith("train.py") else time.time()

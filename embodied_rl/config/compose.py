@@ -1,0 +1,216 @@
+"""Composing configurations with Hydra, and saying in one line what is wrong with an override."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.config import TrainConfig, config_file, group_names
+from embodied_rl.config.overrides import check_form, hydra_words, of_each_value, quoted_value, split_flags
+from embodied_rl.errors import UserError, did_you_mean, shown
+from embodied_rl.paths import configs_dir
+from embodied_rl.registry import installed_config_folders, installed_targets
+
+if TYPE_CHECKING:
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+_OPEN = (
+    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.", "logger.options."),
+    *("domains.", "domains=", "generation.mix.", "generation.mix="),
+)
+
+_MOST_COMPOSED = 16
+"""Runs of a sweep that are looked at before the first begins."""
+
+
+def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose ``configs/<name>.yaml`` with overrides, as the command line does, into plain values.
+
+    Raises:
+        UserError: naming the key or choice that is not known, and the nearest one.
+    """
+    from hydra import compose
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _check_choices(overrides)
+    overrides = hydra_words(overrides)
+    try:
+        with _hydra():
+            composed = compose(name, overrides=open_kwargs(overrides))
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except RecursionError:
+        raise UserError(f"{shown(max(overrides, key=len))} is nested too deeply to be read.") from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises ValueError for a group set to null
+        raise UserError(_explain(error, name, overrides)) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _check_choices(overrides: Sequence[str]) -> None:
+    """Raises UserError where a group of files is given anything but one name: Hydra would take a list for several files on top of one
+    another, and a mapping for a value."""
+    for override in overrides:
+        group, equals, value = override.partition("=")
+        names = group_names(group) if re.fullmatch(r"\w+", group) else []
+        if equals and names and (value in ("null", "true", "false") or not re.fullmatch(r"[A-Za-z_][\w.-]*", value)):
+            raise UserError(f"{group} must be the name of one file of configs/{group}, got {shown(value)}.{did_you_mean(value, names)}")
+
+
+def _check_given_once(words: Sequence[str]) -> None:
+    """Raises UserError for a key that is given two values: Hydra would take the last without a word."""
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and values.setdefault(key, value) != value:
+            both = shlex.quote(f"{key}={values[key]},{value}")
+            raise UserError(
+                f"{shown(key)} is given twice: {shown(values[key])} and {shown(value)}. Leave one out. For a run with each, type: -m {both}"
+            )
+
+
+def _hydra() -> AbstractContextManager[None]:
+    """Inside it, Hydra composes our files and those of installed packages."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    add_installed_configs()
+    GlobalHydra.instance().clear()
+    context: AbstractContextManager[None] = initialize_config_dir(str(configs_dir()), version_base="1.3")
+    return context
+
+
+def add_installed_configs() -> None:
+    """Let Hydra find what installed packages bring: folders of configuration files, after ours, and simulators that are a target
+    and nothing more. Does something once in a process, and nothing where no such package is installed."""
+    from hydra.core.config_store import ConfigStore
+
+    targets = {name: target for name, target in installed_targets("sim").items() if config_file("sim", name) is None}
+    for name, target in targets.items():
+        ConfigStore.instance().store(group="sim", name=name, node={"name": name, "target": target})
+    if installed_config_folders():
+        from hydra.core.plugins import Plugins
+
+        Plugins.instance().register(_search_path_plugin())
+
+
+@cache
+def _search_path_plugin() -> type[SearchPathPlugin]:
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class InstalledConfigs(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for package, folder in installed_config_folders().items():
+                search_path.append(provider=package, path=f"file://{folder}")
+
+    return InstalledConfigs
+
+
+def open_kwargs(overrides: Sequence[str]) -> list[str]:
+    """Overrides as Hydra wants them: a simulator's or a method's own arguments need no ``+``: which exist is their affair."""
+    return [f"++{override}" if override.startswith(_OPEN) else override for override in overrides]
+
+
+def load_train_config(overrides: Sequence[str]) -> TrainConfig:
+    """The configuration that ``python -m embodied_rl.train OVERRIDES`` would run. Raises UserError."""
+    return TrainConfig.from_dict(compose_config("train", overrides))
+
+
+def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
+    """Compose once before Hydra does, so that mistakes are reported with our messages. Returns the arguments for Hydra.
+
+    Of a sweep, each value is composed once. A folder of the user's own (``--config-dir``) is searched like ours.
+
+    Raises:
+        UserError: a flag or a word that is none, a key or a choice that is not known, a value that does not fit.
+    """
+    flags, words = split_flags(arguments)
+    sweep = "-m" in flags or "--multirun" in flags
+    if not sweep:
+        _check_choices(words)
+    settings = hydra_words(words, sweep)
+    for word in settings:
+        check_form(word, _top_keys(), sweep=sweep)
+    _check_given_once(words)
+    for flag in ("--config-dir", "-cd"):
+        if flag in flags and not Path(flags[flag]).is_dir():
+            raise UserError(f"{flag} {shown(flags[flag])} is no folder.")
+    own = [
+        f"hydra.searchpath=[{quoted_value('file://' + str(Path(flags[flag]).absolute()))}]"
+        for flag in ("--config-dir", "-cd")
+        if flag in flags
+    ]
+    for run in of_each_value(settings)[:_MOST_COMPOSED]:
+        plain = compose_config(name, [*run, *own])
+        if name == "train":
+            TrainConfig.from_dict(plain)
+    given = [word for word in arguments if word not in words]
+    return [*given, *open_kwargs(settings)]
+
+
+def _top_keys() -> list[str]:
+    return [found.name for found in fields(TrainConfig)]
+
+
+def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
+    text = str(error)
+    choice = re.search(r"Could not find '([\w-]+)/([^']*)'", text) or re.search(r"In '[^']*': Could not find '([\w-]+)/([^']*)'", text)
+    if choice:
+        group, value = choice.groups()
+        kind = {"sim": "Simulator"}.get(group, group.capitalize())
+        return f"{kind} {shown(value)} is not known.{did_you_mean(value, group_names(group))}"
+    key = re.search(r"Could not override '([^']+)'", text) or re.search(r"Key '([^']+)' is not in struct", text)
+    if key:
+        return _unknown_key(key.group(1), name, overrides)
+    if "integer string conversion" in text:
+        return f"{shown(max(overrides, key=len))} has too many digits to be read."
+    if twice := re.search(r"Multiple values for ([\w./-]+)", text):
+        return f"'{twice[1]}' is chosen twice. Give it one value."
+    if there := re.search(r"An item is already at '([^']+)'", text):
+        return f"'{there[1]}' is part of the configuration already: leave out the '+' before it."
+    culprit = next((word for word in overrides if not _composes(name, word)), None)
+    if culprit is None:
+        return f"These settings do not go together: {' '.join(map(shlex.quote, overrides))}. See python -m embodied_rl.train --cfg job."
+    if culprit.startswith("~"):
+        return f"{shown(culprit)} takes away what a run needs, or what is not there. Leave it out, or set another value: {culprit[1:]}=…"
+    if "${" in culprit:
+        return f"{shown(culprit)} refers to a value that is not there. See all with: python -m embodied_rl.train --cfg job"
+    hint = "python -m embodied_rl.train --cfg job shows all keys with their values"
+    return f"{shown(culprit)} does not fit the configuration: it needs an existing key and a value of its kind; {hint}."
+
+
+def _composes(name: str, word: str) -> bool:
+    from hydra import compose
+    from omegaconf import OmegaConf
+
+    try:
+        with _hydra():
+            OmegaConf.to_container(compose(name, overrides=open_kwargs([word])), resolve=True)
+    except Exception:  # whatever it is: compose_config reports it
+        return False
+    return True
+
+
+def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
+    """Which part of a dotted key exists, and what lies there, by the files that the overrides choose."""
+    # Only choices of existing files: a mistake in another override would be reported in place of the key.
+    chosen = [word for word in overrides if word.partition("=")[2] in group_names(word.partition("=")[0])]
+    here: Any = compose_config(name, chosen)
+    walked: list[str] = []
+    for part in key.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            break
+        here = here[part]
+        walked.append(part)
+    place = f"in '{'.'.join(walked)}' " if walked else ""
+    missing = key.split(".")[len(walked)] if len(walked) < len(key.split(".")) else key
+    choices = [str(choice) for choice in here] if isinstance(here, Mapping) else []
+    return f"Configuration key '{key}' is not known: {place}there is no '{missing}'.{did_you_mean(missing, choices)}"

@@ -1,0 +1,1 @@
+"""Judging a policy: playing held-out episodes, comparing results, estimating from a recording."""

@@ -1,0 +1,499 @@
+"""Offline evaluation: checkpoints held against a recording, open loop and by what they would earn; no simulator takes part.
+
+Shape legend: N episodes, T steps of the longest, M steps of all, K draws, E members of the fitted-Q ensemble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from embodied_rl.algorithms.fitted_q import FittedQ, FittedQConfig, RecordedSteps, fit_q
+from embodied_rl.checkpoint import Checkpoint
+from embodied_rl.episodes.assessment import (
+    Assumptions,
+    Estimate,
+    assess,
+    assess_behaviour,
+    assess_model,
+    choose_ranking,
+    note_contradictions,
+    ratio_mismatch,
+    share_of_best,
+)
+from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, log_weights, stack
+from embodied_rl.episodes.intervals import effective_sample_size
+from embodied_rl.episodes.open_loop import DEFAULT_BINS, OpenLoop, compare
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.evaluation.offline_policy import (
+    Mode,
+    PlayedEpisode,
+    Recorded,
+    ScoredEpisode,
+    TargetPolicy,
+    deterministic_behaviour,
+    load_target,
+    score_recording,
+    selected_by_outcome,
+    weights_unsupported,
+)
+
+ALL_ESTIMATORS = (*ESTIMATORS, "fqe")
+PREFERENCE = ("wdr", "wpdis", "fqe", "dr", "pdis", "wis", "is")
+"""What policies are ranked by, the first that has a value for all of them."""
+MAX_OUTSIDE = 0.1
+"""Of a target's actions, the share that may lie outside of everything recorded before fitted values are refused."""
+MAX_TAIL = 0.01
+"""Discount at the cut beyond which importance sampling says nothing about episodes without a limit."""
+MIN_FITTED = 8
+"""Episodes that a fitted model needs."""
+NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class OfflineSettings:
+    """What is estimated, and how."""
+
+    given: Assumptions = field(default_factory=Assumptions)
+    """`horizon` is filled in from the recording's step limit where it is None."""
+    estimators: tuple[str, ...] = ALL_ESTIMATORS
+    """() gives only open-loop figures."""
+    target: Mode = "sample"
+    truncation: Literal["end", "bootstrap"] = "end"
+    """end: the value of episodes as they were recorded, cuts included, which `evaluate` would measure. bootstrap: of episodes that go
+    on where they were cut, by the fitted values."""
+    fitted_q: FittedQConfig = field(default_factory=FittedQConfig)
+    num_draws: int = 8
+    """K: actions drawn in each state for the expectations of fitted-Q evaluation."""
+    task: str | None = None
+    horizon: int | None = None
+    """Cut episodes after so many steps; None: whole ones."""
+    max_episodes: int | None = None
+    num_bins: int = DEFAULT_BINS
+
+    def __post_init__(self) -> None:
+        for name in self.estimators:
+            if name not in ALL_ESTIMATORS:
+                raise UserError(f"estimators: '{name}' is not a choice.{did_you_mean(name, ALL_ESTIMATORS)}")
+
+    @property
+    def needs_model(self) -> bool:
+        return "fqe" in self.estimators or any(ESTIMATORS[name].needs_model for name in self.estimators if name in ESTIMATORS)
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One episode's actions, for a plot."""
+
+    number: int
+    seed: int
+    recorded: np.ndarray
+    """[T, A] in the simulator's units; choices [T, 1]."""
+    predicted: np.ndarray
+    """[T, A]"""
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyResult:
+    """What is known of one target policy."""
+
+    label: str
+    path: str
+    step: int
+    """Environment steps that it was trained for."""
+    open_loop: OpenLoop
+    estimates: tuple[Estimate, ...]
+    ess_by_step: np.ndarray | None
+    """[T] effective sample size of the weights up to each step; None where there are none."""
+    examples: tuple[Example, ...]
+
+    def estimate(self, name: str) -> Estimate:
+        return next(estimate for estimate in self.estimates if estimate.estimator == name)
+
+
+@dataclass(frozen=True, eq=False)
+class OfflineStudy:
+    """All that an offline evaluation found."""
+
+    settings: OfflineSettings
+    num_episodes: int
+    """Episodes that came to an end, which the estimates rest on."""
+    num_steps: int
+    num_incomplete: int
+    """Episodes without an end, because the recorder was stopped: only in the open-loop figures."""
+    behaviour: Estimate | None
+    """The value of the policy that acted; None where no estimate was asked for."""
+    policies: tuple[PolicyResult, ...]
+    ranked_by: str | None
+    """The estimator that orders the policies; None where none has a value for all."""
+    ranking: tuple[str, ...]
+    """Labels, the best first; in the given order where nothing ranks them."""
+    best_share: Mapping[str, float]
+    """{label: share of the resamples in which it is the best}; empty where nothing ranks them."""
+    notes: tuple[str, ...]
+
+    def policy(self, label: str) -> PolicyResult:
+        return next(policy for policy in self.policies if policy.label == label)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, without arrays."""
+        return {
+            "settings": asdict(self.settings),
+            "num_episodes": self.num_episodes,
+            "num_steps": self.num_steps,
+            "num_incomplete": self.num_incomplete,
+            "behaviour": None if self.behaviour is None else self.behaviour.to_dict(),
+            "ranked_by": self.ranked_by,
+            "ranking": list(self.ranking),
+            "best_share": dict(self.best_share),
+            "notes": list(self.notes),
+            "policies": [
+                {
+                    "label": policy.label,
+                    "checkpoint": policy.path,
+                    "step": policy.step,
+                    "open_loop": policy.open_loop.to_dict(),
+                    "estimates": {estimate.estimator: estimate.to_dict() for estimate in policy.estimates},
+                }
+                for policy in self.policies
+            ],
+        }
+
+
+def study_recording(
+    recording: Recorded,
+    checkpoints: Sequence[tuple[str, Checkpoint]],
+    settings: OfflineSettings,
+    *,
+    on_episode: Callable[[int], object] | None = None,
+    on_fit: Callable[[str, int], object] | None = None,
+) -> OfflineStudy:
+    """Hold checkpoints against a recording.
+
+    Args:
+        recording: what `embodied_rl.episodes.reader.open_recording` gives.
+        checkpoints: (label, checkpoint); labels differ.
+        settings: what to estimate.
+        on_episode: called with 1 after each episode that was read.
+        on_fit: called with a policy's label and the number of each regression step.
+
+    Raises:
+        UserError: a checkpoint does not fit the recording, or no episode is left.
+        RecordingError: an episode is damaged.
+    """
+    targets = [load_target(checkpoint, label, recording.info, settings.target) for label, checkpoint in checkpoints]
+    limit = step_limit(recording, settings)
+    if settings.given.horizon is None and settings.truncation == "end":
+        settings = replace(settings, given=replace(settings.given, horizon=limit))
+    scored = score_recording(
+        recording,
+        targets,
+        horizon=settings.horizon,
+        task=settings.task,
+        max_episodes=settings.max_episodes,
+        num_draws=settings.num_draws if settings.needs_model else 0,
+        seed=settings.given.seed,
+        on_episode=on_episode,
+    )
+    episodes = scored.episodes
+    complete = [index for index, episode in enumerate(episodes) if episode.complete]
+    if settings.estimators and not complete:
+        raise UserError("No recorded episode came to an end, so that no return is known. Use estimators=none for open-loop figures alone.")
+    results = [_study_policy(recording, target, episodes, scored.scores[target.label], settings, on_fit) for target in targets]
+    behaviour = None
+    if settings.estimators:
+        behaviour = assess_behaviour(stack([episodes[index].reward for index in complete]), settings.given)
+    ranked_by, ranking, best = _rank(results)
+    return OfflineStudy(
+        settings=settings,
+        num_episodes=len(complete),
+        num_steps=sum(episode.num_steps for episode in episodes),
+        num_incomplete=len(episodes) - len(complete),
+        behaviour=behaviour,
+        policies=tuple(results),
+        ranked_by=ranked_by,
+        ranking=ranking,
+        best_share=best,
+        notes=_notes(recording, episodes, settings),
+    )
+
+
+def step_limit(recording: Recorded, settings: OfflineSettings) -> int | None:
+    """The most steps that a recorded episode can have: by the settings, the recorded configuration and the simulator."""
+    limits = (settings.horizon, recording.info.sim.get("max_episode_steps"), recording.info.spec.max_episode_steps)
+    return min((int(limit) for limit in limits if limit), default=None)
+
+
+def _study_policy(
+    recording: Recorded,
+    target: TargetPolicy,
+    episodes: Sequence[PlayedEpisode],
+    scores: Sequence[ScoredEpisode],
+    settings: OfflineSettings,
+    on_fit: Callable[[str, int], object] | None,
+) -> PolicyResult:
+    spec, given = recording.info.spec, settings.given
+    open_loop = compare(
+        [score.predicted for score in scores],
+        [episode.action for episode in episodes],
+        [score.log_prob for score in scores],
+        spec.action,
+        horizon=target.horizon,
+        num_bins=target.num_bins or settings.num_bins,
+        confidence=given.confidence,
+        seed=given.seed,
+    )
+    complete = [pair for pair in zip(episodes, scores, strict=True) if pair[0].complete]
+    estimates, ess = _estimate(recording, target, complete, settings, on_fit) if settings.estimators else ((), None)
+    examples = tuple(
+        Example(episodes[index].number, episodes[index].seed, episodes[index].action, scores[index].predicted)
+        for index in range(min(NUM_EXAMPLES, len(episodes)))
+    )
+    return PolicyResult(target.label, target.path, target.step, open_loop, estimates, ess, examples)
+
+
+def _estimate(
+    recording: Recorded,
+    target: TargetPolicy,
+    pairs: Sequence[tuple[PlayedEpisode, ScoredEpisode]],
+    settings: OfflineSettings,
+    on_fit: Callable[[str, int], object] | None,
+) -> tuple[tuple[Estimate, ...], np.ndarray | None]:
+    """All estimates of a target, and the effective sample size of its weights up to each step [T]."""
+    episodes, scores = [episode for episode, _ in pairs], [score for _, score in pairs]
+    fitted, refused = None, "not asked for"
+    if settings.needs_model:
+        told = None if on_fit is None else partial(on_fit, target.label)
+        fitted, refused = fit_target(recording, target, episodes, scores, settings, told)
+    no_weights = weights_unsupported(recording.info, episodes, target) or _cut_short(episodes, settings)
+    data = _off_policy(episodes, scores, fitted, settings, weighted=not no_weights)
+    names = [name for name in settings.estimators if name in ESTIMATORS]
+    refits: list[OffPolicyEpisodes] = []
+    if fitted is not None and not no_weights:
+        models = zip(fitted.member_q, fitted.member_v, strict=True)
+        refits = [_with_model(data, episodes, q, v, settings) for q, v in models]
+    estimates = assess(data, names, settings.given, unsupported=no_weights, refits=refits)
+    if "fqe" in settings.estimators:
+        values, notes = (np.zeros(0), ()) if fitted is None else (fitted.values, _fit_notes(fitted, episodes))
+        if fitted is not None and not no_weights and ratio_mismatch(data):
+            notes = (*notes, "what the target policy does was hardly ever done in the recorded states: these values are extrapolated")
+        estimates.append(assess_model(values, settings.given, refused=refused, notes=notes))
+    return tuple(note_contradictions(estimates)), None if no_weights else effective_sample_size(
+        log_weights(data, settings.given.max_weight)
+    )
+
+
+# ---- fitted values ----------------------------------------------------------------------------------------------------
+
+
+def fit_target(
+    recording: Recorded,
+    target: TargetPolicy,
+    episodes: Sequence[PlayedEpisode],
+    scores: Sequence[ScoredEpisode],
+    settings: OfflineSettings,
+    on_step: Callable[[int], object] | None = None,
+) -> tuple[FittedQ | None, str]:
+    """Fitted-Q evaluation of a target on the recording, or (None, why it is refused)."""
+    refused = _fit_unsupported(recording, target, episodes, scores, settings)
+    if refused:
+        return None, refused
+    steps = recorded_steps(episodes, scores, truncation=settings.truncation, limit=settings.given.horizon)
+    try:
+        fitted = fit_q(
+            steps,
+            settings.given.gamma,
+            settings.fitted_q,
+            reachable=_reachable(episodes, settings),
+            on_step=on_step,
+        )
+    except FloatingPointError as error:
+        return None, f"{error}: give a smaller fqe.learning_rate"
+    return fitted, ""
+
+
+def recorded_steps(
+    episodes: Sequence[PlayedEpisode], scores: Sequence[ScoredEpisode], *, truncation: str, limit: int | None
+) -> RecordedSteps:
+    """The episodes as rows for the regression.
+
+    Where episodes end when they are cut, how much time is left decides what a state is worth: then the time since the episode's start,
+    as a share of `limit` (of the longest episode where it is None), is one more feature.
+    """
+    longest = limit or max(episode.num_steps for episode in episodes)
+    features, continues = [], []
+    for episode, score in zip(episodes, scores, strict=True):
+        part = episode.vectors if episode.vectors is not None else score.features
+        assert part is not None
+        if truncation == "end":
+            part = np.concatenate([part, (np.arange(len(part), dtype=np.float32) / longest)[:, None]], axis=1)
+        features.append(part)
+        goes_on = np.ones(episode.num_steps, bool)
+        goes_on[-1] = truncation == "bootstrap" and not episode.terminated
+        continues.append(goes_on)
+    lengths = np.array([episode.num_steps for episode in episodes])
+    first = np.concatenate([[0], np.cumsum(lengths + 1)[:-1]])
+    state = np.concatenate([start + np.arange(length) for start, length in zip(first, lengths, strict=True)])
+    discrete = scores[0].probability is not None
+    target_parts = [score.probability if discrete else score.draws for score in scores]
+    of_target = torch.from_numpy(np.concatenate([part for part in target_parts if part is not None]).astype(np.float32))
+    return RecordedSteps(
+        features=torch.from_numpy(np.concatenate(features).astype(np.float32)),
+        state=torch.from_numpy(state),
+        next_state=torch.from_numpy(state + 1),
+        action=torch.from_numpy(np.concatenate([episode.scaled_action for episode in episodes])),
+        reward=torch.from_numpy(np.concatenate([episode.reward for episode in episodes]).astype(np.float32)),
+        continues=torch.from_numpy(np.concatenate(continues)),
+        episode=torch.from_numpy(np.repeat(np.arange(len(episodes)), lengths)),
+        first_state=torch.from_numpy(first),
+        draws=None if discrete else of_target,
+        probability=of_target if discrete else None,
+    )
+
+
+def _fit_unsupported(
+    recording: Recorded,
+    target: TargetPolicy,
+    episodes: Sequence[PlayedEpisode],
+    scores: Sequence[ScoredEpisode],
+    settings: OfflineSettings,
+) -> str:
+    if reason := selected_by_outcome(recording.info):
+        return reason
+    if target.horizon != 1:
+        return f"fitted values are of single decisions, and this policy decides {target.horizon} steps at once"
+    if len(episodes) < MIN_FITTED:
+        return f"{len(episodes)} episodes are too few to fit values to; at least {MIN_FITTED} are needed"
+    if settings.given.gamma >= 1 and settings.truncation == "bootstrap":
+        return "gamma must be below 1 where cut episodes are continued (truncation=bootstrap)"
+    if reason := deterministic_behaviour(recording.info, episodes):
+        return f"deterministic behaviour: {reason}, so that no other action's value can be told"
+    share = outside_share(episodes, scores)
+    if share > MAX_OUTSIDE:
+        return f"support mismatch: {share:.0%} of what the target policy would do lies outside of everything that was recorded"
+    return ""
+
+
+def outside_share(episodes: Sequence[PlayedEpisode], scores: Sequence[ScoredEpisode]) -> float:
+    """Of the target's actions in the recorded states, the share that lies outside of the range of all recorded ones: the probability
+    of choices that were never made, or the entries of vectors beyond the smallest and largest of their dimension."""
+    done = np.concatenate([episode.scaled_action for episode in episodes])
+    if scores[0].probability is not None:
+        never = np.ones(scores[0].probability.shape[1], bool)
+        never[np.unique(done)] = False
+        return float(
+            np.mean(np.concatenate([score.probability[:, never].sum(axis=1) for score in scores if score.probability is not None]))
+        )
+    # What lies within 5% of the range beside it is near enough for a smooth regression.
+    low, high = done.min(axis=0), done.max(axis=0)
+    slack = 0.05 * (high - low) + 1e-6
+    return float(
+        np.mean([((score.draws < low - slack) | (score.draws > high + slack)).mean() for score in scores if score.draws is not None])
+    )
+
+
+def _reachable(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> tuple[float, float] | None:
+    """(lowest, highest) value that rewards like the recorded ones can add up to."""
+    given = settings.given
+    rewards = np.concatenate([episode.reward for episode in episodes])
+    low, high = given.reward_range or (float(rewards.min()), float(rewards.max()))
+    if settings.truncation == "end" and given.horizon is not None:
+        total = float(discounts(given.horizon, given.gamma).sum())
+    elif given.gamma < 1:
+        total = 1 / (1 - given.gamma)
+    else:
+        return None
+    return min(low, 0.0) * total, max(high, 0.0) * total
+
+
+def _fit_notes(fitted: FittedQ, episodes: Sequence[PlayedEpisode]) -> tuple[str, ...]:
+    notes = ["the interval holds the choice of episodes and the chance of the fit; what every fit gets wrong alike is not in it"]
+    spread = float(fitted.values.std(ddof=1)) if len(fitted.values) > 1 else 0.0
+    if abs(fitted.drift) > max(spread, 1e-9):
+        notes.append(f"still moving at the end ({fitted.drift:+.3g} in the last fifth): give fqe.num_steps more")
+    if any(episode.log_prob is None for episode in episodes):
+        notes.append("how the recorded actions were drawn is not known: a player without randomness supports no other action's value")
+    return tuple(notes)
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _off_policy(
+    episodes: Sequence[PlayedEpisode],
+    scores: Sequence[ScoredEpisode],
+    fitted: FittedQ | None,
+    settings: OfflineSettings,
+    *,
+    weighted: bool,
+) -> OffPolicyEpisodes:
+    """The episodes with their ratios and the model's values."""
+    ratios = None
+    if weighted:
+        pairs = zip(episodes, scores, strict=True)
+        ratios = [score.log_prob.sum(axis=1) - episode.log_prob.sum(axis=1) for episode, score in pairs if episode.log_prob is not None]
+    data = stack([episode.reward for episode in episodes], ratios)
+    return data if fitted is None else _with_model(data, episodes, fitted.q, fitted.v, settings)
+
+
+def _with_model(
+    data: OffPolicyEpisodes, episodes: Sequence[PlayedEpisode], q: np.ndarray, v: np.ndarray, settings: OfflineSettings
+) -> OffPolicyEpisodes:
+    """The episodes with a model's Q of their steps [M] and V of their states [S]."""
+    # Steps and states of all episodes lie one after another in the model's values; an episode has one state more than steps.
+    ends = np.cumsum([episode.num_steps for episode in episodes])
+    model_q = np.split(q, ends[:-1])
+    model_v = np.split(v.copy(), (ends + np.arange(1, len(ends) + 1))[:-1])
+    for episode, values in zip(episodes, model_v, strict=True):
+        if episode.terminated or settings.truncation == "end":
+            values[-1] = 0.0
+    padded = stack([episode.reward for episode in episodes], model_q=model_q, model_v=model_v)
+    return replace(data, model_q=padded.model_q, model_v=padded.model_v)
+
+
+def _cut_short(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> str:
+    """Why importance weights cannot give the value of episodes that go on after a cut; "" where they can."""
+    if settings.truncation == "end":
+        return ""
+    tails = [settings.given.gamma**episode.num_steps for episode in episodes if episode.truncated]
+    if not tails or max(tails) <= MAX_TAIL:
+        return ""
+    return (
+        f"{len(tails)} of {len(episodes)} episodes were cut with up to {max(tails):.0%} of their discount left, and weights say nothing "
+        "about what would have followed: use truncation=end, or fqe"
+    )
+
+
+# ---- ranking ----------------------------------------------------------------------------------------------------------
+
+
+def _rank(results: Sequence[PolicyResult]) -> tuple[str | None, tuple[str, ...], dict[str, float]]:
+    labels = tuple(result.label for result in results)
+    name = choose_ranking({result.label: result.estimates for result in results}, PREFERENCE)
+    if name is None:
+        return None, labels, {}
+    estimates = {result.label: result.estimate(name) for result in results}
+    order = tuple(sorted(labels, key=lambda label: -(estimates[label].value or 0.0)))
+    samples = [estimates[label].samples for label in labels]
+    shares = share_of_best([part for part in samples if part is not None])
+    return name, order, dict(zip(labels, shares.tolist(), strict=True))
+
+
+def _notes(recording: Recorded, episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> tuple[str, ...]:
+    notes = []
+    tasks = sorted({str(name) for name in recording.tasks})
+    if len(tasks) > 1 and settings.task is None:
+        notes.append(f"the recording mixes {len(tasks)} tasks ({', '.join(tasks[:5])}): figures are of the mixture; task=NAME takes one")
+    if settings.target == "mode":
+        notes.append("targets are the policies' modes, as `evaluate` plays them")
+    if settings.truncation == "bootstrap":
+        notes.append("values are of episodes without a step limit; `evaluate` plays with it")
+    incomplete = sum(not episode.complete for episode in episodes)
+    if incomplete:
+        notes.append(f"{incomplete} episodes without an end are in the open-loop figures alone")
+    return tuple(notes)

@@ -1,0 +1,293 @@
+"""What ``embodied_rl.evaluate`` shows and writes: tables, JSON with provenance, a CSV of every episode."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.checkpoint import POLICY_FILE, Checkpoint
+from embodied_rl.evaluation.comparison import Comparison, RateComparison, compare
+from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
+from embodied_rl.statistics import holm
+from embodied_rl.versions import machine, versions
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from embodied_rl.config import SimConfig, TrainConfig
+    from embodied_rl.types import EpisodeSummary, SimSpec
+
+Player = tuple[Checkpoint, str]
+"""(checkpoint, "checkpoint" or "random")."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Episodes of one evaluation and what they say."""
+
+    sim: SimConfig
+    spec: SimSpec
+    policy: str
+    """checkpoint or random; of what no run of ours trained, its kind and where it is."""
+    episodes: Sequence[EpisodeSummary]
+    figures: Figures
+    wall_clock_s: float
+    temperature: float | None = None
+    """Of action tokens that were drawn; None: the mode."""
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def result_table(result: EvaluationResult) -> Table:
+    """The figures of one evaluation."""
+    figures = result.figures
+    drawn = "" if result.temperature is None else f", drawn at temperature {result.temperature:g}"
+    title = (
+        f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {figures.seeds[0]} … {figures.seeds[1]}"
+    )
+    table = _table(title, ("", "value", "95% interval"))
+    for label, rate, interval in (
+        ("success (once)", figures.success, figures.success_interval),
+        ("success (at end)", figures.success_at_end, figures.success_at_end_interval),
+    ):
+        if rate is not None and interval is not None:
+            table.add_row(label, f"{rate:.1%}", _percent_range(interval))
+    low, high = figures.return_interval
+    table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", f"{low:.4g} to {high:.4g}")
+    table.add_row("episode length", f"{figures.length_mean:.1f}", "")
+    return table
+
+
+def overview(players: Sequence[Player], results: Sequence[EvaluationResult], *, against: bool) -> Table:
+    """A row of figures for each policy; with `against` the last one is what the others are compared with."""
+    first = results[0]
+    seeds = first.figures.seeds
+    title = f"{first.spec.task}, {first.figures.num_episodes} held-out seeds {seeds[0]} … {seeds[1]}, the same for all"
+    table = _table(title, ("policy", *_figure_columns(first.spec.reports_success)))
+    for index, (label, result) in enumerate(zip(labels(players), results, strict=True)):
+        is_last = against and index == len(results) - 1
+        before_last = against and index == len(results) - 2
+        table.add_row(f"against: {label}" if is_last else label, *_figure_cells(result.figures), end_section=before_last)
+    return table
+
+
+def comparison_table(players: Sequence[Player], results: Sequence[EvaluationResult]) -> Table:
+    """Differences from the last policy, seed by seed: one in detail, or a row for each."""
+    names, comparisons = labels(players), compare_all(results)
+    if len(comparisons) == 1:
+        return _one_comparison(f"{names[0]} against {names[-1]}", comparisons[0])
+    reports_success = comparisons[0].success is not None
+    columns = ("policy", *(("success (once)", "95% interval", "p") if reports_success else ()), "return", "95% interval", "p")
+    table = _table(f"Against {names[-1]}, seed by seed ({comparisons[0].num_pairs} pairs)", columns)
+    for name, comparison, adjusted in zip(names, comparisons, adjusted_p_values(comparisons), strict=False):
+        cells = [name]
+        if comparison.success is not None:
+            cells += [*_rate_cells(comparison.success)[:2], p_text(adjusted["success"])]
+        table.add_row(*cells, *_return_cells(comparison)[:2], p_text(adjusted["return"]))
+    table.caption, table.caption_justify = "p: adjusted for the number of comparisons (Holm)", "left"
+    return table
+
+
+def _one_comparison(title: str, comparison: Comparison) -> Table:
+    table = _table(f"{title}, seed by seed ({comparison.num_pairs} pairs)", ("", "difference", "95% interval", "p"))
+    for label, rate in (("success (once)", comparison.success), ("success (at end)", comparison.success_at_end)):
+        if rate is not None:
+            table.add_row(label, *_rate_cells(rate))
+    table.add_row("return", *_return_cells(comparison))
+    table.add_row("episode length", f"{comparison.length_difference:+.1f}", "", "")
+    if (rate := comparison.success) is not None:
+        text = f"success: both {rate.both}, only this one {rate.only_policy}, only the other {rate.only_against}, neither {rate.neither}"
+        left_out = f"; {comparison.num_unpaired} seeds that one alone finished are left out" if comparison.num_unpaired else ""
+        table.caption, table.caption_justify = text + left_out, "left"
+    return table
+
+
+def _rate_cells(rate: RateComparison) -> tuple[str, str, str]:
+    low, high = rate.interval
+    return f"{100 * rate.difference:+.1f} points", f"{100 * low:+.1f} to {100 * high:+.1f}", p_text(rate.p_value)
+
+
+def _return_cells(comparison: Comparison) -> tuple[str, str, str]:
+    low, high = comparison.return_interval
+    return f"{comparison.return_difference:+.4g}", f"{low:+.4g} to {high:+.4g}", p_text(comparison.return_p_value)
+
+
+def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> Table | None:
+    """A row of figures for each task of a multi-task simulator, and each policy; None for a single task."""
+    tasks = [by_task(result.episodes) for result in results]
+    names = sorted(set().union(*tasks))
+    if not names:
+        return None
+    several = len(results) > 1
+    reports_success = results[0].spec.reports_success
+    table = _table("By task", ("task", *(("policy",) if several else ()), "episodes", *_figure_columns(reports_success)))
+    for name in names:
+        for index, (label, own) in enumerate(zip(labelled, tasks, strict=True)):
+            if name in own:
+                figures = summarise(own[name], reports_success)
+                cells = (name if index == 0 else "", *((label,) if several else ()), str(figures.num_episodes))
+                table.add_row(*cells, *_figure_cells(figures), end_section=several and index == len(results) - 1)
+    return table
+
+
+def labels(players: Sequence[Player]) -> list[str]:
+    """Short names that distinguish the policies: ``step 4096``, with the run in front where there are several; ``random``."""
+    runs = {checkpoint.run_dir for checkpoint, _ in players}
+    names = [
+        "random" if policy == "random" else ("" if len(runs) == 1 else f"{checkpoint.run_dir.name} ") + f"step {checkpoint.step}"
+        for checkpoint, policy in players
+    ]
+    if len(set(names)) == len(names):
+        return names
+    return [name if policy == "random" else str(checkpoint.path) for name, (checkpoint, policy) in zip(names, players, strict=True)]
+
+
+def p_text(p_value: float) -> str:
+    """Three digits, as one reports it."""
+    return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.ROUNDED)
+    for column in columns:
+        named = column in ("", "policy", "task")
+        table.add_column(column, justify="left" if named else "right", no_wrap=True)
+    return table
+
+
+def _figure_columns(reports_success: bool) -> tuple[str, ...]:
+    return (*(("success (once)", "95% interval", "at end") if reports_success else ()), "return", "95% interval", "length")
+
+
+def _figure_cells(figures: Figures) -> tuple[str, ...]:
+    low, high = figures.return_interval
+    success: tuple[str, ...] = ()
+    if figures.success is not None and figures.success_interval is not None:
+        success = (f"{figures.success:.1%}", _percent_range(figures.success_interval), f"{figures.success_at_end:.1%}")
+    return (*success, f"{figures.return_mean:.4g}", f"{low:.4g} to {high:.4g}", f"{figures.length_mean:.1f}")
+
+
+def _percent_range(interval: tuple[float, float]) -> str:
+    return f"{100 * interval[0]:.1f} – {100 * interval[1]:.1f}%"
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def document_of(checkpoint: Checkpoint, result: EvaluationResult, command: str) -> dict[str, Any]:
+    """What evaluation.json holds: figures, provenance and a row per episode."""
+    return {**_one(checkpoint, result), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
+
+
+def document_of_untrained(config: TrainConfig, result: EvaluationResult, command: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What evaluation.json holds of a policy that no run of ours trained; `told`: where its weights came from."""
+    return {
+        "task": result.spec.task,
+        "policy": result.policy,
+        "temperature": result.temperature,
+        **told,
+        "config_sha256": config_hash(config),
+        **result.figures.to_dict(),
+        **task_figures(result.episodes, result.spec.reports_success),
+        "wall_clock_s": round(result.wall_clock_s, 2),
+        **_provenance(result, command),
+        "episodes": episode_rows(result.episodes),
+    }
+
+
+def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult], command: str, *, against: bool) -> dict[str, Any]:
+    """What comparison.json holds: the figures and episodes of every policy and, with `against`, the comparisons with the last one."""
+    names = labels(players)
+    evaluations = [
+        {"label": name, **_one(player[0], result), "episodes": episode_rows(result.episodes)}
+        for name, player, result in zip(names, players, results, strict=True)
+    ]
+    comparisons: list[dict[str, Any]] = []
+    if against:
+        found = compare_all(results)
+        for name, comparison, adjusted in zip(names, found, adjusted_p_values(found), strict=False):
+            comparisons.append({"policy": name, "against": names[-1], **comparison.to_dict(), "p_values_holm": adjusted})
+    return {
+        "task": results[0].spec.task,
+        **_provenance(results[0], command),
+        "wall_clock_s": round(sum(result.wall_clock_s for result in results), 2),
+        "evaluations": evaluations,
+        "comparisons": comparisons,
+    }
+
+
+def episodes_csv(players: Sequence[Player], results: Sequence[EvaluationResult]) -> str:
+    """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated."""
+    steps = ["" if policy == "random" else str(checkpoint.step) for checkpoint, policy in players]
+    return csv_of(labels(players), steps, results)
+
+
+def csv_of(names: Sequence[str], steps: Sequence[str], results: Sequence[EvaluationResult]) -> str:
+    """See `episodes_csv`: of policies with these names, trained for so many steps."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(("policy", "step", "task", "seed", "success_once", "success_at_end", "return", "length", "terminated"))
+    for name, step, result in zip(names, steps, results, strict=True):
+        for e in result.episodes:
+            # No notion of success is an empty cell, which no mean takes for a failure.
+            success = (int(e.success_once), int(e.success_at_end)) if result.spec.reports_success else ("", "")
+            task = task_of(e) or result.spec.task
+            writer.writerow((name, step, task, e.seed, *success, repr(e.episode_return), e.length, int(e.terminated)))
+    return buffer.getvalue()
+
+
+def compare_all(results: Sequence[EvaluationResult]) -> list[Comparison]:
+    """Each of the evaluations but the last with the last."""
+    *others, last = results
+    return [compare(result.episodes, last.episodes, reports_success=last.spec.reports_success) for result in others]
+
+
+def adjusted_p_values(comparisons: Sequence[Comparison]) -> list[dict[str, float]]:
+    """p-values by Holm's method, over the comparisons of each figure."""
+    families: dict[str, list[float | None]] = {
+        "success": [None if c.success is None else c.success.p_value for c in comparisons],
+        "success_at_end": [None if c.success_at_end is None else c.success_at_end.p_value for c in comparisons],
+        "return": [c.return_p_value for c in comparisons],
+    }
+    rows: list[dict[str, float]] = [{} for _ in comparisons]
+    for name, family in families.items():
+        known = [value for value in family if value is not None]
+        if len(known) == len(family):
+            for row, value in zip(rows, holm(known), strict=True):
+                row[name] = value
+    return rows
+
+
+def _one(checkpoint: Checkpoint, result: EvaluationResult) -> dict[str, Any]:
+    return {
+        "task": result.spec.task,
+        "policy": result.policy,
+        "temperature": result.temperature,
+        "checkpoint": str(checkpoint.path),
+        "step": checkpoint.step,
+        "policy_sha256": hashlib.sha256((checkpoint.path / POLICY_FILE).read_bytes()).hexdigest(),
+        "config_sha256": config_hash(checkpoint.config),
+        **result.figures.to_dict(),
+        **task_figures(result.episodes, result.spec.reports_success),
+        "wall_clock_s": round(result.wall_clock_s, 2),
+    }
+
+
+def _provenance(result: EvaluationResult, command: str) -> dict[str, Any]:
+    return {
+        "command": command,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sim": dataclasses.asdict(result.sim),
+        "versions": versions(),
+        "machine": machine(),
+    }

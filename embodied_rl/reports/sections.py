@@ -1,0 +1,319 @@
+"""The parts of the page, each a function from runs to HTML; a part that has nothing to show is empty."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.reports.charts import scatter_chart
+from embodied_rl.reports.curves import differences, flat, grouped
+from embodied_rl.reports.run_data import RunData
+from embodied_rl.reports.tables import (
+    card,
+    clock,
+    details,
+    facts,
+    grid,
+    number,
+    number_range,
+    percent,
+    percent_range,
+    text,
+    tile,
+)
+
+MAX_EMBEDDED_BYTES = 5_000_000
+"""Of one video; a larger one is a link."""
+MAX_PAGE_BYTES = 25_000_000
+"""Of all videos together."""
+_MAX_ROWS = 50
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def tiles(runs: Sequence[RunData]) -> str:
+    """The figures that one looks for first."""
+    shown = _tiles_of_one(runs[0]) if len(runs) == 1 else _tiles_of_many(runs)
+    return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
+
+
+def _tiles_of_one(run: RunData) -> list[str]:
+    results = run.results
+    if not results:
+        last = run.metrics[-1] if run.metrics else {}
+        steps = last.get("step")
+        return [tile("environment steps so far", f"{steps:,}" if isinstance(steps, int) else "–", "the run has no results yet")]
+    shown = []
+    seeds = f"{results.get('num_episodes')} held-out seeds"
+    if (success := results.get("success")) is not None:
+        low, high = results["success_interval_95"]
+        shown.append(tile("success", percent(success), f"95%: {percent_range((low, high))}", (low, success, high)))
+        at_end = results.get("success_at_end_interval_95")
+        shown.append(tile("success at the end", percent(results.get("success_at_end")), f"95%: {percent_range(at_end)}"))
+    spread = number(results.get("return_std"), 3)
+    interval = number_range(results.get("return_mean_interval_95"))
+    shown.append(tile("return", number(results.get("return_mean")), f"95%: {interval}; ± {spread}"))
+    shown.append(tile("steps of an episode", number(results.get("length_mean")), f"mean of {seeds}"))
+    trained = f"{results['steps']:,}" if isinstance(results.get("steps"), int) else "–"
+    shown.append(
+        tile("environment steps", trained, f"{number(results.get('steps_per_s'))} a second, {results.get('iterations')} iterations")
+    )
+    shown.append(tile("wall-clock", clock(results.get("wall_clock_s")), f"{clock(results.get('train_wall_clock_s'))} until trained"))
+    return shown
+
+
+def _tiles_of_many(runs: Sequence[RunData]) -> list[str]:
+    shown = []
+    for group in grouped(runs):
+        finished = [run.results for run in group.runs if run.results]
+        name = f"{group.label}: " if group.label else ""
+        count = f"{len(finished)} of {len(group.runs)} runs finished" if len(finished) < len(group.runs) else f"{len(finished)} seeds"
+        rates = [float(results["success"]) for results in finished if results.get("success") is not None]
+        returns = [float(results["return_mean"]) for results in finished if results.get("return_mean") is not None]
+        if rates:
+            mean = sum(rates) / len(rates)
+            more = f"{percent(min(rates))} to {percent(max(rates))}, {count}"
+            shown.append(tile(f"{name}mean success", percent(mean), more, (min(rates), mean, max(rates))))
+        if returns:
+            more = f"{min(returns):.4g} to {max(returns):.4g}, {count}"
+            shown.append(tile(f"{name}mean return", number(sum(returns) / len(returns)), more))
+    return shown
+
+
+def runs_table(runs: Sequence[RunData]) -> str:
+    """A row for each run, where there are several."""
+    if len(runs) == 1:
+        return ""
+    keys = [key for key in differences(runs) if key != "seed"][:4]
+    rows = []
+    for run in runs:
+        results, config = run.results, flat(run.config)
+        steps = results.get("steps") or (run.metrics[-1]["step"] if run.metrics else None)
+        cells = [text(run.name), text(run.seed if run.seed is not None else "–"), *(text(config.get(key, "–")) for key in keys)]
+        cells += [percent(results.get("success")), percent_range(results.get("success_interval_95"))]
+        cells += [number(results.get("return_mean")), number_range(results.get("return_mean_interval_95"))]
+        cells += [f"{steps:,}" if isinstance(steps, int) else "–", clock(results.get("wall_clock_s"))]
+        rows.append(cells)
+    columns = ("run", "seed", *keys, "success", "95% interval", "return", "95% interval", "steps", "wall-clock")
+    return card(grid(columns, rows, numbers=range(2 + len(keys), len(columns))))
+
+
+def evaluation_section(run: RunData) -> str:
+    """The final evaluation's episodes, figures by task, and what `evaluate` wrote later."""
+    results = run.results
+    charts = _episodes_chart(results) if results else ""
+    parts = [f'<div class="charts">{charts}</div>' if charts else "", card(_by_task(results), "By task")]
+    rows = []
+    for name, document in run.evaluations.items():
+        rows += [_evaluation_row(name, one, document) for one in document.get("evaluations") or [document]]
+    columns = ["file", "policy", "task", "seeds", "success (once)", "95% interval", "at end", "return", "95% interval", "length"]
+    if rows and {row[2] for row in rows} == {text(run.task)}:
+        columns.pop(2)
+        rows = [[*row[:2], *row[3:]] for row in rows]
+    if rows:
+        parts.append(card(grid(columns, rows, numbers=range(columns.index("seeds"), len(columns))), "Later evaluations"))
+    for name, document in run.evaluations.items():
+        parts.append(card(_comparisons(document), f"Compared seed by seed ({name})") if document.get("comparisons") else "")
+    return "".join(parts)
+
+
+def _evaluation_row(name: str, one: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
+    policy = one.get("label") or ("random" if one.get("policy") == "random" else f"step {one.get('step', '–')}")
+    success = [percent(one.get("success")), percent_range(one.get("success_interval_95")), percent(one.get("success_at_end"))]
+    returns = [number(one.get("return_mean")), number_range(one.get("return_mean_interval_95")), number(one.get("length_mean"))]
+    return [text(name), text(policy), text(one.get("task") or document.get("task")), text(one.get("num_episodes", "–")), *success, *returns]
+
+
+def _comparisons(document: Mapping[str, Any]) -> str:
+    rows = []
+    for one in document.get("comparisons") or []:
+        success = one.get("success") or {}
+        points = f"{100 * success['difference']:+.1f} points" if success else "–"
+        interval = f"{100 * success['interval'][0]:+.1f} to {100 * success['interval'][1]:+.1f}" if success else "–"
+        cells = [
+            text(one.get("policy")),
+            text(one.get("against")),
+            text(one.get("num_pairs")),
+            points,
+            interval,
+            _p(success.get("p_value")),
+        ]
+        cells += [f"{one['return_difference']:+.4g}", number_range(one.get("return_interval")), _p(one.get("return_p_value"))]
+        rows.append(cells)
+    columns = ("policy", "against", "pairs", "success", "95% interval", "p", "return", "95% interval", "p")
+    return grid(columns, rows, numbers=range(2, len(columns)))
+
+
+def _p(value: Any) -> str:
+    return "–" if not isinstance(value, int | float) else "&lt; 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _by_task(results: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            text(task),
+            text(figures.get("num_episodes")),
+            percent(figures.get("success")),
+            percent_range(figures.get("success_interval_95")),
+            number(figures.get("return_mean")),
+            number_range(figures.get("return_mean_interval_95")),
+            number(figures.get("length_mean")),
+        ]
+        for task, figures in (results.get("tasks") or {}).items()
+    ]
+    columns = ("task", "episodes", "success (once)", "95% interval", "return", "95% interval", "length")
+    return grid(columns, rows, numbers=range(1, len(columns))) if rows else ""
+
+
+def _episodes_chart(results: Mapping[str, Any]) -> str:
+    """Return against length, a point for each episode."""
+    episodes = [row for row in results.get("episodes") or [] if isinstance(row.get("return"), int | float)]
+    has_success = results.get("success") is not None
+    points = []
+    for row in episodes[:2000]:
+        outcome = "" if not has_success else ", success" if row["success_once"] else ", no success"
+        colour = 0 if not has_success else 2 if row["success_once"] else 3
+        points.append((float(row["length"]), float(row["return"]), colour, f"seed {row['seed']}: return {row['return']:.4g}{outcome}"))
+    legend = [("success", 2), ("no success", 3)] if has_success else []
+    return scatter_chart("Final evaluation: return and length", points, legend=legend, x_label="steps of the episode")
+
+
+# ---- videos ---------------------------------------------------------------------------------------------------------
+
+
+def video_section(runs: Sequence[RunData], folder: Path) -> str:
+    """Videos inside the page as far as they fit, the others as links that are relative to `folder`, where the page lies."""
+    left, parts = MAX_PAGE_BYTES, []
+    for run in runs:
+        for index, path in enumerate(run.videos if len(runs) == 1 else run.videos[:1]):
+            size = path.stat().st_size
+            caption = path.name if len(runs) == 1 else f"{run.name}: {path.name}"
+            if size > min(MAX_EMBEDDED_BYTES, left):
+                content = f'<p><a href="{text(_address(path, folder))}">{text(path.name)}</a> ({size / 1e6:.1f} MB)</p>'
+            else:
+                left -= size
+                content = _player(path, plays=index == 0)
+            wide = ' class="wide"' if len(runs) == 1 and index == 0 else ""
+            parts.append(f"<figure{wide}><figcaption>{text(caption)}</figcaption>{content}</figure>")
+    return f'<div class="videos">{"".join(parts)}</div>' if parts else ""
+
+
+def _player(path: Path, *, plays: bool) -> str:
+    if path.suffix == ".gif":
+        return f'<img alt="{text(path.stem)}" src="data:image/gif;base64,{_base64(path)}">'
+    start = "autoplay " if plays else ""
+    return f'<video controls loop muted playsinline {start}src="data:video/mp4;base64,{_base64(path)}"></video>'
+
+
+def _address(path: Path, folder: Path) -> str:
+    """Relative where it can be, so that the folder can be moved."""
+    import os
+    from urllib.parse import quote
+
+    return quote(os.path.relpath(path.resolve(), folder.resolve()))
+
+
+def image(path: Path) -> str:
+    return f'<img alt="{text(path.name)}" src="data:image/png;base64,{_base64(path)}">'
+
+
+def _base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode("ascii")
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def failure_section(runs: Sequence[RunData]) -> str:
+    """Simulators that failed, dumps of NaN, and files that could not be read."""
+    return "".join(_failures(run, run.name if len(runs) > 1 else "") for run in runs)
+
+
+def _failures(run: RunData, title: str) -> str:
+    parts = []
+    if run.faults:
+        rows = [_fault_row(fault) for fault in run.faults[:_MAX_ROWS]]
+        more = f'<p class="note">{len(run.faults) - _MAX_ROWS} more in faults.jsonl</p>' if len(run.faults) > _MAX_ROWS else ""
+        columns = ("step", "worker", "what happened", "its episodes", "back after", "cause")
+        parts.append(
+            f"<h3>{len(run.faults)} simulator fault{'s' if len(run.faults) > 1 else ''}</h3>"
+            + grid(columns, rows, numbers=(0, 1, 4))
+            + more
+        )
+    parts += [f"<h3>NaN or infinity: {text(dump['file'])}</h3>{_dump(dump)}" for dump in run.failures]
+    if run.problems:
+        parts.append("<h3>Files that could not be read</h3>" + "".join(f'<p class="bad">{text(problem)}</p>' for problem in run.problems))
+    return card("".join(parts), title)
+
+
+def _fault_row(fault: Mapping[str, Any]) -> list[str]:
+    outcomes = [str(slot.get("outcome")) for slot in fault.get("slots") or []]
+    counted = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)) or "none"
+    lines = str(fault.get("detail") or "").strip().splitlines()
+    cause = text(lines[-1] if lines else "nothing more is known")
+    if len(lines) > 1:
+        cause = details(lines[-1], f"<pre>{text(chr(10).join(lines))}</pre>")
+    step = fault.get("step")
+    back = f"{fault['recovery_s']:.2f} s" if isinstance(fault.get("recovery_s"), int | float) else "–"
+    kind = str(fault.get("kind", "")).replace("_", " ").lower()
+    return [f"{step:,}" if isinstance(step, int) else "–", text(fault.get("worker", "–")), text(kind), text(counted), back, cause]
+
+
+def _dump(dump: Mapping[str, Any]) -> str:
+    if "problem" in dump:
+        return f'<p class="bad">{text(dump["problem"])}</p>'
+    rows = [[text(array["name"]), text(array["shape"]), text(array["not_finite"])] for array in dump["arrays"]]
+    told = {key: value for key, value in dump["context"].items() if key != "message"}
+    message = dump["context"].get("message")
+    shown = f"<pre>{text(message)}</pre>" if message else ""
+    return shown + facts(told) + grid(("array", "shape", "not finite"), rows, numbers=(2,))
+
+
+# ---- configuration and provenance -----------------------------------------------------------------------------------
+
+
+def config_section(runs: Sequence[RunData]) -> str:
+    """What differs between runs, then the configuration of the first, a group at a time."""
+    import yaml
+
+    parts = []
+    if len(runs) > 1 and (keys := differences(runs)):
+        rows = [[text(key), *(text(flat(run.config).get(key, "–")) for run in runs)] for key in keys[:_MAX_ROWS]]
+        parts.append(card(grid(("key", *(run.name for run in runs)), rows), "What differs"))
+    config = runs[0].config
+    single = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
+    blocks = [details("run", _yaml(single, yaml))] if single else []
+    blocks += [details(key, _yaml(value, yaml)) for key, value in config.items() if isinstance(value, Mapping)]
+    title = f"All values of {runs[0].name}" if len(runs) > 1 else ""
+    return "".join(parts) + card("".join(blocks), title)
+
+
+def provenance_section(runs: Sequence[RunData]) -> str:
+    """Commands, versions, machine."""
+    parts = []
+    for run in runs:
+        results = run.results
+        if results:
+            made_with = {**(results.get("versions") or {}), **(results.get("machine") or {})}
+            rows = {"finished": results.get("finished"), "checkpoint": results.get("checkpoint"), **made_with}
+            rows["configuration SHA-256"] = results.get("config_sha256")
+            content = f"<pre>{text(results.get('command'))}</pre>" + facts(rows)
+            parts.append(card(content, run.name if len(runs) > 1 else ""))
+    return "".join(parts)
+
+
+def _yaml(value: Any, yaml: Any) -> str:
+    written = yaml.safe_dump(_plain(value), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
+    return f"<pre>{text(written.rstrip())}</pre>"
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and lists of plain values, as YAML writes them without tags."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,390 @@
+"""The agent proxy: OpenAI's chat completions in front of a token backend, each answer kept as it was sampled."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.serving.agents.captured import CapturedSession
+from embodied_rl.serving.agents.chat import ChatAnswer, ChatRequest, ChatStream, answer_message, openai_error, plain_message, read_chat, sse
+from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
+from embodied_rl.serving.agents.sessions import Prompt, Session, SessionBook, SessionLimits, SessionSampling
+from embodied_rl.serving.http_server import (
+    EventStream,
+    HttpProblem,
+    HttpRequest,
+    HttpServer,
+    Reply,
+    ServerLimits,
+    is_loopback,
+    require_token,
+    require_token_off_loopback,
+    same_token,
+)
+
+TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
+"""Environment variable with the token that opens, rewards and ends sessions."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/(reward|end))?")
+_FAILED = {"prompt_too_long": (400, "context_length_exceeded"), "rejected": (400, "invalid_request"), "rate_limited": (429, "rate_limited")}
+
+
+@dataclass(frozen=True)
+class ProxyOptions:
+    """How the proxy samples. Raises UserError for a limit below 1."""
+
+    model: str
+    """The name that clients use."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end an answer, such as the template's end of a turn."""
+    max_new_tokens: int = 1024
+    """Of one answer, whatever a client asks for."""
+    policy_sampling: bool = False
+    """Sample from the model's own distribution (temperature 1, nothing cut off) whatever a client asks for: what was drawn is then what
+    training recomputes."""
+    output: Path | None = None
+    """Folder that ended sessions are written to, as JSON. None: they are kept for `AgentProxy.take_finished`."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}.")
+
+
+class AgentProxy:
+    """Serves from construction on; see `embodied_rl.serve_agent`.
+
+    Without a token, on the loopback, any API key opens a session of the same name. With one, ``POST /v1/sessions`` opens sessions and gives
+    each its key.
+    """
+
+    def __init__(
+        self,
+        backend: TokenBackend,
+        tokenizer: ChatTokenizer,
+        options: ProxyOptions,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        limits: SessionLimits | None = None,
+        http: ServerLimits | None = None,
+    ) -> None:
+        """`backend` belongs to the proxy's thread until `close`, and to the caller after it.
+
+        Raises:
+            UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
+        """
+        require_token_off_loopback(host, token, variable=TOKEN_VARIABLE)
+        tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a missing template raises now
+        self._tokenizer, self._options, self._token = tokenizer, options, token
+        self._tokenizer_lock = threading.Lock()
+        self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and is_loopback(host))
+        self._finished: deque[CapturedSession] = deque()
+        self._pump = BackendPump(backend)
+        self.shared_backend = SharedBackend(self._pump, backend)
+        """The backend for others than the proxy, as long as it is open."""
+        self._routes: dict[tuple[str, str], Callable[[HttpRequest], Reply | EventStream]] = {
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/sessions"): self._open,
+            ("GET", "/v1/sessions"): self._list,
+        }
+        try:
+            self._server = HttpServer(
+                self._answer,
+                host=host,
+                port=port,
+                limits=http or ServerLimits(max_body_mb=4.0),
+                any_host_header=token is not None,
+                format_problem=openai_error,
+            )
+        except BaseException:
+            self._pump.close()
+            raise
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client is given: ``http://127.0.0.1:PORT/v1``."""
+        return f"{self._server.url}/v1"
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """New weights between two decoding steps; answers in flight go on with them. Raises UserError as the backend's own does."""
+        self._pump.call(lambda backend: backend.load_weights(version, tensors))
+
+    def open_session(self, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> tuple[str, str]:
+        """A new session for the caller's own program: (its name, its key). Raises UserError where there is no room."""
+        name, key = f"session-{secrets.token_hex(8)}", f"sk-{secrets.token_urlsafe(24)}"
+        try:
+            self._book.open(name, key, metadata, sampling)
+        except HttpProblem as problem:
+            raise UserError(problem.message) from problem
+        return name, key
+
+    def num_turns(self, name: str) -> int:
+        """Answers of an open session so far; 0 where it has ended."""
+        session = self._book.sessions.get(name)
+        return 0 if session is None else session.num_turns
+
+    def end_session(self, name: str) -> CapturedSession | None:
+        """End an open session and hand it to the caller, not to `take_finished`. None: it has ended already."""
+        session = self._book.sessions.get(name)
+        if session is None:
+            return None
+        captured, first = session.end("close")
+        self._book.forget(session)
+        return captured if first else None
+
+    def take_finished(self) -> list[CapturedSession]:
+        """Sessions that ended since the last call, oldest first; none where they are written to a folder."""
+        taken = []
+        while self._finished:
+            taken.append(self._finished.popleft())
+        return taken
+
+    def close(self) -> None:
+        """Answer no more; open sessions that have turns are finished, as ended by ``close``."""
+        self._server.close()
+        self._pump.close()
+        for session in list(self._book.sessions.values()):
+            self._finish(session, "close")
+
+    # ---- routes -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, request: HttpRequest) -> Reply | EventStream:
+        if (route := self._routes.get((request.method, request.path))) is not None:
+            return route(request)
+        if (match := _SESSION.fullmatch(request.path)) is not None:
+            return self._of_session(request, match[1], match[2])
+        paths = sorted({path for _, path in self._routes})
+        if request.path in paths:
+            raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
+        raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
+
+    def _models(self, request: HttpRequest) -> Reply:
+        if self._token is not None and not same_token(request.bearer, self._token):
+            self._book.by_key(request.bearer)
+        return Reply({"object": "list", "data": [{"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}]})
+
+    def _chat(self, request: HttpRequest) -> Reply | EventStream:
+        self._end_idle()
+        session = self._session_of_key(request.bearer)
+        chat = read_chat(request.body)
+        model = request.body.get("model", self._options.model)
+        if model != self._options.model:
+            raise HttpProblem(404, "model_not_found", f"Model {model!r} is not served here.", choices=[self._options.model])
+        session.begin()
+        if not chat.stream:
+            try:
+                return Reply(self._sample(session, chat, request.client_gone).whole())
+            finally:
+                session.release()
+        events = self._streamed(session, chat, request.client_gone)
+        # Until the first token nothing is sent: a refusal has its own status.
+        return EventStream(_begun(next(events), events))
+
+    def _streamed(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
+        """Events of an answer while it is sampled. With logprobs, which are sent together, its content is one piece."""
+        stream = ChatStream(f"chatcmpl-{secrets.token_hex(12)}", self._options.model, chat.tools is not None)
+        begun = False
+        try:
+            prompt, request = self._asked(session, chat)
+            for found in self._stream_of(request, gone):
+                if isinstance(found, Completion):
+                    answer = self._kept(session, chat, prompt, self._whole(found), request.stop_ids, stream.completion_id)
+                    if not begun:
+                        yield stream.begin()
+                    yield from stream.end(answer, chat.include_usage)
+                elif not chat.logprobs:
+                    piece = stream.grown(self._text(found, request.stop_ids))
+                    if piece is not None and not begun:
+                        begun = True
+                        yield stream.begin()
+                    if piece is not None:
+                        yield piece
+        except HttpProblem as problem:
+            if not begun:
+                raise
+            yield sse(openai_error(problem))
+        finally:
+            session.release()
+
+    def _stream_of(self, request: GenerationRequest, gone: Callable[[], bool]) -> Iterator[list[int] | Completion]:
+        with closing(self._pump.stream(request, gone)) as pieces, _refused():
+            yield from pieces
+
+    def _session_of_key(self, key: str | None) -> Session:
+        if self._book.open_to_any_key and key is not None and not _NAME.fullmatch(key):
+            message = "Without a token, an API key names its session: at most 128 letters, digits, '.', '_' or '-'."
+            raise HttpProblem(400, "bad_key", message)
+        return self._book.by_key(key)
+
+    def _open(self, request: HttpRequest) -> Reply:
+        require_token(request, self._token)
+        self._end_idle()
+        _only(request.body, "id", "metadata")
+        name, metadata = request.body.get("id"), request.body.get("metadata")
+        if (name is not None and not (isinstance(name, str) and _NAME.fullmatch(name))) or not isinstance(metadata, dict | None):
+            raise HttpProblem(400, "invalid_request", "'id' must be a name of letters, digits, '.', '_' and '-', 'metadata' an object.")
+        name = name or f"session-{secrets.token_hex(8)}"
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._book.open(name, key, metadata)
+        return Reply({"id": name, "api_key": key}, 201)
+
+    def _list(self, request: HttpRequest) -> Reply:
+        require_token(request, self._token)
+        sessions = [{"id": s.name, "turns": s.num_turns, "in_flight": s.in_flight} for s in list(self._book.sessions.values())]
+        return Reply({"sessions": sessions})
+
+    def _of_session(self, request: HttpRequest, name: str, action: str | None) -> Reply:
+        if request.bearer is None or self._book.keys.get(request.bearer) != name:  # a session's own key does as well
+            require_token(request, self._token)
+        session = self._book.by_name(name)
+        if (request.method, action) == ("GET", None):
+            return Reply(session.captured().to_dict())
+        if request.method != "POST" or action is None:
+            raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
+        body = request.body
+        _only(body, "reward", "turn", "reward_id")
+        reward = body.get("reward")
+        said = reward is not None or action == "reward"  # a session may end without a word of how it went
+        if said and (isinstance(reward, bool) or not isinstance(reward, int | float) or not np.isfinite(reward)):
+            raise HttpProblem(400, "invalid_request", f"'reward' must be a finite number, got {reward!r:.80}.")
+        for key in ("turn", "reward_id"):
+            if not isinstance(body.get(key), str | None):
+                raise HttpProblem(400, "invalid_request", f"'{key}' must be a text, got {body[key]!r:.80}.")
+        total = session.total_reward if reward is None else session.give(float(reward), body.get("turn"), body.get("reward_id"))
+        if action == "end":
+            self._finish(session, "client")
+        return Reply({"id": session.name, "turns": session.num_turns, "reward": total})
+
+    # ---- sampling ---------------------------------------------------------------------------------------------------
+
+    def _sample(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> ChatAnswer:
+        prompt, request = self._asked(session, chat)
+        with _refused():
+            completion = self._pump.complete(request, gone)
+        return self._kept(session, chat, prompt, self._whole(completion), request.stop_ids, f"chatcmpl-{secrets.token_hex(12)}")
+
+    def _prompt(self, session: Session, chat: ChatRequest) -> Prompt:
+        try:
+            return session.prompt(chat.messages, chat.tools, self._tokenizer)
+        except UserError as error:
+            raise HttpProblem(400, "invalid_request", str(error)) from error
+
+    def _stop_id(self, text: str) -> int:
+        found = self._tokenizer.encode(text)
+        if len(found) != 1:
+            raise HttpProblem(400, "unsupported_parameter", f"'stop' must be a text of one token here; {text!r} has {len(found)}.")
+        return int(found[0])
+
+    def _asked(self, session: Session, chat: ChatRequest) -> tuple[Prompt, GenerationRequest]:
+        """What a chat asks of the backend."""
+        with self._tokenizer_lock:  # fast tokenizers are not for several threads at once
+            prompt = self._prompt(session, chat)
+            stop_ids = (*self._options.stop_ids, *(self._stop_id(text) for text in chat.stop))
+        options, fixed = self._options, session.sampling
+        asked = (chat.temperature, chat.top_p, chat.top_k, chat.seed)
+        if options.policy_sampling:
+            asked = (1.0, 1.0, 0, chat.seed)
+        if fixed is not None:
+            cut = (1.0, 0) if fixed.temperature == 0 else (fixed.top_p, fixed.top_k)
+            asked = (fixed.temperature, *cut, fixed.request_seed(session.next_request()))
+        temperature, top_p, top_k, seed = asked
+        request = GenerationRequest(
+            request_id=0,
+            prompt_ids=prompt.token_ids,
+            max_new_tokens=min(chat.max_new_tokens or options.max_new_tokens, options.max_new_tokens),
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_ids=stop_ids,
+            seed=seed,
+        )
+        return prompt, request
+
+    @staticmethod
+    def _whole(completion: Completion) -> Completion:
+        """Raises HttpProblem for one that failed or was aborted."""
+        if completion.failure is not None:
+            status, kind = _FAILED.get(completion.failure.kind, (502, completion.failure.kind))
+            raise HttpProblem(status, kind, completion.failure.message)
+        if completion.finish_reason == "aborted":
+            raise HttpProblem(503, "aborted", "The answer was aborted before its end.")
+        return completion
+
+    def _text(self, sampled: Sequence[int] | np.ndarray, stop_ids: tuple[int, ...]) -> str:
+        """Of sampled tokens, without the stop token at their end."""
+        ended = len(sampled) > 0 and int(sampled[-1]) in stop_ids
+        with self._tokenizer_lock:
+            return self._tokenizer.decode(sampled[:-1] if ended else sampled)
+
+    def _kept(
+        self, session: Session, chat: ChatRequest, prompt: Prompt, completion: Completion, stop_ids: tuple[int, ...], completion_id: str
+    ) -> ChatAnswer:
+        sampled = completion.token_ids
+        message = answer_message(self._text(sampled, stop_ids), chat.tools)
+        session.add(completion_id, prompt, completion, chat.messages, plain_message(message, 0), chat.tools)
+        reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
+        logprobs = None
+        if chat.logprobs:
+            with self._tokenizer_lock:
+                logprobs = [self._logprob(int(token), float(value)) for token, value in zip(sampled, completion.log_prob, strict=True)]
+        return ChatAnswer(completion_id, self._options.model, message, reason, len(prompt.token_ids), len(sampled), logprobs)
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return {"token": text, "logprob": value if np.isfinite(value) else None, "bytes": list(text.encode()), "top_logprobs": []}
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def _end_idle(self) -> None:
+        for session in self._book.idle():
+            self._finish(session, "idle")
+
+    def _finish(self, session: Session, ended_by: str) -> None:
+        captured, first = session.end(ended_by)
+        self._book.forget(session)
+        if not first or (not captured.turns and ended_by != "client"):
+            return
+        if self._options.output is None:
+            self._finished.append(captured)
+        else:
+            captured.save(self._options.output)
+
+
+def _only(body: Mapping[str, Any], *names: str) -> None:
+    """Raises HttpProblem 400 for a key that is none of `names`."""
+    for key in body:
+        if key not in names:
+            raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What a backend says of a request, as an answer to its client."""
+    try:
+        yield
+    except UserError as error:
+        raise HttpProblem(400, "invalid_request", str(error)) from error
+    except RuntimeError as error:
+        raise HttpProblem(503, "backend_gone", str(error)) from error
+
+
+def _begun(first: bytes, rest: Generator[bytes]) -> Iterator[bytes]:
+    """A generator that was asked for its first event, as if it had not been; closing it closes that."""
+    with closing(rest):
+        yield first
+        yield from rest

@@ -1,0 +1,301 @@
+"""Sessions: what one agent program has asked so far, and which earlier answer a new request goes on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import Completion
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.serving.agents.captured import CapturedSession, CapturedTurn
+from embodied_rl.serving.http_server import HttpProblem
+
+_MARK = "\u2402turn\u2403"
+"""Stands for an earlier answer while a template is asked what it writes around one; no template and no tokenizer looks into it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model is given for one request."""
+
+    token_ids: np.ndarray
+    """[P] int64"""
+    parent: int | None
+    """Turn whose prompt and sampled tokens these begin with, as they were."""
+
+
+@dataclass(frozen=True)
+class SessionSampling:
+    """How every answer of a session is sampled, whatever its program asks for: training wants to know what was drawn from."""
+
+    seed: int
+    """With a request's number in its session, all that its randomness depends on."""
+    temperature: float = 1.0
+    """0 takes the likeliest tokens."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+
+    def request_seed(self, number: int) -> int:
+        """Of the session's request number 0, 1, …: 63 bits."""
+        return int(np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)[0] >> 1)
+
+
+class Session:
+    """Thread-safe: one agent program may ask several things at once."""
+
+    def __init__(self, name: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> None:
+        self.name, self.metadata, self.sampling = name, dict(metadata or {}), sampling
+        self.last_used = time.monotonic()
+        self.in_flight = 0
+        self._lock = threading.Lock()
+        self._turns: list[CapturedTurn] = []
+        self._by_history: dict[str, int] = {}
+        self._reward = 0.0
+        self._num_rewards = 0
+        self._num_requests = 0
+        self._reward_ids: set[str] = set()
+        self._captured: CapturedSession | None = None
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def total_reward(self) -> float:
+        """All rewards so far, the turns' included."""
+        with self._lock:
+            return self._reward + sum(turn.reward for turn in self._turns)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def next_request(self) -> int:
+        """Number of a request that is about to be sampled: 0, 1, …"""
+        with self._lock:
+            self._num_requests += 1
+            return self._num_requests - 1
+
+    def begin(self) -> None:
+        """A request comes in. Raises HttpProblem 409 where the session has ended."""
+        with self._lock:
+            if self._captured is not None:
+                raise HttpProblem(409, "session_ended", f"Session '{self.name}' has ended; open another one.")
+            self.in_flight += 1
+            self.last_used = time.monotonic()
+
+    def release(self) -> None:
+        """The request that `begin` let in is over, however it ended."""
+        with self._lock:
+            self.in_flight -= 1
+            self.last_used = time.monotonic()
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, tokenizer: ChatTokenizer) -> Prompt:
+        """Token ids of a request: of the longest earlier conversation that its messages extend, as they were, and then what is new.
+
+        Where the template does not show where an earlier answer stood, or the messages extend none, everything is tokenised anew and a
+        new conversation begins.
+
+        Raises:
+            UserError: the template refuses the messages.
+        """
+        for length in range(len(messages) - 1, 0, -1):
+            if messages[length - 1]["role"] != "assistant":
+                continue
+            number = self._by_history.get(history_key(messages[:length], tools))
+            if number is None:
+                continue
+            turn = self._turns[number]
+            added = added_text(messages, length, tools, tokenizer, turn)
+            if added is not None:
+                return Prompt(np.concatenate([turn.token_ids, tokenizer.encode(added)]), number)
+        return Prompt(tokenizer.chat(messages, tools=tools), None)
+
+    def add(
+        self,
+        completion_id: str,
+        prompt: Prompt,
+        completion: Completion,
+        messages: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Keep an answer. `answer` is the message as the client will send it back, `plain_message` applied."""
+        turn = CapturedTurn(
+            completion_id=completion_id,
+            parent=prompt.parent,
+            prompt_ids=prompt.token_ids,
+            sampled_ids=completion.token_ids,
+            log_prob=completion.log_prob,
+            sampling_log_prob=completion.sampling_log_prob,
+            version=completion.version,
+            finish_reason=completion.finish_reason,
+        )
+        with self._lock:
+            if self._captured is not None:
+                raise HttpProblem(409, "session_ended", f"Session '{self.name}' ended while this was sampled.")
+            self._by_history[history_key([*messages, answer], tools)] = len(self._turns)
+            self._turns.append(turn)
+
+    # ---- rewards ----------------------------------------------------------------------------------------------------
+
+    def give(self, reward: float, completion_id: str | None = None, reward_id: str | None = None) -> float:
+        """Add a reward to the session, or to one turn; the same `reward_id` again adds nothing. Returns all rewards so far.
+
+        Raises:
+            HttpProblem: 404 for an answer that is not of this session, 409 after its end.
+        """
+        with self._lock:
+            self.last_used = time.monotonic()
+            if reward_id is None or reward_id not in self._reward_ids:
+                if self._captured is not None:
+                    raise HttpProblem(409, "session_ended", f"Session '{self.name}' has ended; its reward stands.")
+                self._give(reward, completion_id)
+                self._num_rewards += 1
+                self._reward_ids.update([] if reward_id is None else [reward_id])
+            return self._reward + sum(turn.reward for turn in self._turns)
+
+    def _give(self, reward: float, completion_id: str | None) -> None:
+        if completion_id is None:
+            self._reward += reward
+            return
+        for number, turn in enumerate(self._turns):
+            if turn.completion_id == completion_id:
+                self._turns[number] = replace(turn, reward=turn.reward + reward)
+                return
+        known = [turn.completion_id for turn in self._turns]
+        raise HttpProblem(404, "unknown_turn", f"Session '{self.name}' has no answer '{completion_id}'.", choices=known)
+
+    def captured(self, ended_by: str = "") -> CapturedSession:
+        """What there is so far."""
+        with self._lock:
+            return self._captured or CapturedSession(
+                session=self.name,
+                turns=tuple(self._turns),
+                reward=self._reward,
+                ended_by=ended_by,
+                metadata=self.metadata,
+                num_rewards=self._num_rewards,
+            )
+
+    def end(self, ended_by: str) -> tuple[CapturedSession, bool]:
+        """Take no more; (what was captured, whether this call ended it)."""
+        captured = self.captured(ended_by)
+        with self._lock:
+            first = self._captured is None
+            if first:
+                self._captured = captured = replace(captured, turns=tuple(self._turns), reward=self._reward, num_rewards=self._num_rewards)
+            return self._captured or captured, first
+
+
+def history_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Equal for conversations that are the same to a model: spaces around an answer, which clients like to strip, do not count."""
+    plain = [{**message, "content": message["content"].strip()} if message["role"] == "assistant" else message for message in messages]
+    return hashlib.sha256(json.dumps([plain, tools], sort_keys=True).encode()).hexdigest()
+
+
+def added_text(
+    messages: Sequence[Mapping[str, Any]],
+    length: int,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tokenizer: ChatTokenizer,
+    turn: CapturedTurn,
+) -> str | None:
+    """What the template writes after the answer `messages[length - 1]`, the next answer's beginning included; None where it is unknown.
+
+    The stop token that the model sampled itself is not written again.
+    """
+    marked = [*messages[: length - 1], {"role": "assistant", "content": _MARK}, *messages[length:]]
+    pieces = tokenizer.chat_text(marked, tools=tools).split(_MARK)
+    if len(pieces) != 2:
+        return None
+    added = pieces[1]
+    if turn.finish_reason == "stop" and len(turn.sampled_ids):
+        added = added.removeprefix(tokenizer.decode(turn.sampled_ids[-1:], skip_special_tokens=False))
+    return added
+
+
+@dataclass
+class SessionLimits:
+    """How many sessions there may be, and for how long. Raises UserError for a limit that is not above 0 and finite."""
+
+    max_sessions: int = 1024
+    """Open at a time."""
+    idle_s: float = 3600.0
+    """A session without a request for so long is ended, as ``idle``."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise UserError(f"{name} must be a finite number above 0, got {value}.")
+
+
+@dataclass
+class SessionBook:
+    """All open sessions by name, and by the API key that an agent program brings."""
+
+    limits: SessionLimits
+    open_to_any_key: bool
+    """Whether an unregistered key opens a session of the same name."""
+    sessions: dict[str, Session] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many sessions each free key has had."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self, name: str, key: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> Session:
+        """A new session behind a key. Raises HttpProblem where there is no room, or the name is taken."""
+        with self.lock:
+            return self._open(name, key, metadata, sampling)
+
+    def _open(self, name: str, key: str, metadata: Mapping[str, Any] | None, sampling: SessionSampling | None = None) -> Session:
+        if len(self.sessions) >= self.limits.max_sessions:
+            message = f"{len(self.sessions)} sessions are open, which is as many as this proxy holds; end some."
+            raise HttpProblem(429, "too_many_sessions", message, headers={"Retry-After": "2"})
+        if name in self.sessions:
+            raise HttpProblem(409, "session_exists", f"Session '{name}' is open already.")
+        session = self.sessions[name] = Session(name, metadata, sampling)
+        self.keys[key] = name
+        return session
+
+    def by_key(self, key: str | None) -> Session:
+        """Raises HttpProblem 401 for a key that opens nothing."""
+        if key is None:
+            raise HttpProblem(
+                401, "unauthorized", "Send an API key ('Authorization: Bearer KEY'): it says whose session a request belongs to."
+            )
+        with self.lock:
+            if key in self.keys:
+                return self.sessions[self.keys[key]]
+            if not self.open_to_any_key:
+                raise HttpProblem(401, "unauthorized", "This API key belongs to no open session: POST /v1/sessions opens one.")
+            self.counts[key] = number = self.counts.get(key, 0) + 1
+            return self._open(key if number == 1 else f"{key}.{number}", key, None)
+
+    def by_name(self, name: str) -> Session:
+        """By the session's name, or by a key of it that is a free one. Raises HttpProblem 404."""
+        with self.lock:
+            found = self.sessions.get(self.keys.get(name, name) if self.open_to_any_key else name)
+        if found is None:
+            raise HttpProblem(404, "unknown_session", f"There is no open session '{name}'.")
+        return found
+
+    def forget(self, session: Session) -> None:
+        """Of an ended session; its key is then free."""
+        with self.lock:
+            self.sessions.pop(session.name, None)
+            self.keys = {key: name for key, name in self.keys.items() if name != session.name}
+
+    def idle(self) -> list[Session]:
+        """Sessions without a request for longer than `limits.idle_s`."""
+        now = time.monotonic()
+        with self.lock:
+            return [s for s in self.sessions.values() if s.in_flight == 0 and now - s.last_used > self.limits.idle_s]

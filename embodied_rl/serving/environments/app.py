@@ -1,0 +1,195 @@
+"""The routes of the environment service, from a request's JSON to the hub and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from embodied_rl import __version__
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import did_you_mean
+from embodied_rl.serving.environments.environment import OPERATIONS, EnvRequest, ServiceLimits
+from embodied_rl.serving.environments.hub import Hub
+from embodied_rl.serving.http_server import HttpProblem, HttpRequest, HttpServer, Reply, ServerLimits, require_token, token_to_ask_for
+from embodied_rl.sim.wire import ENCODINGS
+
+TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
+"""Environment variable that holds the service's token, for the server and its clients."""
+
+_ONE = re.compile(r"/v1/environments/([^/]+)(?:/([^/]+))?")
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "reset": ("seed", "options"),
+    "step": ("action",),
+    "snapshot": (),
+    "restore": ("snapshot",),
+    "render": (),
+}
+"""What a request of each operation says beside its number."""
+_OPTIONAL = frozenset({"options"})
+
+
+class EnvironmentService:
+    """An `HttpServer` in front of a `Hub`."""
+
+    def __init__(
+        self,
+        simulators: Mapping[str, SimConfig],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        limits: ServiceLimits | None = None,
+        http: ServerLimits | None = None,
+    ) -> None:
+        """Listen and serve until `close`.
+
+        Args:
+            token: that clients must send; "none": none, only on the loopback. None: what EMBODIED_RL_TOKEN holds, or a new one (`token`).
+
+        Raises:
+            UserError: others could reach it and there is no token, or the address cannot be listened on.
+        """
+        self.token, self.token_is_new = token_to_ask_for(TOKEN_VARIABLE, token, host)
+        """What clients must send, and whether it was made here and must be shown to the user."""
+        self.hub = Hub(simulators, limits or ServiceLimits())
+        try:
+            self._server = HttpServer(self._answer, host=host, port=port, limits=http, any_host_header=self.token is not None)
+        except BaseException:
+            self.hub.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """``http://127.0.0.1:PORT``"""
+        return self._server.url
+
+    def close(self) -> None:
+        """Take no more requests, and end all environments."""
+        self._server.close()
+        self.hub.close()
+
+    # ---- routes -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, request: HttpRequest) -> Reply:
+        require_token(request, self.token)
+        routes: dict[tuple[str, str], Callable[[HttpRequest], Reply]] = {
+            ("GET", "/v1/health"): self._health,
+            ("GET", "/v1/simulators"): lambda request: Reply({"simulators": self.hub.names}),
+            ("GET", "/v1/environments"): lambda request: Reply({"environments": self.hub.describe()}),
+            ("POST", "/v1/environments"): self._make,
+            ("POST", "/v1/batch"): self._batch,
+        }
+        if (request.method, request.path) in routes:
+            return routes[request.method, request.path](request)
+        match = _ONE.fullmatch(request.path)
+        if match is not None:
+            return self._of_one(request, match[1], match[2])
+        paths = {path for _, path in routes}
+        if request.path in paths:
+            allowed = [method for method, path in routes if path == request.path]
+            raise HttpProblem(405, "wrong_method", f"{request.path} takes {' and '.join(allowed)}, not {request.method}.", choices=allowed)
+        raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
+
+    def _of_one(self, request: HttpRequest, env_id: str, operation: str | None) -> Reply:
+        if (request.method, operation) == ("GET", None):
+            return Reply(self.hub.get(env_id).describe())
+        if (request.method, operation) in (("DELETE", None), ("POST", "close")):
+            self.hub.close_environment(env_id)
+            return Reply({"closed": env_id})
+        if request.method != "POST":
+            raise HttpProblem(405, "wrong_method", f"{request.path} takes POST, not {request.method}.", choices=["POST"])
+        if operation not in OPERATIONS:
+            choices = [*OPERATIONS, "close"]
+            raise HttpProblem(
+                404, "unknown_route", f"An environment cannot '{operation}'.{did_you_mean(str(operation), choices)}", choices=choices
+            )
+        (outcome,) = self.hub.run([_env_request(env_id, operation, request.body)])
+        return Reply(outcome.body, outcome.status)
+
+    def _health(self, request: HttpRequest) -> Reply:
+        limits = self.hub.limits
+        return Reply(
+            {"status": "ok", "version": __version__, "environments": self.hub.num_environments, "limits": dict(vars(limits))},
+        )
+
+    def _make(self, request: HttpRequest) -> Reply:
+        body = request.body
+        _known(body, ("sim", "task", "kwargs", "count", "encoding", "request"))
+        sim, count = _field(body, "sim", str), _field(body, "count", int, 1)
+        task, request_id = _field(body, "task", str, None), _field(body, "request", str, None)
+        kwargs = _field(body, "kwargs", dict, {})
+        encoding = _field(body, "encoding", str, "lists")
+        if encoding not in ENCODINGS:
+            raise HttpProblem(
+                400, "bad_request", f"encoding '{encoding}' is not a choice.{did_you_mean(encoding, ENCODINGS)}", choices=ENCODINGS
+            )
+        if not 1 <= count <= self.hub.limits.max_batch:
+            raise HttpProblem(400, "bad_request", f"count must be between 1 and {self.hub.limits.max_batch}, got {count}.")
+        made = self.hub.make(sim, task, kwargs, count, "base64" if encoding == "base64" else "lists", request_id)
+        return Reply({"environments": [environment.env_id for environment in made], "spec": made[0].spec}, 201)
+
+    def _batch(self, request: HttpRequest) -> Reply:
+        _known(request.body, ("requests",))
+        items = _field(request.body, "requests", list)
+        if not 1 <= len(items) <= self.hub.limits.max_batch:
+            raise HttpProblem(400, "bad_request", f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}.")
+        requests = []
+        for item in items:
+            if not isinstance(item, dict):
+                raise HttpProblem(400, "bad_request", f"A request of a batch must be an object, got {type(item).__name__}.")
+            rest = {key: value for key, value in item.items() if key not in ("id", "operation")}
+            requests.append(_env_request(_field(item, "id", str), _field(item, "operation", str), rest))
+        outcomes = self.hub.run(requests)
+        # Bodies are JSON already: pictures are not taken apart again here.
+        results = b",".join(b'{"status":%d,"body":%b}' % (outcome.status, outcome.body) for outcome in outcomes)
+        whole = all(outcome.status == 200 for outcome in outcomes)
+        return Reply(b'{"results":[%b]}' % results, 200 if whole else 207)
+
+
+def _env_request(env_id: str, operation: str, body: Mapping[str, Any]) -> EnvRequest:
+    """From a request's body. Raises HttpProblem 400."""
+    if operation not in OPERATIONS:
+        raise HttpProblem(
+            400, "bad_request", f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", choices=OPERATIONS
+        )
+    fields = _FIELDS[operation]
+    _known(body, ("number", *fields))
+    number = _field(body, "number", int, None)
+    if number is not None and number < 0:
+        raise HttpProblem(400, "bad_request", f"number must be >= 0, got {number}.")
+    for name in fields:
+        if name not in body and name not in _OPTIONAL:
+            raise HttpProblem(
+                400, "bad_request", f"'{name}' is missing: {operation} takes {', '.join(('number', *fields))}.", choices=fields
+            )
+    if operation == "reset":
+        seed = _field(body, "seed", int)
+        if not 0 <= seed < 2**63:
+            raise HttpProblem(400, "bad_request", f"seed must be >= 0 and below 2**63, got {seed}.")
+        _field(body, "options", dict, None)
+    return EnvRequest(env_id, operation, number, {name: body[name] for name in fields if name in body})
+
+
+_MISSING = object()
+
+
+def _field(body: Mapping[str, Any], name: str, kind: type, default: Any = _MISSING) -> Any:
+    """A field of a body; null is its default. Raises HttpProblem 400 for one that is missing or of another type."""
+    value = body.get(name)
+    if value is None:
+        if default is _MISSING:
+            raise HttpProblem(400, "bad_request", f"'{name}' is missing; it must be {_NAMES[kind]}.")
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise HttpProblem(400, "bad_request", f"'{name}' must be {_NAMES[kind]}, got {value!r:.80}.")
+    return value
+
+
+_NAMES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
+
+
+def _known(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for key in body:
+        if key not in names:
+            raise HttpProblem(400, "bad_request", f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)

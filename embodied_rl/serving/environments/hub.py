@@ -1,0 +1,236 @@
+"""All environments of one service: made, asked, watched, closed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import did_you_mean
+from embodied_rl.serving.environments.environment import Environment, EnvRequest, Outcome, ServiceLimits
+from embodied_rl.serving.environments.offers import as_requested
+from embodied_rl.serving.http_server import HttpProblem
+from embodied_rl.sim.wire import Encoding
+
+_WATCH_S = 0.25
+_GRACE_S = 2.0
+_REMEMBERED = 1000
+"""Closed environments, and requests that made some, about which clients can still ask."""
+
+
+class Hub:
+    """Thread-safe: every method may be called by any number of threads.
+
+    Environments are independent: a request waits for another one of the same environment and for nothing else.
+    """
+
+    def __init__(self, simulators: Mapping[str, SimConfig], limits: ServiceLimits) -> None:
+        """`simulators`: what may be made, by name."""
+        self._simulators, self.limits = dict(simulators), limits
+        self._environments: dict[str, Environment] = {}
+        self._gone: OrderedDict[str, HttpProblem] = OrderedDict()
+        self._made: OrderedDict[str, tuple[str, Future[list[Environment]]]] = OrderedDict()
+        self._being_made = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="environment watcher", daemon=True)
+        self._watcher.start()
+
+    @property
+    def names(self) -> list[str]:
+        """Simulators that can be made."""
+        return sorted(self._simulators)
+
+    @property
+    def num_environments(self) -> int:
+        return len(self._environments)
+
+    # ---- making -----------------------------------------------------------------------------------------------------
+
+    def make(
+        self,
+        sim: str,
+        task: str | None,
+        kwargs: Mapping[str, Any],
+        count: int,
+        encoding: Encoding,
+        request_id: str | None,
+    ) -> list[Environment]:
+        """`count` environments of one simulator, built side by side; the same `request_id` again gets the same ones.
+
+        Raises:
+            HttpProblem: unknown simulator, no room, or it cannot be built; then none is left over.
+        """
+        if sim not in self._simulators:
+            raise HttpProblem(
+                404, "unknown_simulator", f"Simulator '{sim}' is not offered here.{did_you_mean(sim, self._simulators)}", choices=self.names
+            )
+        asked = json.dumps([sim, task, dict(kwargs), count, encoding], sort_keys=True)
+        future: Future[list[Environment]] = Future()
+        if request_id is not None:
+            with self._lock:
+                before = self._made.setdefault(request_id, (asked, future))
+                while len(self._made) > _REMEMBERED:
+                    self._made.popitem(last=False)
+            if before[0] != asked:
+                raise HttpProblem(409, "number_reused", f"Request '{request_id}' asked for other environments before.")
+            if before[1] is not future:
+                try:
+                    return before[1].result(self.limits.start_timeout_s)
+                except TimeoutError:
+                    raise HttpProblem(
+                        503, "busy", f"Request '{request_id}' is still being worked on.", headers={"Retry-After": "2"}
+                    ) from None
+        try:
+            future.set_result(self._build(sim, task, kwargs, count, encoding))
+        except BaseException as error:
+            with self._lock:
+                if request_id is not None:
+                    self._made.pop(request_id, None)  # another try may find room
+            future.set_exception(error)
+        return future.result()
+
+    def _build(self, sim: str, task: str | None, kwargs: Mapping[str, Any], count: int, encoding: Encoding) -> list[Environment]:
+        config = as_requested(self._simulators[sim], task, kwargs)
+        self._reserve(count)
+        made: list[Environment] = []
+        try:
+            made += [Environment(secrets.token_hex(8), config, encoding, self.limits) for _ in range(count)]
+            for environment in made:
+                environment.started()
+            for environment in made:
+                environment.touch()  # the first ones waited for the last
+        except BaseException:
+            for environment in made:
+                environment.end(HttpProblem(410, "closed", "One of the environments that were made together could not be built."))
+            raise
+        finally:
+            with self._lock:
+                self._being_made -= count
+                self._environments.update({e.env_id: e for e in made if e.fate is None})
+        return made
+
+    def _reserve(self, count: int) -> None:
+        with self._lock:
+            if self._closing.is_set():
+                raise HttpProblem(503, "closing", "The service is going down.")
+            taken, most = len(self._environments) + self._being_made, self.limits.max_environments
+            if taken + count > most:
+                message = f"{count} more environments would be {taken + count}; this service holds {most}. Close some, or wait."
+                raise HttpProblem(429, "too_many_environments", message, headers={"Retry-After": "2"})
+            self._being_made += count
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def get(self, env_id: str) -> Environment:
+        """Raises HttpProblem: 404 for an id that never was, its fate for one that is gone."""
+        with self._lock:
+            if env_id in self._environments:
+                return self._environments[env_id]
+            if env_id in self._gone:
+                raise self._gone[env_id]
+        raise HttpProblem(404, "unknown_environment", f"There is no environment '{env_id}' here; the service may have been started anew.")
+
+    def run(self, requests: Sequence[EnvRequest]) -> list[Outcome]:
+        """Ask several environments at once; they work side by side. Outcomes in the order of the requests.
+
+        Raises:
+            HttpProblem: an environment is asked twice.
+        """
+        if len({request.env_id for request in requests}) != len(requests):
+            raise HttpProblem(400, "bad_request", "A batch asks each environment once.")
+        outcomes: dict[str, Outcome] = {}
+        found: list[tuple[EnvRequest, Environment]] = []
+        for request in requests:
+            try:
+                found.append((request, self.get(request.env_id)))
+            except HttpProblem as problem:
+                outcomes[request.env_id] = Outcome.of(problem)
+        with contextlib.ExitStack() as held:
+            for _, environment in sorted(
+                found, key=lambda pair: pair[0].env_id
+            ):  # one order for all, so that no two batches block each other
+                held.enter_context(environment.lock)
+            waiting = []
+            for request, environment in found:
+                outcome = environment.begin(request)
+                if outcome is None:
+                    waiting.append((request, environment))
+                else:
+                    outcomes[request.env_id] = outcome
+            for request, environment in waiting:
+                outcomes[request.env_id] = environment.finish()
+        for _, environment in found:
+            if environment.fate is not None:
+                self._bury(environment)
+        return [outcomes[request.env_id] for request in requests]
+
+    def close_environment(self, env_id: str) -> None:
+        """End one environment. Closing it again is no error. Raises HttpProblem for an id that never was."""
+        try:
+            environment = self.get(env_id)
+        except HttpProblem as problem:
+            if problem.status == 404:
+                raise
+            return
+        with environment.lock:
+            environment.end(HttpProblem(410, "closed", f"Environment '{env_id}' was closed."))
+        self._bury(environment)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every environment, without its spec."""
+        with self._lock:
+            environments = list(self._environments.values())
+        return [{key: value for key, value in e.describe().items() if key != "spec"} for e in environments]
+
+    def close(self) -> None:
+        """End all environments; a step that is running gets two more seconds. May be called twice."""
+        self._closing.set()
+        self._watcher.join(5.0)
+        closing = HttpProblem(503, "closing", "The service is going down.")
+
+        def end(environment: Environment) -> None:
+            if not environment.lock.acquire(timeout=_GRACE_S):
+                environment.condemn(closing)
+                environment.lock.acquire()
+            try:
+                environment.end(closing)
+            finally:
+                environment.lock.release()
+            self._bury(environment)
+
+        with self._lock:
+            environments = list(self._environments.values())
+        if environments:
+            with ThreadPoolExecutor(min(len(environments), 32)) as pool:
+                list(pool.map(end, environments))
+
+    # ---- watching ---------------------------------------------------------------------------------------------------
+
+    def _bury(self, environment: Environment) -> None:
+        with self._lock:
+            if self._environments.pop(environment.env_id, None) is not None and environment.fate is not None:
+                self._gone[environment.env_id] = environment.fate
+                while len(self._gone) > _REMEMBERED:
+                    self._gone.popitem(last=False)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_WATCH_S):
+            for environment in list(self._environments.values()):
+                if (problem := environment.over_memory()) is not None:
+                    environment.condemn(problem)
+                elif environment.idle_s > self.limits.idle_s and environment.lock.acquire(blocking=False):
+                    try:
+                        if environment.idle_s <= self.limits.idle_s:  # a request came in between
+                            continue
+                        idle = f"Environment '{environment.env_id}' was closed: nobody asked anything of it for {self.limits.idle_s:g} s."
+                        environment.end(HttpProblem(410, "idle", idle))
+                    finally:
+                        environment.lock.release()
+                    self._bury(environment)

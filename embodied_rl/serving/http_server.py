@@ -1,0 +1,460 @@
+"""A small JSON server on the standard library's threads: routes are the caller's, limits and refusals are here.
+
+One thread a connection, connections kept open. No framework is needed for a handful of routes whose time goes into simulators and
+language models, and nothing has to be installed beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import io
+import ipaddress
+import json
+import math
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from embodied_rl.errors import UserError
+from embodied_rl.serving.http_parsing import HttpProblem as HttpProblem
+from embodied_rl.serving.http_parsing import checked_headers, parse_body, path_of, require_our_name
+
+_IDLE_CONNECTION_S = 75.0
+"""A connection on which nothing comes for so long is closed: clients reconnect, and threads are not for ever."""
+_POLL_S = 0.05
+_LINGER_S = 2.0
+"""How long a connection that ends still takes what its client sends."""
+_SLOWEST_BYTES_S = 100_000
+"""A body may take a second more for so many bytes."""
+_LONGEST_LINE = 2**16
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """One request whose body was read and is JSON."""
+
+    method: str
+    path: str
+    """Without the query."""
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: dict[str, Any]
+    """Empty for GET and DELETE."""
+    client_gone: Callable[[], bool] = field(repr=False)
+    """Whether the client has closed its end and no longer waits for the answer."""
+
+    @property
+    def bearer(self) -> str | None:
+        """What follows ``Authorization: Bearer``."""
+        scheme, _, value = self.headers.get("authorization", "").partition(" ")
+        return value.strip() if scheme.lower() == "bearer" and value.strip() else None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A JSON answer."""
+
+    body: Any
+    """What JSON can hold, or bytes that are JSON already."""
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EventStream:
+    """Server-sent events, as their bytes; what is raised between them ends the connection."""
+
+    events: Iterator[bytes]
+
+
+Handler = Callable[[HttpRequest], Reply | EventStream]
+ProblemFormat = Callable[[HttpProblem], Any]
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What one client may ask of the server. Raises UserError for a limit that is not above 0 and finite."""
+
+    max_body_mb: float = 32.0
+    """Of one request (2**20 bytes)."""
+    max_connections: int = 256
+    """Open at a time; a further one is answered 503."""
+    request_s: float = 30.0
+    """From a request's first byte to its last; large bodies get more."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise UserError(f"{name} must be a finite number above 0, got {value}.")
+
+
+class _Listening(ThreadingHTTPServer):
+    """A thread for each of so many connections at most; a further one is turned away."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], requests: type[BaseHTTPRequestHandler], max_connections: int, full: bytes) -> None:
+        """`full`: the whole answer to a connection that is one too many."""
+        self.full = full
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._places = threading.Semaphore(max_connections)
+        self.connections = set[socket.socket]()
+        super().__init__(address, requests)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            self.connections.add(request)
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread could be started: its place is free again
+                self.connections.discard(request)
+                self._places.release()
+                raise
+        else:
+            with contextlib.suppress(OSError):
+                request.setblocking(False)
+                request.sendall(self.full)
+                request.shutdown(socket.SHUT_WR)
+                request.recv(2**16)  # a connection that is closed over unread bytes is reset, and the answer lost
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.discard(request)
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a connection that broke is the client's affair
+
+
+class HttpServer:
+    """Listens from construction on; `close` ends it. The handler is called from many threads at once."""
+
+    def __init__(
+        self,
+        handle: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limits: ServerLimits | None = None,
+        any_host_header: bool = False,
+        format_problem: ProblemFormat = HttpProblem.to_dict,
+    ) -> None:
+        """Bind and answer in a separate thread.
+
+        Args:
+            handle: answers a request; HttpProblem becomes its status and body, UserError 422, anything else 500.
+            host: an address of this machine. Whether others may reach it is `require_token_off_loopback`'s affair.
+            port: 0 takes a free one.
+            any_host_header: answer whatever name the client called us by. Without it only addresses and ``localhost`` are: a page in a
+                browser on this machine could otherwise reach a server without a token through a name that its site controls.
+            format_problem: the body of a refusal.
+
+        Raises:
+            UserError: the address is not ours, or the port is taken.
+        """
+        allowed = limits or ServerLimits()
+
+        class Requests(_Requests):
+            settings = _Settings(handle, allowed, any_host_header, format_problem)
+
+        try:
+            self._server = _Listening((host, port), Requests, allowed.max_connections, _full(allowed, format_problem))
+        except (OSError, OverflowError, ValueError) as error:  # the last two: a port, or a name, that cannot be one
+            why = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"Cannot listen on {host}:{port}: {why}. Choose another host= or port= (0 to 65535).") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Without a slash at its end."""
+        host = str(self._server.server_address[0])
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def close(self) -> None:
+        """Take no more requests; those being answered may end. May be called twice."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+        for connection in list(self._server.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)  # answers still leave; kept connections end
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name can be reached only from this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_token_off_loopback(host: str, token: str | None, *, variable: str) -> None:
+    """Raises UserError when others than this machine could use a server that asks for no token."""
+    if not is_loopback(host) and not token:
+        raise UserError(
+            f"host={host} can be reached from other machines, and there is no token. Set the environment variable {variable} "
+            "(clients send it as 'Authorization: Bearer …'), or listen on 127.0.0.1."
+        )
+
+
+def token_from(variable: str) -> str | None:
+    """The token in an environment variable; None where it is not set. Raises UserError for one that is too short to be a secret."""
+    token = os.environ.get(variable)
+    return None if token is None else _long_enough(token, f"The environment variable {variable}")
+
+
+def _long_enough(token: str, where: str) -> str:
+    if len(token) < 8:
+        raise UserError(f"{where} holds {len(token)} characters; a token has at least 8.")
+    return token
+
+
+def token_to_ask_for(variable: str, asked: str | None, host: str) -> tuple[str | None, bool]:
+    """The token of a server: the one that is given, that of the environment variable, or on the loopback a new one.
+
+    Args:
+        variable: the environment variable.
+        asked: "none": no token, allowed only on the loopback. None: as above. Else the token itself.
+        host: address that the server listens on.
+
+    Returns:
+        (the token, whether it is new and must be shown to the user).
+
+    Raises:
+        UserError: others could reach the server without a token, or the one that is set is too short.
+    """
+    if asked == "none" and not is_loopback(host):
+        raise UserError(f"token=none is for a server on this machine alone, and host={host} can be reached from other machines.")
+    if asked == "none":
+        return None, False
+    token = _long_enough(asked, "token") if asked is not None else token_from(variable)
+    if token is not None:
+        return token, False
+    require_token_off_loopback(host, token, variable=variable)
+    return secrets.token_urlsafe(24), True
+
+
+def same_token(given: str | None, token: str) -> bool:
+    """In a time that says nothing about where they differ."""
+    return given is not None and hmac.compare_digest(given.encode(), token.encode())
+
+
+def require_token(request: HttpRequest, token: str | None) -> None:
+    """Raises HttpProblem 401 unless the request brings the token, where there is one."""
+    if token is not None and not same_token(request.bearer, token):
+        message = "This server asks for a token: send 'Authorization: Bearer …'."
+        raise HttpProblem(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
+
+
+# ---- one connection -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Settings:
+    handle: Handler
+    limits: ServerLimits
+    any_host_header: bool
+    format_problem: ProblemFormat
+
+
+class _PatientReader(io.RawIOBase):
+    """Reads a connection until `until`; TimeoutError afterwards, however many bytes trickled in before."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self.until = connection, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(self.until - time.monotonic(), 0.001))
+        return self._connection.recv_into(buffer)
+
+
+def _full(limits: ServerLimits, format_problem: ProblemFormat) -> bytes:
+    message = f"{limits.max_connections} connections are open, which is as many as this server holds; try again soon."
+    body = json.dumps(format_problem(HttpProblem(503, "busy", message))).encode()
+    head = f"Retry-After: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
+    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n".encode() + body
+
+
+class _Requests(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.1"  # a line that cannot be read is answered with a head too
+    server_version, sys_version = "embodied_rl", ""
+    disable_nagle_algorithm = True
+    wbufsize = 2**16  # head and body leave in one packet
+    timeout = _IDLE_CONNECTION_S
+    settings: _Settings
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self._patient = _PatientReader(self.connection)
+        self.rfile: io.BufferedReader = io.BufferedReader(self._patient)
+
+    def handle(self) -> None:
+        # A client that goes away in the middle, at any place, is no error of ours.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            super().handle()
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+        with contextlib.suppress(OSError):
+            self._linger()
+
+    def _linger(self) -> None:
+        """Take what a refused client is still sending: a connection that is closed over unread bytes is reset, and the refusal lost."""
+        self.connection.shutdown(socket.SHUT_WR)
+        until = time.monotonic() + _LINGER_S
+        while (left := until - time.monotonic()) > 0:
+            self.connection.settimeout(left)
+            if not self.connection.recv(2**16):
+                return
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself: a malformed request line, headers that are too long."""
+        status = 400 if code >= 500 else int(code)  # the version that a client speaks is its affair
+        raise HttpProblem(status, "bad_request", f"{message or 'The request cannot be read'}.")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, read it within its time, answer it."""
+        self._patient.until = time.monotonic() + _IDLE_CONNECTION_S
+        self.command, self.requestline, self.request_version = "", "", self.default_request_version
+        self._read_whole, self.close_connection = False, True
+        if not self.rfile.peek(1):
+            return
+        self._patient.until = time.monotonic() + self.settings.limits.request_s
+        try:
+            answer = self._answer()
+        except HttpProblem as problem:
+            answer = self._refusal(problem)
+        if not self._read_whole:
+            self.close_connection = True  # the request was not read to its end: where the next one begins is unknown
+        self.connection.settimeout(_IDLE_CONNECTION_S)
+        if isinstance(answer, Reply):
+            self._send(answer)
+        else:
+            self._stream(answer)
+        self.wfile.flush()
+
+    def _answer(self) -> Reply | EventStream:
+        try:
+            request = self._read()
+        except TimeoutError:
+            took = f"{self.settings.limits.request_s:g} s"
+            raise HttpProblem(408, "too_slow", f"The request did not arrive within {took}; send it anew.") from None
+        try:
+            return self.settings.handle(request)
+        except HttpProblem:
+            raise
+        except UserError as error:
+            raise HttpProblem(422, "user_error", str(error)) from error
+        except Exception as error:
+            # The program's own mistake: the client gets only its type, for its text may hold what the client must not see.
+            import traceback
+
+            traceback.print_exc()
+            raise HttpProblem(500, "internal_error", f"The server failed ({type(error).__name__}); its log says more.") from error
+
+    def _refusal(self, problem: HttpProblem) -> Reply:
+        return Reply(self.settings.format_problem(problem), problem.status, problem.headers)
+
+    def _read(self) -> HttpRequest:
+        self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
+        if self.raw_requestline in (b"\r\n", b"\n"):  # clients may leave one behind their last body
+            self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
+        if len(self.raw_requestline) > _LONGEST_LINE:
+            raise HttpProblem(414, "bad_request", f"The request's first line has more than {_LONGEST_LINE:,} bytes.")
+        if not self.parse_request() or len(self.requestline.split()) != 3:
+            raise HttpProblem(
+                400, "bad_request", f"The request's first line must be 'METHOD /path HTTP/1.1', got {self.requestline!r:.80}."
+            )
+        headers = checked_headers(self.headers)
+        body = self._read_body(headers)
+        self._read_whole = True
+        path = path_of(self.path)
+        if not self.settings.any_host_header:
+            require_our_name(headers)
+        return HttpRequest(self.command, path, headers, parse_body(body, headers), self._client_gone)
+
+    def _read_body(self, headers: Mapping[str, str]) -> bytes:
+        length = headers.get("content-length")
+        if "transfer-encoding" in headers or (length is None and self.command == "POST"):
+            raise HttpProblem(411, "length_required", "Send the body with a Content-Length; chunked bodies are not taken.")
+        if length is not None and not (length.isascii() and length.isdecimal()):
+            raise HttpProblem(400, "bad_request", f"Content-Length must be a number, got '{length[:40]}'.")
+        digits, most = (length or "0").lstrip("0"), int(self.settings.limits.max_body_mb * 2**20)
+        if len(digits) > 18 or int(digits or 0) > most:
+            size_text = f"{int(digits):,}" if len(digits) <= 18 else f"a {len(digits)}-digit number of"
+            raise HttpProblem(413, "body_too_large", f"The body has {size_text} bytes; this server takes {most:,}.")
+        size = int(digits or 0)
+        self._patient.until += size / _SLOWEST_BYTES_S
+        data = self.rfile.read(size)
+        if len(data) != size:
+            raise HttpProblem(400, "bad_request", f"The body ends after {len(data):,} of {size:,} bytes.")
+        return data
+
+    def _client_gone(self) -> bool:
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+            return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
+        except (OSError, ValueError):
+            return True
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body, separators=(",", ":"), allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            reply = self._refusal(HttpProblem(500, "internal_error", f"The answer cannot be written as JSON: {error}."))
+            data = json.dumps(reply.body).encode()
+        self.send_response(reply.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in reply.headers.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _stream(self, stream: EventStream) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for event in stream.events:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+                self.wfile.flush()
+            self.wfile.write(b"0\r\n\r\n")
+        except Exception:
+            self.close_connection = True  # without the last chunk the client knows that this is not the end
+            raise
+        finally:
+            close = getattr(stream.events, "close", None)
+            if close is not None:
+                close()
