@@ -149,7 +149,7 @@ def _extras() -> dict[str, list[str]]:
     """{extra: requirements}: from setup.cfg of a checkout, whose installation may be older; elsewhere from the package's metadata."""
     from importlib.metadata import PackageNotFoundError, metadata
 
-    declared = Path(__file__).resolve().parent.parent / "setup.cfg"
+    declared = Path(__file__).resolve().parents[2] / "setup.cfg"
     if declared.is_file():
         return _extras_of_checkout(declared)
     try:

@@ -67,7 +67,7 @@ _format_elsewhere = warnings.formatwarning
 
 def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """``warning: …`` for this package's warnings; Python's own format for those of libraries."""
-    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
+    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[1]):
         return f"warning: {message}\n"
     return _format_elsewhere(message, category, filename, lineno, line)
 
