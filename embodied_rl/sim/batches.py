@@ -33,11 +33,11 @@ class SlotViews:
         self._state = memory_of(state[self._rows]) if self._is_range else None
         self._whole_state = state
         runs = [slots] if isinstance(slots, range) else [range(slot, slot + 1) for slot in slots.tolist()]
-        self._writers = [Marks(state, run.start, run.stop) for run in runs]
+        self._words = [word for run in runs for word in Marks(state, run.start, run.stop).words]
         self._marks = {mark: bytes([mark]) * self._size for mark in (IDLE, PENDING, READY)}
-        self.idle = self._marks[IDLE]
-        self._action = self._arrays["action"][self._rows] if self._is_range else None
+        self.idle, self.all_ready = self._marks[IDLE], self._marks[READY]
         self._text = crew.action_rooms() if crew.spec.action.kind == "text" else None
+        self._action = self._arrays["action"][self._rows] if self._is_range and self._text is None and chunk_size == 1 else None
         self._rooms = {
             f"{prefix}/{key}": crew.slab.rooms(f"{prefix}/{key}", room)
             for prefix in ("observation", "final_observation")
@@ -51,29 +51,29 @@ class SlotViews:
         return self._state.tobytes() if self._state is not None else self._whole_state[self._rows].tobytes()
 
     def mark(self, mark: int) -> None:
-        for writer in self._writers:
-            writer.write(mark)
+        for memory, index, values in self._words:
+            memory[index] = values[mark]
 
     def is_ready(self) -> bool:
         """Whether every slot has a step waiting."""
-        marks = self.marks()
-        return PENDING not in marks and IDLE not in marks
+        marks = self._state.tobytes() if self._state is not None else self.marks()
+        return marks == self.all_ready or (PENDING not in marks and IDLE not in marks)
 
     def may_send(self) -> bool:
         """Whether no slot is being stepped."""
-        return PENDING not in self.marks()
+        return PENDING not in (self._state.tobytes() if self._state is not None else self.marks())
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def put_actions(self, actions: Any) -> Any:
         """Write actions into the slab; returns a copy of what was written, one entry per slot. Raises ValueError."""
+        if self._action is not None:
+            self._action[...] = actions
+            return self._action.copy()
         if self._text is not None:
             return self._put_texts(actions)
         if self._chunk_size > 1:
             return self._put_chunks(np.asarray(actions))
-        if self._action is not None:
-            self._action[:] = actions
-            return self._action.copy()
         own = np.asarray(actions)
         self._arrays["action"][self._rows] = own
         return self._arrays["action"][self._rows]
@@ -173,14 +173,14 @@ class ViewsOfSlots:
         self._crew, self._num_slots, self._chunk_size = crew, num_slots, chunk_size
         self._ranges: dict[range, SlotViews] = {}
         self._scattered: dict[tuple[int, ...], SlotViews] = {}
-        self._last: tuple[Slots | None, SlotViews | None] = (None, None)
+        self._last: tuple[range | None, SlotViews | None] = (None, None)
 
     def of(self, slots: Slots) -> SlotViews:
         """Raises ValueError for slots that do not exist."""
+        last, views = self._last  # the same range is sent and received; its hash costs as much as putting actions
+        if slots is last and views is not None:
+            return views
         if isinstance(slots, range) and slots.step == 1:
-            last, views = self._last  # the same range is sent and received; its hash costs as much as putting actions
-            if slots is last and views is not None:
-                return views
             known = self._ranges.get(slots)
             if known is None:
                 known = self._ranges[slots] = SlotViews(self._crew, self._checked(slots), self._chunk_size)

@@ -104,6 +104,8 @@ class Crew:
         """What each worker says about its cores and memory nodes."""
         self.built_s = 0.0
         """Seconds from the start of the processes until all had built their simulators."""
+        self._spins = plan.num_workers < available_cores()
+        """Whether each process that waits, the manager included, can have a core of its own."""
         self.slab: Slab | None = None
         self.spec: SimSpec
         self._processes = processes
@@ -137,7 +139,7 @@ class Crew:
         arrays = self.slab.arrays
         arrays["stepping"][:] = -1
         self.state = memory_of(arrays["slot_state"][: self.plan.num_slots])
-        self.bell = Bell(arrays["manager_bell"], arrays["manager_waiting"], MANAGER_YIELDS)
+        self.bell = Bell(arrays["manager_bell"], arrays["manager_waiting"], MANAGER_YIELDS, spins=self._spins)
         self.bells = [Bell(arrays["worker_bell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.plan.num_workers)]
         for index in range(len(self.workers)):
             self.share(index)
@@ -170,6 +172,7 @@ class Crew:
             "chunk_size": plan.chunk_size,
             "autoreset": plan.autoreset,
             "awaits_resume": awaits_resume,
+            "spins": self._spins,
             "placement": self._placement(index) if worker in self._were_spares else None,
         }
         layout = self.slab.layout

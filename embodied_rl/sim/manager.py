@@ -25,7 +25,7 @@ from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.supervisor import Supervisor, read_drift
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, fence
+from embodied_rl.sim.transport import ABORTED, IDLE, PENDING, READY, fence
 from embodied_rl.sim.worker_choice import auto_workers
 from embodied_rl.types import SimSpec, StepBatch
 
@@ -261,7 +261,7 @@ class EnvManager(Simulators):
         fence()
         marks = views.marks()
         views.mark(IDLE)
-        if ENDED not in marks and ABORTED not in marks:
+        if marks == views.all_ready:
             return views.batch(None)
         batch = views.batch(marks)
         for episode in batch.episodes:

@@ -164,6 +164,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
+_now_ns = time.perf_counter_ns
 _FUTEX_SYSCALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform == "linux" else None
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True) if _FUTEX_SYSCALL is not None else None
@@ -186,15 +187,16 @@ class Marks:
         """`state`: the slab's "slot_state", whose length is a multiple of 8; slots [start, stop)."""
         whole = memory_of(state).cast("B")
         views: dict[int, memoryview] = {8: whole.cast("Q"), 4: whole.cast("I"), 2: whole.cast("H"), 1: whole}
-        self._words: list[tuple[memoryview, int, tuple[int, ...]]] = []
+        self.words: list[tuple[memoryview, int, tuple[int, ...]]] = []
+        """(memory, index, value of each mark) of every store."""
         while start < stop:
             size = next(size for size in (8, 4, 2, 1) if start % size == 0 and start + size <= stop)
             values = tuple(int.from_bytes(bytes([mark]) * size, "little") for mark in range(ABORTED + 1))
-            self._words.append((views[size], start // size, values))
+            self.words.append((views[size], start // size, values))
             start += size
 
     def write(self, mark: int) -> None:
-        for view, index, values in self._words:
+        for view, index, values in self.words:
             view[index] = values[mark]
 
 
@@ -204,9 +206,10 @@ class Bell:
     Where there is no futex the waiter sleeps in short naps instead.
     """
 
-    def __init__(self, word: np.ndarray, waiting: np.ndarray, yields: int = _YIELDS) -> None:
-        """`word` and `waiting`: uint32 arrays of one element in shared memory; `yields`: how often a waiter yields before it blocks."""
-        self._yields = yields
+    def __init__(self, word: np.ndarray, waiting: np.ndarray, yields: int = _YIELDS, *, spins: bool = True) -> None:
+        """`word` and `waiting`: uint32 arrays of one element in shared memory; `yields`: how often a waiter yields before it blocks;
+        `spins`: whether it spins before that. Where there are more processes than cores, it has the core of one that it waits for."""
+        self._yields, self._spin_s = yields, _SPIN_S if spins else 0.0
         # Reading a memoryview costs a third of reading an array's element, and waiting is nothing but reading.
         self._word = memory_of(word).cast("B").cast("I")
         self._waiting = memory_of(waiting).cast("B").cast("I")
@@ -216,7 +219,7 @@ class Bell:
 
     def ring(self) -> None:
         # Several workers ring the manager's bell: the clock gives every ring a new value without an atomic increment.
-        self._word[0] = time.perf_counter_ns() & 0xFFFFFFFF
+        self._word[0] = _now_ns() & 0xFFFFFFFF
         if self._waiting[0] and self._syscall is not None:
             self._syscall(_FUTEX_SYSCALL, self._address, _FUTEX_WAKE, 1, None, None, 0)
 
@@ -226,12 +229,12 @@ class Bell:
         `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer). What `ready` looks at changes before the bell is rung:
         until then the waiter looks at the bell's word only, which has its own cache line that no other waiter reads.
         """
-        clock, word = time.perf_counter, self._word
+        clock, word, give_way = time.perf_counter, self._word, os.sched_yield
         seen = word[0]
         fence()
         if ready():
             return True
-        spin_until = clock() + _SPIN_S
+        spin_until = clock() + self._spin_s
         while clock() < spin_until:
             if word[0] != seen:
                 seen = word[0]
@@ -240,7 +243,7 @@ class Bell:
                     return True
         yield_until = spin_until + _YIELD_S
         for _ in range(self._yields):
-            os.sched_yield()
+            give_way()
             if word[0] != seen:
                 seen = word[0]
                 fence()

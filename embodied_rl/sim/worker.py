@@ -35,7 +35,9 @@ _NEVER = float("inf")
 class Worker:
     """The loop of the process: steps and requests, until the manager lets go."""
 
-    def __init__(self, channel: Channel, runners: list[SlotRunner], slab: Slab, released: threading.Event, awaits_resume: bool) -> None:
+    def __init__(
+        self, channel: Channel, runners: list[SlotRunner], slab: Slab, released: threading.Event, *, awaits_resume: bool, spins: bool
+    ) -> None:
         self.channel, self.runners, self._released, self._awaits_resume = channel, runners, released, awaits_resume
         self.current = runners[0]
         """Whose simulator was called last."""
@@ -43,7 +45,7 @@ class Worker:
         self._control_pending = memory_of(arrays["control_pending"][index, :1]).cast("B").cast("I")
         self._states = [runner.state_bytes for runner in runners]
         self.failed = arrays["failed"][index]
-        self.bell = Bell(arrays["worker_bell"][index, :1], arrays["worker_waiting"][index, :1])
+        self.bell = Bell(arrays["worker_bell"][index, :1], arrays["worker_waiting"][index, :1], spins=spins)
         self.manager_bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
         self._parent = os.getppid()
 
@@ -148,7 +150,7 @@ def _serve(channel: Channel, sims: list[SimEnv], applied: dict[str, Any], releas
     slab, assignment = Slab(Layout(fields, message["num_bytes"]), fd), message["assignment"]
     _take_place(assignment["placement"])
     runners = [SlotRunner(sim, slab, assignment, start, stop) for sim, (start, stop) in zip(sims, assignment["runs"], strict=True)]
-    worker = Worker(channel, runners, slab, released, assignment["awaits_resume"])
+    worker = Worker(channel, runners, slab, released, awaits_resume=assignment["awaits_resume"], spins=assignment["spins"])
     channel.answer({"kind": "done"})
     try:
         worker.run()

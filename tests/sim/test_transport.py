@@ -227,12 +227,14 @@ def test_ring_wakes_another_process(slice_s: float) -> None:
     slab.close()
 
 
-def test_two_sides_hand_over_without_losing_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spins", [True, False])
+def test_two_sides_hand_over_without_losing_a_turn(monkeypatch: pytest.MonkeyPatch, spins: bool) -> None:
     """400 turns each way, by rings alone where there is a futex: a block would last beyond the deadline, and so would a lost wake-up."""
     monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 3600.0)
     slab = Slab.create(Layout.of(dict.fromkeys(("word_a", "wait_a", "word_b", "wait_b", "turn"), ((1,), "uint32"))))
     arrays = slab.arrays
-    ours, theirs, turn = Bell(arrays["word_a"], arrays["wait_a"]), Bell(arrays["word_b"], arrays["wait_b"]), arrays["turn"]
+    ours, theirs = (Bell(arrays[f"word_{side}"], arrays[f"wait_{side}"], spins=spins) for side in "ab")
+    turn = arrays["turn"]
     deadline = time.perf_counter() + 400.0
     late = []
 
