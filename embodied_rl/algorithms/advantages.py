@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,8 @@ from embodied_rl.algorithms.arrays import Array, alike, as_numpy, check_final_va
 WHITEN_EPS = 1e-8
 
 _NO_MASK = np.zeros((0, 0), bool)
-_THREADS_FROM = 2**18
-"""Entries from which more threads than one pay: starting one takes as long as some ten thousand. Slots do not depend on one another."""
-_NO_DISCOUNT = np.zeros((0, 0), np.float64)
+_THREADS_FROM = 2**20
+"""Entries from which more threads than one pay: starting one takes as long as some hundred thousand. Slots do not depend on one another."""
 
 
 def gae(
@@ -85,37 +84,31 @@ def gae(
 
 
 def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tuple[np.ndarray, np.ndarray]:
-    from embodied_rl.algorithms.kernels import gae_kernel
+    from embodied_rl.algorithms.kernels import find_cuts, gae_kernel, masked_gae_kernel
 
-    value, terminated, truncated = arrays["value"], arrays["terminated"], arrays["truncated"]
-    mask, discount, final_value = arrays["mask"], arrays["discount"], arrays["final_value"]
-    # np.nonzero of two dimensions takes four times as long as the whole recursion.
-    cut_step, cut_slot = np.divmod(np.flatnonzero(truncated > terminated), max(value.shape[1], 1))
-    check_final_value(final_value.shape, cut_step.size)
+    value, mask, discount, final_value = arrays["value"], arrays["mask"], arrays["discount"], arrays["final_value"]
+    steps = [arrays[name] for name in ("reward", "value", "terminated", "truncated")]
+    cut = np.empty(final_value.size, np.int64)
+    check_final_value(final_value.shape, find_cuts(arrays["truncated"].reshape(-1), arrays["terminated"].reshape(-1), cut))
     advantage, returns = np.empty(value.shape, value.dtype), np.empty(value.shape, value.dtype)
-    given = (
-        arrays["reward"],
-        value,
-        arrays["last_value"].astype(np.float64),
-        terminated,
-        truncated,
-        cut_step,
-        cut_slot,
-        final_value.astype(np.float64),
-        _NO_MASK if mask is None else mask,
-        _NO_DISCOUNT if discount is None else discount.astype(np.float64, copy=False),
-        gamma,
-        gae_lambda,
-        advantage,
-        returns,
-    )
+    last_value, final_value = arrays["last_value"].astype(np.float64), final_value.astype(np.float64)
+    kernel: Callable[..., None]
+    given: tuple[Any, ...]
+    if mask is None and discount is None:
+        flat = [array.reshape(-1) for array in (*steps, advantage, returns)]
+        kernel, given = gae_kernel, (*flat[:2], last_value, *flat[2:4], cut, final_value, gamma, gae_lambda, *flat[4:])
+    else:
+        mask = np.ones(value.shape, bool) if mask is None else mask
+        discount = np.full(value.shape, gamma) if discount is None else discount.astype(np.float64, copy=False)
+        kernel = masked_gae_kernel
+        given = (*steps[:2], last_value, *steps[2:], cut, final_value, mask, discount, gae_lambda, advantage, returns)
     num_slots = value.shape[1]
     num_threads = min(torch.get_num_threads(), max(num_slots // 64, 1)) if value.size >= _THREADS_FROM else 1
     bounds = [round(part * num_slots / num_threads) for part in range(num_threads + 1)]
-    others = [threading.Thread(target=gae_kernel, args=(*given, *part)) for part in itertools.pairwise(bounds[1:])]
+    others = [threading.Thread(target=kernel, args=(*given, *part)) for part in itertools.pairwise(bounds[1:])]
     for thread in others:
         thread.start()
-    gae_kernel(*given, bounds[0], bounds[1])
+    kernel(*given, bounds[0], bounds[1])
     for thread in others:
         thread.join()
     return advantage, returns

@@ -12,7 +12,8 @@ from torch import Tensor
 Array = TypeVar("Array", np.ndarray, Tensor)
 """A numpy array or a torch tensor: all arguments of a call are the same kind, and so are the results."""
 
-_FLOATS = ("float32", "float64")
+_FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64), torch.float32, torch.float64})
+_FLAGS = frozenset({np.dtype(np.bool_), torch.bool})
 
 
 def check_types(numbers: Iterable[Any], flags: Iterable[Any]) -> None:
@@ -22,10 +23,10 @@ def check_types(numbers: Iterable[Any], flags: Iterable[Any]) -> None:
     if len(kinds) > 1:
         raise ValueError("All arguments must be numpy arrays, or all torch tensors; got both.")
     for array in numbers:
-        if str(array.dtype).removeprefix("torch.") not in _FLOATS:
+        if array.dtype not in _FLOATS:
             raise ValueError(f"Rewards and values must be float32 or float64, got {array.dtype}. Convert them first.")
     for array in flags:
-        if str(array.dtype).removeprefix("torch.") != "bool":
+        if array.dtype not in _FLAGS:
             raise ValueError(f"terminated, truncated, executed and mask must be bool, got {array.dtype}. Convert them first.")
 
 

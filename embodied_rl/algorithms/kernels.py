@@ -7,6 +7,33 @@ import numpy as np
 
 
 @numba.njit(cache=True, nogil=True)
+def find_cuts(truncated: np.ndarray, terminated: np.ndarray, cut: np.ndarray) -> int:
+    """Write the flat positions of steps that are truncated and not terminated to `cut`, ascending; returns how many there are.
+
+    `truncated` and `terminated` [T * N] bool. What does not fit into `cut` is counted only. Sixty-four steps, which as a rule hold
+    none, are looked at as eight words: five times as fast as `np.flatnonzero`.
+    """
+    found, whole = 0, truncated.size // 64 * 8
+    ends, others = truncated[: 8 * whole].view(np.uint64), terminated[: 8 * whole].view(np.uint64)
+    for first in range(0, whole, 8):
+        here = np.uint64(0)
+        for word in range(first, first + 8):
+            here |= ends[word] & ~others[word]
+        if here:
+            for step in range(8 * first, 8 * first + 64):
+                if truncated[step] and not terminated[step]:
+                    if found < cut.size:
+                        cut[found] = step
+                    found += 1
+    for step in range(8 * whole, truncated.size):
+        if truncated[step] and not terminated[step]:
+            if found < cut.size:
+                cut[found] = step
+            found += 1
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
 def _gae_row(
     reward: np.ndarray,
     value: np.ndarray,
@@ -15,20 +42,26 @@ def _gae_row(
     gamma: float,
     gae_lambda: float,
     following: np.ndarray,
+    first_following: int,
     carried: np.ndarray,
     advantage: np.ndarray,
     returns: np.ndarray,
+    first: int,
+    num_slots: int,
 ) -> None:
-    """One step of all slots. There is no branch in the loop, so that it runs on whole vectors: five times as fast.
+    """One step of neighbouring slots, which begin at `first` of the flat arrays [T * N]. There is no branch in the loop, so that it runs
+    on whole vectors: five times as fast. Positions are unsigned: those that could be negative would be a branch, and a slice of each
+    array for each row costs as much as the row.
 
-    `following` are the values after the step, of any type; they are read only, so that they can be the next row of `value` itself.
+    `following`, from `first_following` on, are the values after the step: the next row of `value` itself, or what comes after the last.
     """
-    for n in range(reward.size):
-        bootstrap = 0.0 if terminated[n] else np.float64(following[n])
-        carry = 0.0 if terminated[n] | truncated[n] else carried[n]
-        carried[n] = reward[n] + gamma * bootstrap - value[n] + gamma * gae_lambda * carry
-        advantage[n] = carried[n]
-        returns[n] = advantage[n] + value[n]
+    for n in range(num_slots):
+        at = first + n
+        bootstrap = 0.0 if terminated[at] else np.float64(following[first_following + n])
+        carry = 0.0 if terminated[at] | truncated[at] else carried[n]
+        carried[n] = reward[at] + gamma * bootstrap - value[at] + gamma * gae_lambda * carry
+        advantage[at] = carried[n]
+        returns[at] = advantage[at] + value[at]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -63,11 +96,8 @@ def gae_kernel(
     last_value: np.ndarray,
     terminated: np.ndarray,
     truncated: np.ndarray,
-    cut_step: np.ndarray,
-    cut_slot: np.ndarray,
+    cut: np.ndarray,
     final_value: np.ndarray,
-    mask: np.ndarray,
-    discount: np.ndarray,
     gamma: float,
     gae_lambda: float,
     advantage: np.ndarray,
@@ -75,36 +105,66 @@ def gae_kernel(
     first: int,
     stop: int,
 ) -> None:
-    """Fill slots [first, stop) of `advantage` and `returns` [T, N]; see `embodied_rl.algorithms.advantages.gae`.
+    """Fill slots [first, stop) of `advantage` and `returns`; see `embodied_rl.algorithms.advantages.gae`.
 
-    Sums are float64 whatever the arrays are. `cut_step` and `cut_slot` [K] say where steps were truncated, ascending;
-    `final_value` [K] is what came after. `mask` and `discount` are [T, N] or empty: all steps count; every step is discounted by gamma.
+    Arrays of steps are flat, [T * N]; `last_value` is [N]. Sums are float64 whatever the arrays are. `cut` [K] are the flat positions of
+    steps that were truncated, ascending; `final_value` [K] is what came after.
     """
-    num_steps, num_slots = len(reward), stop - first
-    masked, varying = mask.size > 0, discount.size > 0
-    following = last_value[first:stop].astype(np.float64)
-    carried = np.zeros(num_slots, np.float64)
-    all_count = np.ones(num_slots, np.bool_)
-    same_discount = np.full(num_slots, gamma)
-    k = final_value.size
+    num_slots, own = last_value.size, np.uint64(stop - first)
+    carried = np.zeros(stop - first, np.float64)
+    num_steps = reward.size // num_slots if num_slots else 0
+    k = cut.size
     for t in range(num_steps - 1, -1, -1):
-        cut = k > 0 and cut_step[k - 1] == t
-        if cut and not (masked or varying) and t + 1 < num_steps:
-            following[:] = value[t + 1, first:stop]
-        while k > 0 and cut_step[k - 1] == t:
-            k -= 1
-            if first <= cut_slot[k] < stop and (not masked or mask[t, cut_slot[k]]):
-                following[cut_slot[k] - first] = final_value[k]
-        row = (reward[t, first:stop], value[t, first:stop], terminated[t, first:stop], truncated[t, first:stop])
-        filled = (advantage[t, first:stop], returns[t, first:stop])
-        if masked or varying:
-            mask_row = mask[t, first:stop] if masked else all_count
-            discount_row = discount[t, first:stop] if varying else same_discount
-            _gae_row_masked(*row, mask_row, discount_row, gae_lambda, following, carried, *filled)
-        elif cut or t + 1 == num_steps:
-            _gae_row(*row, gamma, gae_lambda, following, carried, *filled)
+        row = np.uint64(t * num_slots + first)
+        # Written out: a tuple of arrays in between costs half as much as the row.
+        if t == num_steps - 1:
+            _gae_row(
+                reward, value, terminated, truncated, gamma, gae_lambda, last_value, np.uint64(first), carried, advantage, returns, row, own
+            )
         else:
-            _gae_row(*row, gamma, gae_lambda, value[t + 1, first:stop], carried, *filled)
+            after = row + np.uint64(num_slots)
+            _gae_row(reward, value, terminated, truncated, gamma, gae_lambda, value, after, carried, advantage, returns, row, own)
+        while k > 0 and cut[k - 1] >= t * num_slots:  # a step after which another value stands, and nothing is carried
+            k -= 1
+            n = cut[k] - t * num_slots
+            at = t * num_slots + n
+            if first <= n < stop:
+                carried[n - first] = reward[at] + gamma * final_value[k] - value[at] + gamma * gae_lambda * 0.0
+                advantage[at] = carried[n - first]
+                returns[at] = advantage[at] + value[at]
+
+
+@numba.njit(cache=True, nogil=True)
+def masked_gae_kernel(
+    reward: np.ndarray,
+    value: np.ndarray,
+    last_value: np.ndarray,
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+    cut: np.ndarray,
+    final_value: np.ndarray,
+    mask: np.ndarray,
+    discount: np.ndarray,
+    gae_lambda: float,
+    advantage: np.ndarray,
+    returns: np.ndarray,
+    first: int,
+    stop: int,
+) -> None:
+    """The same where steps of a mask count, each with a discount of its own; arrays of steps are [T, N]."""
+    num_slots = last_value.size
+    following = last_value[first:stop].astype(np.float64)
+    carried = np.zeros(stop - first, np.float64)
+    k = cut.size
+    for t in range(len(reward) - 1, -1, -1):
+        while k > 0 and cut[k - 1] >= t * num_slots:
+            k -= 1
+            n = cut[k] - t * num_slots
+            if first <= n < stop and mask[t, n]:
+                following[n - first] = final_value[k]
+        row = (reward[t, first:stop], value[t, first:stop], terminated[t, first:stop], truncated[t, first:stop])
+        given = (mask[t, first:stop], discount[t, first:stop], gae_lambda)
+        _gae_row_masked(*row, *given, following, carried, advantage[t, first:stop], returns[t, first:stop])
 
 
 @numba.njit(cache=True, nogil=True)
