@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from embodied_rl.checkpoint.card import show_action
 from embodied_rl.config import TrainConfig
 from embodied_rl.files import write_atomic
 from embodied_rl.statistics import bootstrap_mean_interval, wilson_interval
@@ -126,6 +127,31 @@ class RunSummary:
     peak_memory_gib: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     """Further figures for results.json."""
+    time_for_films: bool = True
+    """Whether max_minutes leaves any."""
+
+
+def shows_progress(config: TrainConfig) -> bool:
+    """Whether a run tells what it is doing: the console is among its loggers."""
+    return "console" in config.logger.names
+
+
+def plan_text(config: TrainConfig, run_dir: Path) -> str:
+    """What a run is going to do, in the lines that come before anything is started."""
+    task = f"domains {', '.join(config.domains)}" if config.domains else f"{config.sim.name} ({config.sim.task or config.sim.target})"
+    ends = [f"at most {config.total_steps:,} steps"]
+    ends += [f"until success {config.stop_at_success:.0%}"] if config.stop_at_success is not None else []
+    ends += [f"until return {config.stop_at_return:g}"] if config.stop_at_return is not None else []
+    ends += [f"at most {config.max_minutes:g} minutes"] if config.max_minutes is not None else []
+    first = f"Training {config.policy.name} with {config.algorithm.name} in {task}, seed {config.seed}: {', '.join(ends)}."
+    return f"{first}\nRun folder: {run_dir}"
+
+
+def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, device: str, num_slots: int, num_workers: int) -> str:
+    """What a run is made of, in one line, when its parts are there."""
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    policy = f"policy {config.policy.name} with {num_parameters:,} parameters on {device}"
+    return f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
 
 
 def write_results(summary: RunSummary) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +26,8 @@ from embodied_rl.methods.domain_building import with_domains
 from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.policies.base import read_and_left
-from embodied_rl.reporting import RunSummary, summarise, task_figures
+from embodied_rl.progress import Advance, clock_text, progress_bar
+from embodied_rl.reporting import RunSummary, parts_text, shows_progress, summarise, task_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
 from embodied_rl.roles.assembly import check_roles, hybrid_here, with_roles
 from embodied_rl.roles.cast import Started, end_ranks, start_simulators
@@ -90,13 +91,20 @@ class Trainer:
         check_method(config)
         check_roles(config)
         check_loggers(config.logger)
-        # The simulators start while this process builds its networks.
-        parts = start_simulators(config, announce)
+        self._shown = shows_progress(config)
+        self._episode_s: float | None = None
+        """Seconds that an episode of the last evaluation took."""
+        self._iteration_s = 0.0
+        """Of the last iteration."""
+        with progress_bar("starting simulators", shown=self._shown):
+            # The simulators start while this process builds its networks.
+            parts = start_simulators(config, announce)
         self.manager = parts.simulators
         self.spec = plain_spec(self.manager.spec)
         with ExitStack() as undo:
             undo.callback(self.manager.close)
-            self._build(checkpoint, parts, undo)
+            with progress_bar("building the policy", shown=self._shown):
+                self._build(checkpoint, parts, undo)
             if checkpoint is not None:
                 self._load(checkpoint)
             self.run_id = run_id(run_dir)
@@ -134,16 +142,21 @@ class Trainer:
             SimFault: a simulator worker failed.
             NonFiniteError: NaN or infinity in an observation, reward or loss; the batch lies in ``<run_dir>/failures``.
         """
-        if self.config.policy.name != "language" and not self.config.domains:
-            self.loggers.message(read_and_left(self.policy))
+        self._introduce()
         self.engine.publish(version=self.iteration)
         self._clone_first()
         self._begin_episodes()
+        if self.iteration == 0 and self._time_is_over() and not (self.warm_start or self.interrupted):
+            limit, began = f"max_minutes={self.config.max_minutes:g}", clock_text(self.wall_clock_s())
+            raise UserError(
+                f"Nothing was trained: {limit} was over when the first iteration was to begin, at {began}. Set a larger max_minutes."
+            )
         if self.config.algorithm.warm_start is not None and self.iteration == 0:
             self.save()  # what was cloned is not to be cloned again
-        with self._interruptible(), self._dump_on_non_finite(), self._profiled(), self._given_up():
+        with self._interruptible(), self._dump_on_non_finite(), self._profiled(), self._given_up(), self._progress("training") as tell:
             while not self._finished():
                 started = time.perf_counter()
+                tell(0, "the first iteration compiles kernels" if not self._iteration_s else f"iteration {self.iteration + 1}")
                 with self.engine.generation(), span("generation", "collect", iteration=self.iteration), self._stopper.stoppable():
                     experience = self.method.collect(self.iteration)
                 with self.engine.training(), span("training", "update", iteration=self.iteration):
@@ -153,7 +166,8 @@ class Trainer:
                 self.iteration += 1
                 with span("training", "publish", version=self.iteration):
                     self._publish()
-                self._report(experience, stats, time.perf_counter() - started)
+                self._iteration_s = time.perf_counter() - started
+                self._report(experience, stats, self._iteration_s)
                 self._evaluate_and_save_when_due()
         if not self.interrupted:
             self.method.finish()
@@ -166,13 +180,13 @@ class Trainer:
         config, options = self.config, self.config.algorithm.warm_start
         if options is None or config.policy.name == "language" or self.warm_start:
             return
-        before = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
+        before = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed, title="success before cloning")
         with self.engine.training():
-            figures: dict[str, Any] = clone_expert(config, self.policy, self.run_dir)
+            figures: dict[str, Any] = clone_expert(config, self.policy, self.run_dir, self._time_is_over, shown=self._shown)
             if (sharded := self.method.sharded) is not None:
                 sharded.take_weights()
         self.engine.publish(version=self.iteration)
-        after = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed)
+        after = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed, title="success after cloning")
         figures |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
         for name, episodes in (("before", before), ("after", after)):
             told = summarise(episodes, self.spec.reports_success).to_dict()
@@ -189,7 +203,7 @@ class Trainer:
         config = self.config
         if self.interrupted or self.steps >= config.total_steps or self.method.finished:
             return True
-        if config.max_minutes is not None and self.wall_clock_s() > 60 * config.max_minutes:
+        if self._time_is_over(self._iteration_s + self._final_s()):
             return True
         if config.stop_at_return is not None and self._interim_return >= config.stop_at_return:
             return True
@@ -198,6 +212,21 @@ class Trainer:
         if config.evaluation.every_steps is not None:
             return self._interim_success is not None and self._interim_success >= config.stop_at_success
         return len(self.recent) == _WINDOW and self._success() >= config.stop_at_success
+
+    def _time_is_over(self, reserved_s: float = 0.0) -> bool:
+        """Whether `max_minutes` leaves no more than what is reserved for what is still to come."""
+        limit = self.config.max_minutes
+        return limit is not None and self.wall_clock_s() + reserved_s >= 60 * limit
+
+    def _final_s(self) -> float:
+        """What the final evaluation and its films will take, as far as is known: at most a quarter of `max_minutes`."""
+        if self.config.max_minutes is None:
+            return 0.0
+        number, speed = self.config.evaluation.num_episodes, self.metrics.get("speed/steps_per_s", 0.0)
+        one = self._episode_s
+        if one is None and self.recent and speed > 0:
+            one = float(np.mean([length for _, _, length in self.recent])) / speed
+        return min(1.2 * number * (one or 0.0), 15.0 * self.config.max_minutes)
 
     def _publish(self) -> None:
         try:
@@ -257,7 +286,10 @@ class Trainer:
         running = self.method.running_episodes() if within and evaluate_now else {}
         if evaluate_now:
             with self._stopper.stoppable():
-                episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=_INTERIM_SEEDS + self.config.evaluation.seed)
+                seed = _INTERIM_SEEDS + self.config.evaluation.seed
+                episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=seed, title="interim evaluation")
+            if not episodes:
+                return  # max_minutes was over
             success, mean_return = np.mean([e.success_once for e in episodes]), np.mean([e.episode_return for e in episodes])
             figures = {"eval/success": float(success)} if self.manager.spec.reports_success else {}
             figures["eval/return"] = float(mean_return)
@@ -279,11 +311,31 @@ class Trainer:
 
     # ---- evaluation, checkpoints ------------------------------------------------------------------------------------
 
-    def evaluate(self, num_episodes: int, *, first_seed: int) -> list[EpisodeSummary]:
-        """Play held-out seeds with the deterministic policy in the training run's own simulators, whose episodes are lost."""
-        with self.engine.generation():
-            temperature = self.config.evaluation.temperature
-            return evaluate(self.manager, self.generator, num_episodes, first_seed=first_seed, temperature=temperature)
+    def evaluate(self, num_episodes: int, *, first_seed: int, title: str = "final evaluation") -> list[EpisodeSummary]:
+        """Play held-out seeds with the deterministic policy in the training run's own simulators, whose episodes are lost.
+
+        Where `max_minutes` ends first, fewer seeds are played, and of simulators that play by themselves as many as there is time for.
+        """
+        started, wanted = time.perf_counter(), num_episodes
+        if self.manager.plays_itself and self._episode_s is not None and self.config.max_minutes is not None:
+            left_s = 60 * self.config.max_minutes - self.wall_clock_s()
+            num_episodes = min(num_episodes, max(1, int(left_s / self._episode_s)))
+        with self.engine.generation(), self._progress(title, num_episodes) as advance:
+            episodes = evaluate(
+                self.manager,
+                self.generator,
+                num_episodes,
+                first_seed=first_seed,
+                temperature=self.config.evaluation.temperature,
+                on_episode=lambda episode: advance(1),
+                is_over=self._time_is_over,
+            )
+        if episodes:
+            self._episode_s = (time.perf_counter() - started) / len(episodes)
+        if self._time_is_over() and len(episodes) < wanted:
+            told = f"max_minutes={self.config.max_minutes:g} was over: the {title} played {len(episodes)} of {wanted} episodes."
+            self.loggers.message(told)
+        return episodes
 
     def save(self) -> Path:
         """Write a checkpoint of this moment; with `checkpoint.asynchronous`, begin to. Raises UserError where it cannot be written, or
@@ -379,6 +431,7 @@ class Trainer:
             command=self.command,
             checkpoint=self.run_dir / "checkpoints" / checkpoint_name(self.steps),
             loggers=self.loggers,
+            time_for_films=not self._time_is_over(),
             extra={"warm_start": warm_start} if warm_start else {},
         )
 
@@ -410,6 +463,26 @@ class Trainer:
             error.add_note(f"Ending the run failed too: {late}")
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        """What the run is made of, now that everything is there."""
+        if self.config.domains:
+            return
+        if self.config.policy.name != "language":
+            self.loggers.message(read_and_left(self.policy))
+        parameters = list(self.policy.parameters())
+        text = parts_text(
+            self.config,
+            self.spec,
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            device=str(parameters[0].device) if parameters else "cpu",
+            num_slots=self.manager.num_slots,
+            num_workers=self.manager.num_workers,
+        )
+        self.loggers.message(text)
+
+    def _progress(self, title: str, total: int | None = None) -> AbstractContextManager[Advance]:
+        return progress_bar(title, total, shown=self._shown)
 
     def _begin_episodes(self) -> None:
         """New ones; or those that were running when the checkpoint was made, for as many slots."""

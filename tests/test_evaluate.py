@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -20,9 +21,13 @@ import torch
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.commands.evaluate import choose_sim, evaluate_checkpoint, expand_checkpoints, main
+from embodied_rl.config import load_sim_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
 from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import ActionSpec
 from tests.sample_run import SPEC
 from tests.short_run import one_line_error, score_interval, train_shortly
@@ -407,3 +412,15 @@ def test_each_task_of_a_multi_task_simulator_has_its_row(tmp_path: Path, capsys:
         assert f" {figures['return_mean']:.4g} " in line
     with (run / "evaluation.csv").open(newline="", encoding="utf-8") as file:
         assert [row["task"] for row in csv.DictReader(file)] == [row["task"] for row in document["episodes"]]
+
+
+def test_an_evaluation_that_is_ended_keeps_the_seeds_up_to_the_first_unplayed_one() -> None:
+    sim = load_sim_config("pendulum")
+    with EnvManager.from_config(dataclasses.replace(sim, num_workers=1), EpisodeSeeds.held_out(0), num_slots=3) as manager:
+        player = NoisyGenerator(RandomGenerator(manager.spec), manager.spec, 0)
+        asked = itertools.count()
+        cut = evaluate(manager, player, 8, is_over=lambda: next(asked) >= 250)  # episodes have 200 steps
+        none = evaluate(manager, player, 8, is_over=lambda: True)
+    assert [episode.seed - 2**30 for episode in cut] == [0, 1, 2]
+    assert [episode.length for episode in cut] == [200, 200, 200]
+    assert none == []

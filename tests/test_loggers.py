@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -11,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from embodied_rl.config import LoggerConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.loggers import make_loggers
 from embodied_rl.loggers.base import LoggerGroup
-from embodied_rl.loggers.console import ConsoleLogger, clock_text, time_shares
+from embodied_rl.loggers.console import ConsoleLogger, Limits, time_shares
 from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
 from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
 from embodied_rl.loggers.tensorboard import TensorBoardLogger
+from embodied_rl.progress import clock_text, progress_bar
 from embodied_rl.video import write_gif, write_mp4
 
 METRICS = {
@@ -320,8 +323,8 @@ def test_without_a_terminal_the_console_writes_a_sober_line_every_ten_seconds() 
     assert "success 25.0% · return 3.5 · steps/s 1,234" in lines[0]
     assert "time simulate 75% act 25%" in lines[0]
     assert "policy_loss -0.0125 · value_loss 0.5" in lines[0]
-    # 500 steps took 15 s, so 1500 more take 45 s.
-    assert lines[1].endswith("elapsed 0:15 · left 0:45")
+    # 400 steps took 12 s after the first iteration, whose time is that of compiling; 1500 more take 45 s.
+    assert lines[1].endswith("elapsed 0:15 · 0:45 left")
     assert "\x1b" not in stream.getvalue()
 
 
@@ -333,7 +336,7 @@ def test_a_line_that_was_kept_back_tells_the_time_of_its_step() -> None:
         logger.log(step, METRICS)
     clock.now_s += 60.0  # evaluated and filmed meanwhile
     logger.close()
-    assert stream.getvalue().splitlines()[1].endswith("elapsed 0:06 · left 0:03")
+    assert stream.getvalue().splitlines()[1].endswith("elapsed 0:06 · 0:03 left")
 
 
 def test_time_left_of_a_resumed_run_counts_its_own_steps_only() -> None:
@@ -344,6 +347,57 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps_only() -> None:
     logger.log(8_500, {})
     # 500 steps in 10 s; 1500 to go: 30 s. Counting from zero it would say 1.8 s.
     assert logger.seconds_left() == pytest.approx(30.0)
+
+
+def test_time_left_knows_what_comes_after_the_steps_and_what_ends_them_earlier() -> None:
+    clock, speed = Clock(), {"speed/steps_per_s": 100.0, "episode/length": 50.0}
+    limits = Limits.of({"max_minutes": 2, "stop_at_success": 0.9, "evaluation": {"num_episodes": 40}})
+    logger = ConsoleLogger(10_000, stream=io.StringIO(), clock=clock, limits=limits)
+    clock.now_s += 30  # the first iteration compiles kernels
+    logger.log(1_000, speed)
+    clock.now_s += 10
+    logger.log(2_000, speed)
+    # 8,000 steps at 100 a second, 40 · 50 steps of the final evaluation at 100 a second; 120 s after the command everything is over.
+    assert logger.seconds_left() == pytest.approx(min(80 + 20, 120 - 40))
+    longer = ConsoleLogger(10_000, stream=io.StringIO(), clock=clock, limits=Limits.of({"evaluation": {"num_episodes": 40}}))
+    clock.now_s += 10
+    longer.log(1_000, speed)
+    assert longer.seconds_left() == pytest.approx(90 + 20)
+    assert limits.may_end_early
+
+
+def test_phases_without_a_terminal_are_a_line_every_interval(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodied_rl.progress.LINE_INTERVAL_S", 0.2)
+    with progress_bar("starting"), progress_bar("cloning", 4) as advance:
+        advance(1, "loss 0.5")
+        time.sleep(1.3)
+    with progress_bar("hidden", shown=False):
+        time.sleep(0.6)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    for line in lines:
+        assert re.fullmatch(r"cloning 1/4 · loss 0\.5 · elapsed [\d:]+ · left 0:0[1-9]", line), line
+
+
+def test_on_a_terminal_phases_stand_below_the_table_and_leave_nothing() -> None:
+    code = "import sys; from embodied_rl.loggers.console import ConsoleLogger; from embodied_rl.progress import progress_bar\n"
+    code += "with progress_bar('starting simulators'): pass\nlogger = ConsoleLogger(100, title='Push')\n"
+    code += "logger.log(50, {'episode/return': 2.5})\n"
+    code += "with progress_bar('final evaluation', 8) as advance: advance(3); logger.log(60, {})\nlogger.close(); print('over')"
+    reading, writing = os.openpty()
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=writing, check=False, env={**os.environ, "COLUMNS": "120"})
+    os.close(writing)
+    raw = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(reading, 65536):
+            raw += part
+    os.close(reading)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
+    assert done.returncode == 0, shown
+    assert "starting simulators" in shown
+    assert re.search(r"return\s+2\.5[\s\S]*final evaluation.*3/8", shown)
+    assert shown.rstrip().endswith("over")
+    assert "final evaluation" not in shown.rpartition("60/100 steps")[2], "the last picture is the run's own"
 
 
 def test_on_a_terminal_there_is_a_bar_and_a_grouped_table() -> None:

@@ -296,6 +296,20 @@ def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
     assert f"num_workers={cores + 1} is more than the {cores} cores" in done.stderr
 
 
+def test_a_run_says_first_what_it_will_do_and_at_the_end_that_nothing_was_trained(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "max_minutes=0.01", "run_dir=run", "sim.num_workers=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr
+    first, folder, *_ = done.stdout.splitlines()
+    assert first.startswith("Training actor_critic with ppo in cartpole (CartPole-v1), seed 1: at most ")
+    assert first.endswith("at most 0.01 minutes.")
+    assert folder == "Run folder: run"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: Nothing was trained: max_minutes=0.01 was over when the first iteration was to begin")
+    assert not (tmp_path / "run" / "results.json").exists(), "an untrained policy has no success of 0.0%"
+    assert "parameters on cpu; action discrete(2); 16 slots over 1 worker" in done.stdout.replace("8 slots", "16 slots")
+
+
 def test_hydra_help_sweeps_and_configuration_still_work(tmp_path: Path) -> None:
     shown = run_command("--help", cwd=tmp_path)
     assert "maniskill_pushcube" in shown.stdout

@@ -245,7 +245,7 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
         MissingExtraError: h5py or pyarrow is not installed.
     """
     from embodied_rl.episodes.formats import NATIVE, write_foreign
-    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.progress import progress_bar
 
     with progress_bar(f"writing {format_name}", len(source)) as advance:
         if format_name != NATIVE:
@@ -329,7 +329,7 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
 
     from embodied_rl.episodes.copying import require_compatible
     from embodied_rl.episodes.recording import RecordingError
-    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.progress import progress_bar
 
     first = sources[0]
     same = True
@@ -381,7 +381,7 @@ def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]]
     """
     import dataclasses
 
-    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.progress import progress_bar
 
     with progress_bar("splitting", sum(map(len, parts.values()))) as advance, _native(output) as folder:
         for name, numbers in parts.items():

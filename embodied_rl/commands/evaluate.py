@@ -15,6 +15,7 @@ import numpy as np
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, run_command
+from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
@@ -129,7 +130,6 @@ def evaluate_players(
         UserError, SimFault: from the simulator.
     """
     from embodied_rl.evaluation.play import play_and_sum_up
-    from embodied_rl.evaluation.progress import progress_bar
     from embodied_rl.rollout.program_manager import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
@@ -341,13 +341,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
-    from embodied_rl.trust import trusted_names
-
     if values["checkpoint"] is None:
         from embodied_rl.commands.evaluate_untrained import evaluate_untrained
 
         evaluate_untrained(argv, values, overrides)
         return
+    with progress_bar(f"evaluating {values['checkpoint']}"):
+        players, results = _play(values, overrides)
+    _tell(players, results, values, command_line("evaluate", argv))
+
+
+def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[tuple[Checkpoint, str]], list[EvaluationResult]]:
+    from embodied_rl.trust import trusted_names
+
     _check_of_checkpoint(values, overrides)
     trust = trusted_names(values["trust"])
     measured = read_protocol(values["protocol"])
@@ -357,8 +363,7 @@ def _main(argv: Sequence[str]) -> None:
     sim = choose_sim(players[0][0], values["sim"], changed)
     number = values["num_episodes"] or measured.num_episodes or 100
     temperature = measured.temperature if values["temperature"] is None else values["temperature"]
-    results = evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
-    _tell(players, results, values, command_line("evaluate", argv))
+    return players, evaluate_players(players, number, seed=values["seed"], sim=sim, temperature=temperature)
 
 
 def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -120,7 +120,7 @@ def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]
     import torch
 
     from embodied_rl.evaluation.play import play_and_sum_up
-    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.program_manager import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 

@@ -267,10 +267,12 @@ def _main(argv: Sequence[str]) -> None:
     values, further = COMMAND.parse(argv)
     started = time.perf_counter()
     from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.progress import progress_bar
     from embodied_rl.trust import trusted_names
 
     settings = settings_of(values, further)
-    checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
+    with progress_bar("loading checkpoints"):
+        checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
     with open_recording(values["recording"]) as recording:
         study = _study(recording, checkpoints, settings)
         _show(study)
@@ -279,7 +281,7 @@ def _main(argv: Sequence[str]) -> None:
 
 def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], settings: OfflineSettings) -> OfflineStudy:
     from embodied_rl.evaluation.offline_study import study_recording
-    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.progress import progress_bar
 
     fits = len(checkpoints) * settings.fitted_q.num_steps if settings.needs_model else 0
     with progress_bar("offline evaluation", len(recording) + fits) as advance:

@@ -174,7 +174,7 @@ def _play(
     manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int, films: Films | None
 ) -> RecordingResult:
     """Run the recorder, with a progress bar."""
-    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.recording import Recorder
 
     successes = num_played = told = 0
@@ -287,6 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
+    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.seed_queue import RecordingPlan
 
     policy = _policy_of(values)
@@ -301,19 +302,20 @@ def _main(argv: Sequence[str]) -> None:
         noise_seed=values["noise_seed"],
         snapshot_every=showing.snapshot_every,
     )
-    recorded = record(
-        sim,
-        _folder(values, sim, policy),
-        plan,
-        policy=cast("Literal['checkpoint', 'expert', 'random']", policy),
-        checkpoint=checkpoint,
-        expert=values["expert"],
-        sample=values["sample"],
-        showing=showing,
-        video=values["video"],
-        resume=values["resume"],
-        command=command_line("record", argv),
-    )
+    with progress_bar("recording: starting simulators"):
+        recorded = record(
+            sim,
+            _folder(values, sim, policy),
+            plan,
+            policy=cast("Literal['checkpoint', 'expert', 'random']", policy),
+            checkpoint=checkpoint,
+            expert=values["expert"],
+            sample=values["sample"],
+            showing=showing,
+            video=values["video"],
+            resume=values["resume"],
+            command=command_line("record", argv),
+        )
     _tell(recorded, plan)
 
 

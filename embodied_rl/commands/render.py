@@ -365,13 +365,10 @@ def _cause(fault: SimFault) -> str:
     return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
 
 
-def _progress(title: str, total: int, film: Film) -> Any:
-    from contextlib import nullcontext
+def _progress(title: str, total: int | None, film: Film) -> Any:
+    from embodied_rl.progress import progress_bar
 
-    from embodied_rl.evaluation.progress import progress_bar
-
-    # At the end of training the run's own display is still there.
-    return progress_bar(title, total) if film.show_progress else nullcontext(lambda count, note="": None)
+    return progress_bar(title, total, shown=film.show_progress)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -391,7 +388,8 @@ def _main(argv: Sequence[str]) -> None:
         formats=_words(values["format"]) or (values["format"],),
         show_progress=True,
     )
-    paths = _film_recording(values, overrides, film) if values["recording"] else _film_checkpoints(values, overrides, film)
+    with _progress("filming: starting simulators", None, film):
+        paths = _film_recording(values, overrides, film) if values["recording"] else _film_checkpoints(values, overrides, film)
     for path in paths:
         print(f"{path} ({path.stat().st_size / 1e6:.2f} MB)")
 

@@ -101,7 +101,7 @@ def replay(
         UserError: the recording does not say which simulator it is of, does not fit it, or lacks states; nothing can be drawn.
         SimFault: the simulator failed and its configuration says to stop.
     """
-    from embodied_rl.evaluation.progress import progress_bar
+    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.replaying import Replayer, check_fits
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
@@ -283,20 +283,22 @@ def _main(argv: Sequence[str]) -> None:
 
     from embodied_rl.episodes.reader import open_recording
     from embodied_rl.files import write_atomic
+    from embodied_rl.progress import progress_bar
 
     _check(values)
     recording = open_recording(Path(values["recording"]))
     sim = _sim(recording, values, overrides)
     output = _output(values, recording) if values["render"] else None
-    report = replay(
-        recording,
-        by=values["by"],
-        num_episodes=values["num_episodes"],
-        sim=sim,
-        image_size=values["size"] if values["render"] else None,
-        output=output,
-        video=values["video"],
-    )
+    with progress_bar("replaying: starting simulators"):
+        report = replay(
+            recording,
+            by=values["by"],
+            num_episodes=values["num_episodes"],
+            sim=sim,
+            image_size=values["size"] if values["render"] else None,
+            output=output,
+            video=values["video"],
+        )
     console = Console(highlight=False, soft_wrap=True)
     # Shown first: a file that cannot be written must not cost the figures.
     console.print(*tables(report), sep="\n")

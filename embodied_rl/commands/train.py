@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied_rl.commands.cli import command_line, run_command
+from embodied_rl.progress import begin_clock, progress_bar
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 
 if TYPE_CHECKING:
@@ -78,14 +80,22 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
         if checkpoint is not None:
             config = _continued(config, checkpoint, overrides)
             announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
+            if checkpoint.step >= config.total_steps:
+                announce("Nothing is left to train; it is evaluated again. To train on, set a larger total_steps.")
         if Path(config.run_dir).resolve() != run_dir.resolve():
             # A checkpoint says where its run was written, and the default folder may be taken: other processes write here too.
             config = dataclasses.replace(config, run_dir=str(run_dir))
         # A libgomp that spins between parallel regions takes the cores from the simulators; it reads this variable when torch loads it.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from embodied_rl.roles.failures import RoleLost
+        from embodied_rl.reporting import plan_text, shows_progress
 
         started: float | None = _process_start()
+        begin_clock(started or time.time())
+        if shows_progress(config):
+            # What follows imports torch, which takes seconds.
+            print(plan_text(config, run_dir), flush=True)
+        with progress_bar("loading PyTorch", shown=shows_progress(config)):
+            from embodied_rl.roles.failures import RoleLost
         for num_restarts in itertools.count():
             try:
                 _run(config, run_dir, command, checkpoint, started)
@@ -100,8 +110,11 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
 def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None) -> None:
     from embodied_rl.checkpoint import resume_command
     from embodied_rl.errors import UserError
-    from embodied_rl.roles.failures import RoleLost
-    from embodied_rl.trainer import Trainer
+    from embodied_rl.reporting import shows_progress
+
+    with progress_bar("loading libraries", shown=shows_progress(config)):
+        from embodied_rl.roles.failures import RoleLost
+        from embodied_rl.trainer import Trainer
 
     with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started) as trainer:
         try:
@@ -117,6 +130,10 @@ def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoin
             announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
             return
         episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=config.evaluation.seed)
+        if not episodes:
+            go_on = f"python -m embodied_rl.evaluate {shlex.quote(f'checkpoint={run_dir}')}"
+            announce(f"max_minutes={config.max_minutes:g} left no time for the final evaluation. Evaluate with: {go_on}")
+            return
         trainer.require_folder()
         from embodied_rl.commands.render import render_videos
         from embodied_rl.reports.run_end import finish_run

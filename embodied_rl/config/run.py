@@ -153,7 +153,8 @@ class TrainConfig(Config):
     stop_at_return: Score | None = None
     """Stop when the mean return of an evaluation during the run reaches this (needs evaluation.every_steps); null: no such end."""
     max_minutes: Positive | None = None
-    """Stop training after this much wall-clock time; null: no limit."""
+    """Of wall-clock for the whole run, from the command to the final evaluation; an iteration that has begun is finished; null: no
+    limit."""
     recording: tuple[str, ...] = ()
     """Recorded episodes to learn from: a folder or file, or a list of them (see algorithm.recorded)."""
     profile: bool = False

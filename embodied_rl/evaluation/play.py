@@ -12,8 +12,8 @@ from embodied_rl.errors import UserError
 if TYPE_CHECKING:
     from embodied_rl.config import SimConfig
     from embodied_rl.evaluation.output import EvaluationResult
-    from embodied_rl.evaluation.progress import Advance
     from embodied_rl.generation.base import Generator
+    from embodied_rl.progress import Advance
     from embodied_rl.sim.simulators import Simulators
     from embodied_rl.types import EpisodeSummary
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from embodied_rl.loggers.base import Logger
+from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, show_board, spoke
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 _GROUPS = (("Episodes", ("episode", "eval")), ("Time", ("speed", "time")), ("Training", ("train",)))
@@ -20,6 +23,31 @@ _LINE_METRICS = (
     ("eval/success", "held-out success"),
     ("speed/steps_per_s", "steps/s"),
 )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a run beside its steps, and what comes after them."""
+
+    max_s: float | None = None
+    """Of wall-clock, from the user's command to the end."""
+    may_end_early: bool = False
+    """On success or return."""
+    final_episodes: int = 0
+    """Of the final evaluation."""
+
+    @staticmethod
+    def of(run_config: Mapping[str, Any]) -> Limits:
+        minutes, evaluation = run_config.get("max_minutes"), run_config.get("evaluation") or {}
+        early = any(run_config.get(key) is not None for key in ("stop_at_success", "stop_at_return"))
+        return Limits(None if minutes is None else 60.0 * minutes, early, int(evaluation.get("num_episodes", 0)))
+
+    def bound(self, training_s: float, metrics: Mapping[str, float], elapsed_s: float) -> float:
+        """Seconds to the end of the run, where training takes `training_s` more."""
+        length, speed = metrics.get("episode/length"), metrics.get("speed/steps_per_s", 0.0)
+        # The final evaluation takes steps as training does.
+        whole = training_s + (self.final_episodes * length / speed if length is not None and speed > 0 else 0.0)
+        return whole if self.max_s is None else max(0.0, min(whole, self.max_s - elapsed_s))
 
 
 class ConsoleLogger(Logger):
@@ -32,37 +60,43 @@ class ConsoleLogger(Logger):
         title: str = "training",
         resume_step: int | None = None,
         stream: TextIO | None = None,
-        line_interval_s: float = 10.0,
+        line_interval_s: float = LINE_INTERVAL_S,
+        limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`title` stands before the bar; without a terminal a line comes every `line_interval_s`."""
+        """`title` stands before the bar; without a terminal a line comes every `line_interval_s`. `limits`: what else ends the run."""
         from rich.console import Console
 
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._total, self._title, self._clock, self._line_interval_s = total_steps, title, clock, line_interval_s
         self._start_step, self._started_s = resume_step or 0, clock()
+        self._limits = limits or Limits()
         self._latest: dict[str, float] = {}
+        self._first: tuple[int, float] | None = None
+        """Step and time of the first iteration that was logged: its own time is that of compiling kernels."""
         self._step, self._logged_s = self._start_step, self._started_s
         """The last ones logged: the last line may be printed when the run has long been evaluated and filmed."""
         self._next_line_s = -float("inf")
         self._pending = False
-        self._live: Any = None
+        self._is_shown = False
 
     @staticmethod
     def from_config(
         config: Any, run_dir: Path, run_config: Mapping[str, Any], total_steps: int, resume_step: int | None, stream: TextIO | None
     ) -> ConsoleLogger:
         sim = run_config.get("sim") or {}
-        return ConsoleLogger(
-            total_steps, title=str(sim.get("task") or sim.get("name") or run_dir.name), resume_step=resume_step, stream=stream
-        )
+        title = str(sim.get("task") or sim.get("name") or run_dir.name)
+        return ConsoleLogger(total_steps, title=title, resume_step=resume_step, stream=stream, limits=Limits.of(run_config))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._logged_s = step, self._clock()
-        # What is not measured in every iteration (held-out success) stays in view.
+        if self._first is None and step > self._start_step:
+            self._first = step, self._logged_s
+        # What is not measured in every iteration (interim evaluations) stays in view.
         self._latest.update(metrics)
         if self._console.is_terminal:
-            self._show()
+            self._is_shown = True
+            show_board(self._board, self._console)
             return
         self._pending = True
         if self._clock() >= self._next_line_s:
@@ -72,28 +106,33 @@ class ConsoleLogger(Logger):
         self._console.print(text, markup=False)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        if self._is_shown:
+            end_board(self._board)
         elif self._pending:
             self._print_line()
 
     def seconds_left(self) -> float | None:
-        """Wall-clock seconds to go at this run's own average pace; None before the first step."""
-        done = self._step - self._start_step
+        """Wall-clock seconds to go: the steps at this run's own pace and the final evaluation, within max_minutes; None before the first
+        step."""
+        done, began = self._step - self._start_step, self._started_s
         if done <= 0:
             return None
-        return max(0.0, (self._logged_s - self._started_s) * (self._total - self._step) / done)
+        if self._first is not None and self._step > self._first[0]:
+            done, began = self._step - self._first[0], self._first[1]
+        training = max(0.0, (self._logged_s - began) * (self._total - self._step) / done)
+        return self._limits.bound(training, self._latest, self._elapsed_s())
 
-    def _show(self) -> None:
+    def _elapsed_s(self) -> float:
+        """Since the user's command, start-up included; without a trainer's clock, since the logger was made."""
+        return self._latest.get("speed/wall_clock_s", self._logged_s - self._started_s)
+
+    def _left_text(self) -> str:
+        return f"{'≤ ' if self._limits.may_end_early else ''}{clock_text(self.seconds_left())} left"
+
+    def _board(self) -> Group:
         from rich.console import Group
-        from rich.live import Live
 
-        if self._live is None:
-            # Redrawn only when something is logged: no separate thread, no flicker.
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(Group(self._bar(), metrics_table(self._latest)), refresh=True)
+        return Group(self._bar(), metrics_table(self._latest))
 
     def _bar(self) -> Table:
         from rich.progress_bar import ProgressBar
@@ -105,8 +144,8 @@ class ConsoleLogger(Logger):
             ProgressBar(total=self._total, completed=min(self._step, self._total), width=36),
             f"{self._step:,}/{self._total:,} steps",
             f"[cyan]{min(1.0, self._step / self._total):.0%}[/cyan]",
-            f"{clock_text(self._logged_s - self._started_s)} elapsed",
-            f"[green]{clock_text(self.seconds_left())} left[/green]",
+            f"{clock_text(self._elapsed_s())} elapsed",
+            f"[green]{self._left_text()}[/green]",
         )
         return bar
 
@@ -119,9 +158,10 @@ class ConsoleLogger(Logger):
             parts.append("time " + " ".join(f"{name} {share:.0%}" for name, share in shares.items()))
         losses = [n for n in self._latest if n.startswith("train/") and n.endswith("loss")]
         parts += [f"{name.removeprefix('train/')} {format_metric(name, self._latest[name])}" for name in losses]
-        parts += [f"elapsed {clock_text(self._logged_s - self._started_s)}", f"left {clock_text(self.seconds_left())}"]
+        parts += [f"elapsed {clock_text(self._elapsed_s())}", self._left_text()]
         self._console.print(" · ".join(parts), markup=False)
         self._console.file.flush()
+        spoke()
 
 
 def metrics_table(metrics: Mapping[str, float]) -> Table:
@@ -173,12 +213,3 @@ def format_metric(name: str, value: float) -> str:
     if name.startswith("time/"):
         return f"{value:.2f} s"
     return f"{value:.4g}"
-
-
-def clock_text(seconds: float | None) -> str:
-    """``1:02:03`` or ``2:03``; ``-:--`` where it is not known."""
-    if seconds is None:
-        return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from embodied_rl.episodes.transitions import RewardKind
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import Policy, TensorObservation
+from embodied_rl.progress import progress_bar
 from embodied_rl.rollout.schedule import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
 from embodied_rl.sim.robots.experts import expert_target
@@ -55,8 +56,21 @@ def expert_of(config: TrainConfig) -> str:
 class Demonstrations:
     """The recorded episodes of a run; `load` before the first update, and again after a resume."""
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, run_dir: Path) -> None:
-        """Given recordings are opened and checked here. Raises UserError."""
+    def __init__(
+        self,
+        config: TrainConfig,
+        manager: Simulators,
+        policy: Policy,
+        run_dir: Path,
+        *,
+        is_over: Callable[[], bool] = lambda: False,
+        shown: bool = True,
+    ) -> None:
+        """Given recordings are opened and checked here. Raises UserError.
+
+        `is_over`: whether the run's time is over, asked while the expert plays. `shown`: whether progress is shown.
+        """
+        self._is_over, self._shown = is_over, shown
         self.config, self.manager, self.policy = config, manager, policy
         self.spec = plain_spec(manager.spec)
         self._folder = run_dir / FOLDER
@@ -100,9 +114,14 @@ class Demonstrations:
             command="recorded at the beginning of a training run",
             versions=versions(),
         ).signed()
-        with closing(RecordingWriter(self._folder, info, resume=self._folder.exists())) as writer:
+        with (
+            closing(RecordingWriter(self._folder, info, resume=self._folder.exists())) as writer,
+            progress_bar("the expert plays", recorded.expert_episodes, shown=self._shown) as advance,
+        ):
+            advance(len(writer.seeds))
             for number, episode in self._missing_episodes(set(writer.seeds)):
                 writer.add(dataclasses.replace(episode, metadata={"number": number}))
+                advance(1)
             if (played := len(writer.seeds)) < (wanted := recorded.expert_episodes):
                 raise UserError(
                     f"The expert could play {played} of {wanted} episodes (algorithm.recorded.expert_episodes): "
@@ -117,6 +136,11 @@ class Demonstrations:
             first = numbers.stop
             seeds = {number: group_seed(self.config.seed, FOLDER, number) for number in numbers}
             open_ones = {number: seed for number, seed in seeds.items() if seed not in known}
+            if self._is_over():
+                raise UserError(
+                    f"max_minutes={self.config.max_minutes:g} was over while the expert played {recorded.expert_episodes - wanted} of "
+                    f"{recorded.expert_episodes} episodes. They are kept: set a larger max_minutes, with resume=auto."
+                )
             shares = [recorded.expert_randomness[number % len(recorded.expert_randomness)] for number in open_ones]
             played = play_expert(self.manager, list(open_ones.values()), shares) if open_ones else []
             for number, episode in zip(open_ones, played, strict=True):

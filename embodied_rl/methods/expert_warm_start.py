@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,26 @@ from embodied_rl.episodes.dataset import EpisodeDataset
 from embodied_rl.learning.cloning_learner import CloningLearner
 from embodied_rl.methods.demonstrations import Demonstrations, expert_of
 from embodied_rl.policies.base import Policy
+from embodied_rl.progress import progress_bar
 from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 
 
-def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path) -> dict[str, float]:
+def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path, is_over: Callable[[], bool], *, shown: bool) -> dict[str, float]:
     """Clone `algorithm.warm_start.episodes` successful episodes: those of `recording`, or of the expert, recorded into ``run_dir`` first.
 
     The expert plays in separate simulators, which end with it: the run's own are left as they are.
+
+    Args:
+        is_over: asked between the expert's rounds, which then is an error, and between epochs, of which the first is always made.
+        shown: whether progress is shown.
 
     Returns:
         ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.
 
     Raises:
-        UserError: the task has no expert, none of its episodes succeeded, or a recording does not fit.
+        UserError: the task has no expert, none of its episodes succeeded, a recording does not fit, or the time was over.
         SimFault: see EnvManager.
     """
     options = config.algorithm.warm_start
@@ -33,17 +39,21 @@ def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path) -> dict[str
     cloning = _cloning_of(config, options)
     sim = config.sim if config.recording else instrumented(config.sim, expert=expert_of(config), reconfigure=False)
     with EnvManager.from_config(sim, EpisodeSeeds.given(0), autoreset=False) as manager:
-        demonstrations = Demonstrations(cloning, manager, policy, run_dir)
+        demonstrations = Demonstrations(cloning, manager, policy, run_dir, is_over=is_over, shown=shown)
         episodes = demonstrations.load()
     # Nothing is left out: the success on held-out seeds says how well it went.
     data = EpisodeDataset(episodes, demonstrations.spec, demonstrations.options(), seed=config.seed)
     learner = CloningLearner(policy, cloning.algorithm, config.hybrid.device, config.hybrid.num_threads)
     figures: dict[str, float] = {}
     minibatches = 0.0
-    for epoch in range(options.num_epochs):
-        share = 1.0 - 0.9 * epoch / max(options.num_epochs - 1, 1)
-        figures = learner.epoch(data.epoch(epoch, options.minibatch_rows), share * options.learning_rate)
-        minibatches += figures["minibatches"]
+    with progress_bar("cloning, epochs", options.num_epochs, shown=shown) as advance:
+        for epoch in range(options.num_epochs):
+            if epoch > 0 and is_over():
+                break
+            share = 1.0 - 0.9 * epoch / max(options.num_epochs - 1, 1)
+            figures = learner.epoch(data.epoch(epoch, options.minibatch_rows), share * options.learning_rate)
+            minibatches += figures["minibatches"]
+            advance(1, f"loss {figures['imitation_loss']:.4g}")
     return {
         "loss": figures["imitation_loss"],
         "episodes": float(data.num_episodes),

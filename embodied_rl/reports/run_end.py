@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 from embodied_rl.checkpoint import add_result_to_card, load_checkpoint, resume_command
 from embodied_rl.errors import UserError
-from embodied_rl.loggers.console import clock_text
+from embodied_rl.progress import clock_text, progress_bar
 from embodied_rl.registry import load_target
-from embodied_rl.reporting import RESULTS_FILE, RunSummary, write_results
+from embodied_rl.reporting import RESULTS_FILE, RunSummary, shows_progress, write_results
 from embodied_rl.reports.page import REPORT_FILE, write_report
 from embodied_rl.trust import code_names
 
@@ -88,11 +88,14 @@ def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[
     config = summary.config.video
     if config.enabled == "no":
         return [], "", None
+    if config.enabled == "auto" and not summary.time_for_films:
+        return [], f"max_minutes={summary.config.max_minutes:g} was over", None
     try:
         checkpoint = load_checkpoint(summary.checkpoint, with_learner=False, trust=code_names(summary.config.to_dict()))
         folder = summary.run_dir / "videos"
         seed = summary.config.evaluation.seed
-        return film(checkpoint, folder, num_episodes=config.num_episodes, fps=config.fps, size=config.size, seed=seed), "", None
+        with progress_bar("filming", shown=shows_progress(summary.config)):
+            return film(checkpoint, folder, num_episodes=config.num_episodes, fps=config.fps, size=config.size, seed=seed), "", None
     except UserError as error:
         return [], str(error), error if config.enabled == "yes" else None
 

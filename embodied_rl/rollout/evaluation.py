@@ -28,6 +28,7 @@ def evaluate(
     reconfigure: bool = False,
     temperature: float | None = None,
     on_episode: Callable[[EpisodeSummary], object] | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> list[EpisodeSummary]:
     """Play the held-out seeds 2**30 + first_seed + 0 … num_episodes − 1, each exactly once, with the policy's mode, or with its samples.
 
@@ -42,6 +43,8 @@ def evaluate(
         reconfigure: begin as in fresh simulators, whatever was played before (see `EnvManager.reset`).
         temperature: of action tokens that are drawn, from random numbers that depend only on an episode's seed; None: the mode.
         on_episode: called with every episode as it ends.
+        is_over: asked before every step; once it is true, the evaluation ends with the seeds up to the first that was not played to its
+            end. Simulators that play by themselves do not ask.
 
     Returns:
         One summary per seed, ascending by seed; an episode that its simulator could not finish (see the manager's fault records)
@@ -53,7 +56,11 @@ def evaluate(
     if manager.plays_itself:
         return manager.evaluate(generator, num_episodes, first_seed, on_episode)
     with _drawing(generator, temperature) as draw:
-        return _evaluate(manager, generator, num_episodes, first_seed, reconfigure, draw, on_episode)
+        return _evaluate(manager, generator, num_episodes, first_seed, reconfigure, draw, on_episode, is_over or _never)
+
+
+def _never() -> bool:
+    return False
 
 
 @contextmanager
@@ -86,6 +93,7 @@ def _evaluate(
     reconfigure: bool,
     draw: Draw | None,
     on_episode: Callable[[EpisodeSummary], object] | None,
+    is_over: Callable[[], bool],
 ) -> list[EpisodeSummary]:
     batch = manager.reset(EpisodeSeeds.held_out(first_seed), reconfigure=reconfigure)
     first = HELD_OUT_START + first_seed
@@ -98,7 +106,7 @@ def _evaluate(
     remembering = generator if generator.remembers else None
     if remembering is not None:
         remembering.begin(slots)
-    while left.any():
+    while left.any() and not is_over():
         active = slots if manager.spec.steps_together else np.flatnonzero(left)
         acting = slots if remembering is None else active
         seeds = first + slots + (share - left) * manager.num_slots
@@ -124,6 +132,9 @@ def _evaluate(
         if not manager.autoreset and (again := [slot for slot in sorted(over) if left[slot]]):
             following = [first + slot + int(share[slot] - left[slot]) * manager.num_slots for slot in again]
             _begin_next(manager, again, following, observation)
+    if left.any():  # given up: slot s would play this seed next
+        num_episodes = int(np.min(slots + (share - left) * manager.num_slots, where=left > 0, initial=num_episodes))
+        finished = [episode for episode in finished if episode.seed < first + num_episodes]
     return _whole(finished, first, num_episodes)
 
 

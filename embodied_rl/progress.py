@@ -1,0 +1,174 @@
+"""What a command is doing now: bars with the time left on a terminal, a line every ten seconds everywhere else. One clock for all of it.
+
+Phases may stand inside one another (an evaluation within a training run): the innermost is what a line tells. On a terminal everything that
+moves is one display, a run's table (`show_board`) with the bars below it: two displays would write over each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LINE_INTERVAL_S = 10.0
+_began = time.time()
+"""When the user's command began; `begin_clock` knows better."""
+
+
+class Advance(Protocol):
+    """Says that so many more are done; the note (a success rate, say) stands behind the bar."""
+
+    def __call__(self, count: int, note: str = "") -> None: ...
+
+
+class _Phase:
+    def __init__(self, title: str, total: int | None) -> None:
+        self.title, self.total, self.done, self.note = title, total, 0, ""
+        self.began_s = time.monotonic()
+
+    def left_s(self) -> float | None:
+        """Seconds to go at this phase's own pace; None where that is not known."""
+        if not self.total or self.done <= 0:
+            return None
+        return (time.monotonic() - self.began_s) * max(self.total - self.done, 0) / self.done
+
+    def line(self) -> str:
+        parts = [self.title if self.total is None else f"{self.title} {self.done:,}/{self.total:,}", self.note]
+        parts.append(f"elapsed {clock_text(time.time() - _began)}")
+        if (left := self.left_s()) is not None:
+            parts.append(f"left {clock_text(left)}")
+        return " · ".join(filter(None, parts))
+
+
+class _Display:
+    """The phases that are open and, on a terminal, the one live display of this process."""
+
+    def __init__(self) -> None:
+        self.phases: list[_Phase] = []
+        self.board: Callable[[], Any] | None = None
+        self.live: Any = None
+        self.spoke_s = 0.0
+        self._ended: threading.Event | None = None
+
+    def open(self, phase: _Phase) -> None:
+        self.phases.append(phase)
+        if sys.stderr.isatty():
+            if self.live is None:
+                from rich.console import Console
+
+                self._start(Console(stderr=True, highlight=False), transient=True)
+        elif self._ended is None:
+            self.spoke_s, self._ended = time.monotonic(), threading.Event()
+            threading.Thread(target=self._speak, args=(self._ended,), name="progress", daemon=True).start()
+
+    def close(self, phase: _Phase) -> None:
+        self.phases.remove(phase)
+        if self.phases:
+            return
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+        if self.live is not None and self.board is None:
+            self.stop()
+
+    def show(self, board: Callable[[], Any], console: Console) -> None:
+        if self.board != board:
+            self.stop()
+            self.board = board
+            self._start(console, transient=False)
+        self.live.refresh()
+
+    def stop(self) -> None:
+        """Leave what is on the screen there, and take nothing more."""
+        live, self.live = self.live, None
+        if live is not None:
+            live.stop()
+
+    def render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        bars = Table.grid(padding=(0, 1))
+        # A run's table has a bar of its own.
+        for phase in [phase for phase in self.phases[-1:] if self.board is None or phase.total is not None]:
+            bar = ProgressBar(total=phase.total, completed=phase.done, pulse=phase.total is None, width=24)
+            left = phase.left_s()
+            count = "" if phase.total is None else f"{phase.done:,}/{phase.total:,}"
+            shown = "" if left is None else f"[green]{clock_text(left)} left[/green]"
+            bars.add_row(phase.title, bar, count, f"{clock_text(time.time() - _began)} elapsed", shown, phase.note)
+        return bars if self.board is None else Group(self.board(), bars)
+
+    def _start(self, console: Console, *, transient: bool) -> None:
+        from rich.live import Live
+
+        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=2, transient=transient)
+        self.live.start()
+
+    def _speak(self, ended: threading.Event) -> None:
+        while not ended.wait(0.5):
+            if self.phases and time.monotonic() - self.spoke_s >= LINE_INTERVAL_S:
+                self.spoke_s = time.monotonic()
+                print(self.phases[-1].line(), file=sys.stderr, flush=True)
+
+
+_display = _Display()
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None = None, *, shown: bool = True) -> Iterator[Advance]:
+    """Show what is done until the block ends: how many of `total` and the time left, or only for how long where there is no total.
+
+    Yields:
+        What is called as the work goes on.
+    """
+    phase = _Phase(title, total)
+    if shown:
+        _display.open(phase)
+
+    def advance(count: int, note: str = "") -> None:
+        phase.done, phase.note = phase.done + count, note
+
+    try:
+        yield advance
+    finally:
+        if shown:
+            _display.close(phase)
+
+
+def show_board(board: Callable[[], Any], console: Console) -> None:
+    """Draw what `board` returns now, and again as long as it is on the screen, above the bars; on `console`, which is a terminal."""
+    _display.show(board, console)
+
+
+def end_board(board: Callable[[], Any]) -> None:
+    """Leave the board as it is on the screen; nothing where it is not there."""
+    if _display.board == board:
+        _display.stop()
+        _display.board = None
+
+
+def spoke() -> None:
+    """Another line told how far the work is: the next one of ours is due an interval later."""
+    _display.spoke_s = time.monotonic()
+
+
+def begin_clock(started: float) -> None:
+    """Count all times that are shown from `started`, a ``time.time()``."""
+    global _began
+    _began = started
+
+
+def clock_text(seconds: float | None) -> str:
+    """``1:02:03`` or ``2:03``; ``-:--`` where it is not known."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
