@@ -103,13 +103,14 @@ class _Display:
             count = "" if phase.total is None else f"{phase.done:,}/{phase.total:,}"
             shown = "" if left is None else f"[green]{clock_text(left)} left[/green]"
             bars.add_row(phase.title, bar, count, f"{clock_text(time.time() - _began)} elapsed", shown, phase.note)
-        return bars if self.board is None else Group(self.board(), bars)
+        parts = [] if self.board is None else [self.board()]
+        return Group(*parts, *([bars] if bars.row_count else []))
 
     def _start(self, console: Console, *, transient: bool) -> None:
         from rich.live import Live
 
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=2, transient=transient)
-        self.live.start()
+        self.live.start(refresh=True)
 
     def _speak(self, ended: threading.Event) -> None:
         while not ended.wait(0.5):
