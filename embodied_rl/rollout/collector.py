@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied_rl.generation.base import Generator
-from embodied_rl.sim.crew import split_slots
+from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators

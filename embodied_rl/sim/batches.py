@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.crew import Crew
 from embodied_rl.sim.rooms import INFO_ROOM
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, memory_of
+from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.types import EpisodeSummary, StepBatch
 
 Slots = range | Sequence[int] | np.ndarray
@@ -21,14 +21,14 @@ _SCATTERED_KEPT = 1024
 class SlotViews:
     """A set of slots, ascending. Of a contiguous range the batch holds views, made once; of others copies, made by each call."""
 
-    def __init__(self, crew: Crew, slots: range | np.ndarray, chunk_size: int) -> None:
-        assert crew.slab is not None, "the manager is closed"
-        self.crew, self.slots, self._chunk_size = crew, slots, chunk_size
-        self._arrays = crew.slab.arrays
+    def __init__(self, pool: WorkerPool, slots: range | np.ndarray, chunk_size: int) -> None:
+        assert pool.slab is not None, "the manager is closed"
+        self.pool, self.slots, self._chunk_size = pool, slots, chunk_size
+        self._arrays = pool.slab.arrays
         self._is_range = isinstance(slots, range)
         self._rows: Any = slice(slots.start, slots.stop) if isinstance(slots, range) else slots
         self._size = len(slots)
-        self.bells = [crew.bells[worker] for worker in dict.fromkeys(crew.worker_of[self._rows].tolist())]
+        self.bells = [pool.bells[worker] for worker in dict.fromkeys(pool.worker_of[self._rows].tolist())]
         state = self._arrays["slot_state"]
         self._state = memory_of(state[self._rows]) if self._is_range else None
         self._whole_state = state
@@ -36,12 +36,12 @@ class SlotViews:
         self._words = [word for run in runs for word in Marks(state, run.start, run.stop).words]
         self._marks = {mark: bytes([mark]) * self._size for mark in (IDLE, PENDING, READY)}
         self.idle, self.all_ready = self._marks[IDLE], self._marks[READY]
-        self._text = crew.action_rooms() if crew.spec.action.kind == "text" else None
+        self._text = pool.action_rooms() if pool.spec.action.kind == "text" else None
         self._action = self._arrays["action"][self._rows] if self._is_range and self._text is None and chunk_size == 1 else None
         self._rooms = {
-            f"{prefix}/{key}": crew.slab.rooms(f"{prefix}/{key}", room)
+            f"{prefix}/{key}": pool.slab.rooms(f"{prefix}/{key}", room)
             for prefix in ("observation", "final_observation")
-            for key, room in crew.spec.variables.items()
+            for key, room in pool.spec.variables.items()
         }
         self._template = self._gather() if self._is_range else None
 
@@ -127,7 +127,7 @@ class SlotViews:
 
     def _gather(self) -> StepBatch:
         """Views of a range, or copies of scattered rows."""
-        arrays, rows, spec = self._arrays, self._rows, self.crew.spec
+        arrays, rows, spec = self._arrays, self._rows, self.pool.spec
 
         def optional(name: str) -> np.ndarray | None:
             return arrays[name][rows] if name in arrays else None
@@ -148,11 +148,11 @@ class SlotViews:
 
     def _values(self, prefix: str) -> dict[str, np.ndarray]:
         slots = [int(slot) for slot in self.slots]
-        return {key: self._rooms[f"{prefix}/{key}"].read_all(slots) for key in self.crew.spec.variables}
+        return {key: self._rooms[f"{prefix}/{key}"].read_all(slots) for key in self.pool.spec.variables}
 
     def _summary(self, slot: int) -> EpisodeSummary:
         arrays = self._arrays
-        assert self.crew.slab is not None
+        assert self.pool.slab is not None
         return EpisodeSummary(
             slot=slot,
             index=int(arrays["episode_index"][slot]),
@@ -162,15 +162,15 @@ class SlotViews:
             success_once=bool(arrays["episode_success_once"][slot]),
             success_at_end=bool(arrays["episode_success_at_end"][slot]),
             terminated=bool(arrays["terminated"][slot]),
-            final_info=self.crew.slab.rooms("final_info", INFO_ROOM).read(slot) or {},
+            final_info=self.pool.slab.rooms("final_info", INFO_ROOM).read(slot) or {},
         )
 
 
 class ViewsOfSlots:
-    """The `SlotViews` of a `Crew`, each made once: there are a few ranges, and scattered sets come again and again."""
+    """The `SlotViews` of a `WorkerPool`, each made once: there are a few ranges, and scattered sets come again and again."""
 
-    def __init__(self, crew: Crew, num_slots: int, chunk_size: int) -> None:
-        self._crew, self._num_slots, self._chunk_size = crew, num_slots, chunk_size
+    def __init__(self, pool: WorkerPool, num_slots: int, chunk_size: int) -> None:
+        self._pool, self._num_slots, self._chunk_size = pool, num_slots, chunk_size
         self._ranges: dict[range, SlotViews] = {}
         self._scattered: dict[tuple[int, ...], SlotViews] = {}
         self._last: tuple[range | None, SlotViews | None] = (None, None)
@@ -183,7 +183,7 @@ class ViewsOfSlots:
         if isinstance(slots, range) and slots.step == 1:
             known = self._ranges.get(slots)
             if known is None:
-                known = self._ranges[slots] = SlotViews(self._crew, self._checked(slots), self._chunk_size)
+                known = self._ranges[slots] = SlotViews(self._pool, self._checked(slots), self._chunk_size)
             self._last = (slots, known)
             return known
         ids = sorted(slots.tolist() if isinstance(slots, np.ndarray) else map(int, slots))
@@ -193,7 +193,7 @@ class ViewsOfSlots:
         if scattered is None:
             if len(self._scattered) >= _SCATTERED_KEPT:
                 self._scattered.clear()
-            scattered = self._scattered[key] = SlotViews(self._crew, self._checked(ids), self._chunk_size)
+            scattered = self._scattered[key] = SlotViews(self._pool, self._checked(ids), self._chunk_size)
         return scattered
 
     def _checked(self, slots: range | list[int]) -> range | np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.sim.affinity import PlacementPolicy, place_workers
 from embodied_rl.sim.batches import Slots, ViewsOfSlots, ascending
-from embodied_rl.sim.crew import Crew, CrewPlan, crew_size
+from embodied_rl.sim.worker_pool import WorkerPool, WorkerPoolPlan, worker_pool_size
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultPolicy, FaultRecord
 from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
@@ -51,7 +51,7 @@ class EnvManager(Simulators):
     spec: SimSpec
     last_drift: dict[int, float | None]
     """{slot: largest difference between the saved observation and the replayed one} of the last `restore`; None: not replayed."""
-    _crew: Crew | None = None
+    _pool: WorkerPool | None = None
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class EnvManager(Simulators):
         """
         self.num_slots, self.chunk_size, self.autoreset = num_slots, chunk_size, autoreset
         self._all_slots = range(num_slots)
-        self.num_workers = crew_size(num_workers, num_slots)
+        self.num_workers = worker_pool_size(num_workers, num_slots)
         self._seeds, self._policy = seeds or EpisodeSeeds.training(0), faults or FaultPolicy()
-        self._plan = CrewPlan(
+        self._plan = WorkerPoolPlan(
             num_slots=num_slots,
             num_workers=self.num_workers,
             num_groups=num_groups,
@@ -113,7 +113,7 @@ class EnvManager(Simulators):
         )
         self._processes: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(self, close_all, self._processes)
-        self._pool: dict[str, Crew] = {}
+        self._idle_pools: dict[str, WorkerPool] = {}
         self._offloaded, self._sends, self._polled_at = False, 0, 0.0
         self._start(factory)
 
@@ -162,12 +162,12 @@ class EnvManager(Simulators):
             reconfigure: also forget what the simulator keeps between episodes, so that what follows depends only on the
                 seeds (ManiSkill; slow there).
         """
-        crew = self._live_crew()
+        pool = self._live_pool()
         self._drain()
         chosen = seeds or self._seeds
         self._ledger.begin_all(chosen, seed_round, {"reconfigure": True} if reconfigure else {})
         self._supervisor.forget_aborts()
-        crew.state[:] = self._all.idle
+        pool.state[:] = self._all.idle
         message = {"operation": "reset", "seeds": chosen.to_dict(), "seed_round": seed_round, "reconfigure": reconfigure}
         self._supervisor.command(dict.fromkeys(range(self.num_workers), (message, b"")), self._resets[reconfigure], "reset", done)
         return self._all.batch(None)
@@ -191,8 +191,8 @@ class EnvManager(Simulators):
             ValueError: actions of the wrong shape, or a slot that is still stepping.
             UserError: a text that outgrows its room.
         """
-        if self._offloaded or self._crew is None:
-            self._live_crew()  # raises
+        if self._offloaded or self._pool is None:
+            self._live_pool()  # raises
         if not isinstance(slots, range):
             slots, actions = ascending(slots, actions)
         views = self._views.of(slots)
@@ -215,15 +215,15 @@ class EnvManager(Simulators):
         Raises:
             ValueError: a slot that is still stepping.
         """
-        crew = self._live_crew()
-        assert crew.slab is not None, "the manager is closed"
+        pool = self._live_pool()
+        assert pool.slab is not None, "the manager is closed"
         ordered, chosen = ascending(slots, seeds)
         views = self._views.of(ordered)
         if not views.may_send():
             raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
         for slot, seed in zip(views.slots, chosen, strict=True):
-            crew.slab.arrays["begin_seed"][slot] = int(seed)
-            crew.slab.arrays["begin"][slot] = 1
+            pool.slab.arrays["begin_seed"][slot] = int(seed)
+            pool.slab.arrays["begin"][slot] = 1
             self._ledger.begin(int(slot), int(seed))
             self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
         fence()
@@ -247,7 +247,7 @@ class EnvManager(Simulators):
             TimeoutError: `slots` were asked for and are not ready in time.
             ValueError: a slot that was not sent.
         """
-        crew = self._live_crew()
+        pool = self._live_pool()
         if slots is None:
             slots = self._wait_any(min_ready, timeout_s)
         views = self._views.of(slots)
@@ -256,7 +256,7 @@ class EnvManager(Simulators):
                 idle = [int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark == IDLE]
                 raise ValueError(f"Slots {idle} were received without having been sent an action.")
             deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
-            if not crew.bell.wait(views.is_ready, deadline, self._supervisor.poll):
+            if not pool.bell.wait(views.is_ready, deadline, self._supervisor.poll):
                 raise TimeoutError(f"Slots {list(views.slots)} were not ready within {timeout_s:g} s.")
         fence()
         marks = views.marks()
@@ -275,14 +275,14 @@ class EnvManager(Simulators):
     def discard(self) -> None:
         """Let steps in flight finish and forget them; `begin`, `restore` or `reset` comes next."""
         self._drain()
-        self._live_crew().state[:] = self._all.idle
+        self._live_pool().state[:] = self._all.idle
 
     def render(self, slots: Sequence[int]) -> list[np.ndarray]:
         """One picture [H, W, 3] uint8 of each slot. Raises UserError where the simulator cannot draw."""
-        crew = self._live_crew()
+        pool = self._live_pool()
         frames = []
         for slot in slots:
-            index = int(crew.worker_of[slot])
+            index = int(pool.worker_of[slot])
             request = {"operation": "render", "slot": int(slot)}
             patience = Patience(max(self._plan.step_timeout_s, 60.0))
             frames.append(self._supervisor.command({index: (request, b"")}, patience, "render", _read_frame)[index])
@@ -295,7 +295,7 @@ class EnvManager(Simulators):
 
         Raises UserError where the simulator's episodes cannot be saved (`spec.snapshots`).
         """
-        crew = self._live_crew()
+        pool = self._live_pool()
         self._require_snapshots()
         self._drain()
         chosen = [int(slot) for slot in slots]
@@ -303,7 +303,7 @@ class EnvManager(Simulators):
             self._rebase(chosen)
         elif lost := [slot for slot in chosen if self._ledger.is_lost(slot)]:
             raise SnapshotError(f"The episodes of slots {lost} are too long to be saved as actions from their seed.")
-        return [self._ledger.snapshot(slot, crew.state[slot], crew.observation(slot), self.spec.task, self.chunk_size) for slot in chosen]
+        return [self._ledger.snapshot(slot, pool.state[slot], pool.observation(slot), self.spec.task, self.chunk_size) for slot in chosen]
 
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
         """Take up saved episodes in these slots, whatever they were doing; their seeds, and those of later episodes, come along.
@@ -314,7 +314,7 @@ class EnvManager(Simulators):
         Raises:
             SnapshotError: a snapshot of another task or chunk size.
         """
-        crew = self._live_crew()
+        pool = self._live_pool()
         self._drain()
         items: dict[int, list[dict[str, Any]]] = {}
         for slot, snapshot in zip(slots, snapshots, strict=True):
@@ -325,7 +325,7 @@ class EnvManager(Simulators):
                 )
             self._ledger.load(int(slot), snapshot)
             item = self._ledger.resume_item(int(slot), IDLE, snapshot.observation, abort=False, cautious=False)
-            items.setdefault(int(crew.worker_of[slot]), []).append({**item, "publish": True})
+            items.setdefault(int(pool.worker_of[slot]), []).append({**item, "publish": True})
             self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
         requests = {index: ({"operation": "resume"}, encode_state(own)) for index, own in items.items()}
         answers = self._supervisor.command(requests, Patience(self._plan.start_timeout_s), "restore episodes", read_drift)
@@ -341,30 +341,30 @@ class EnvManager(Simulators):
         What was received, or is ready to be, stays; `onload` brings the rest back. Raises UserError as `snapshot`.
         """
         kept = sum(len(snapshot.to_bytes()) for snapshot in self.snapshot(range(self.num_slots)))
-        self._live_crew().stop()
+        self._live_pool().stop()
         self._offloaded = True
         return kept
 
     def onload(self) -> None:
         """Start the processes again and take up every episode where it was."""
         if self._offloaded:
-            assert self._crew is not None, "the manager is closed"
+            assert self._pool is not None, "the manager is closed"
             self._offloaded = False
-            self._crew.begin()
+            self._pool.begin()
             self._supervisor.revive_all()
 
     def _rebase(self, slots: Sequence[int]) -> None:
-        crew = self._live_crew()
+        pool = self._live_pool()
         wanted: dict[int, list[int]] = {}
         for slot in slots:
-            wanted.setdefault(int(crew.worker_of[slot]), []).append(slot)
+            wanted.setdefault(int(pool.worker_of[slot]), []).append(slot)
         requests = {index: ({"operation": "snapshot", "slots": own}, b"") for index, own in wanted.items()}
         answers = self._supervisor.command(requests, Patience(self._plan.start_timeout_s), "save its state", _read_states)
         for index, own in wanted.items():
             for slot, state in zip(own, answers[index], strict=True):
-                if crew.state[slot] > READY:
+                if pool.state[slot] > READY:
                     continue  # the next episode has just begun, and its seed says all
-                self._ledger.rebase(slot, {**state, "observation": crew.observation(slot)})
+                self._ledger.rebase(slot, {**state, "observation": pool.observation(slot)})
 
     def _require_snapshots(self) -> None:
         if self.spec.snapshots == "none":
@@ -374,9 +374,9 @@ class EnvManager(Simulators):
 
     def prepare(self, factory: SimFactory) -> None:
         """Start to build the workers of another task or scene in the background; `switch` then takes them."""
-        if (key := factory.key) not in self._pool:
-            self._pool[key] = Crew(factory, self._plan, self._processes)
-            self._pool[key].begin()
+        if (key := factory.key) not in self._idle_pools:
+            self._idle_pools[key] = WorkerPool(factory, self._plan, self._processes)
+            self._idle_pools[key].begin()
 
     def switch(self, factory: SimFactory, *, keep: bool = False) -> None:
         """Go over to another task: at once where `prepare` was called in time. `reset` comes next.
@@ -385,17 +385,17 @@ class EnvManager(Simulators):
             factory: of the other task.
             keep: leave the present task's workers as they are, so that switching back is immediate too.
         """
-        crew = self._live_crew()
-        if factory.key == crew.factory.key:
+        pool = self._live_pool()
+        if factory.key == pool.factory.key:
             return
         self._drain()
         self.prepare(factory)
-        replacement = self._pool.pop(factory.key)
+        replacement = self._idle_pools.pop(factory.key)
         if keep:
-            self._pool[crew.factory.key] = crew
+            self._idle_pools[pool.factory.key] = pool
         else:
-            crew.close()
-        self._take_crew(replacement)
+            pool.close()
+        self._take_pool(replacement)
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
@@ -417,26 +417,26 @@ class EnvManager(Simulators):
 
     def placement_report(self) -> list[dict[str, Any]]:
         """For each worker what it read back about its cores and memory nodes; empty entries where none were asked for."""
-        return list(self._live_crew().applied)
+        return list(self._live_pool().applied)
 
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
         """Copies of what lies in the slab for these slots (observation, action, reward), also after a fault: for a dump."""
-        assert self._crew is not None, "the manager is closed"
-        assert self._crew.slab is not None, "the manager is closed"
-        arrays = self._crew.slab.arrays
+        assert self._pool is not None, "the manager is closed"
+        assert self._pool.slab is not None, "the manager is closed"
+        arrays = self._pool.slab.arrays
         names = [name for name in arrays if name.startswith("observation/") or name in ("action", "reward")]
         return {name: arrays[name][list(slots)].copy() for name in names}
 
     def worker_pids(self) -> list[int]:
-        return [worker.pid for worker in self._live_crew().workers]
+        return [worker.pid for worker in self._live_pool().workers]
 
     def close(self) -> None:
         """End the workers and let go of the memory; may be called twice. Views that were handed out stay readable."""
         self._finalizer()
-        for crew in [*self._pool.values(), *([self._crew] if self._crew is not None else [])]:
-            crew.close()
-        self._pool.clear()
-        self._crew = None
+        for pool in [*self._idle_pools.values(), *([self._pool] if self._pool is not None else [])]:
+            pool.close()
+        self._idle_pools.clear()
+        self._pool = None
 
     def __enter__(self) -> EnvManager:
         return self
@@ -448,33 +448,33 @@ class EnvManager(Simulators):
 
     def _start(self, factory: SimFactory) -> None:
         try:
-            crew = Crew(factory, self._plan, self._processes)
-            crew.begin()
-            self._take_crew(crew)
+            pool = WorkerPool(factory, self._plan, self._processes)
+            pool.begin()
+            self._take_pool(pool)
         except BaseException:
             self.close()
             raise
 
-    def _take_crew(self, crew: Crew) -> None:
-        if crew.slab is None:
-            crew.finish()
-        self._crew, self.spec = crew, crew.spec
+    def _take_pool(self, pool: WorkerPool) -> None:
+        if pool.slab is None:
+            pool.finish()
+        self._pool, self.spec = pool, pool.spec
         self._ledger = EpisodeLedger(self.num_slots, keep_actions=self.spec.snapshots != "none")
-        self._supervisor = Supervisor(crew, self._policy, self._ledger)
-        self._resets = {reconfigure: self._plan.reset_patience(crew.built_s) for reconfigure in (False, True)}
+        self._supervisor = Supervisor(pool, self._policy, self._ledger)
+        self._resets = {reconfigure: self._plan.reset_patience(pool.built_s) for reconfigure in (False, True)}
         self.last_drift = {}
-        self._views = ViewsOfSlots(crew, self.num_slots, self.chunk_size)
+        self._views = ViewsOfSlots(pool, self.num_slots, self.chunk_size)
         self._all = self._views.of(range(self.num_slots))
 
-    def _live_crew(self) -> Crew:
-        assert self._crew is not None, "the manager is closed"
+    def _live_pool(self) -> WorkerPool:
+        assert self._pool is not None, "the manager is closed"
         if self._offloaded:
             raise RuntimeError("The manager is offloaded: call onload() first.")
-        return self._crew
+        return self._pool
 
     def _wait_any(self, min_ready: int | None, timeout_s: float | None) -> list[int]:
-        crew = self._live_crew()
-        marks = bytes(crew.state)
+        pool = self._live_pool()
+        marks = bytes(pool.state)
         in_flight = self.num_slots - marks.count(IDLE)
         if in_flight == 0:
             raise ValueError("recv() without any slot that was sent an action.")
@@ -483,20 +483,20 @@ class EnvManager(Simulators):
         deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
 
         def enough() -> bool:
-            now = bytes(crew.state)
+            now = bytes(pool.state)
             return self.num_slots - now.count(PENDING) - waiting >= wanted
 
-        crew.bell.wait(enough, deadline, self._supervisor.poll)
+        pool.bell.wait(enough, deadline, self._supervisor.poll)
         if (now := time.perf_counter()) - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
             self._supervisor.poll()  # others may be in trouble although enough are always ready
-        return [slot for slot, mark in enumerate(bytes(crew.state)) if mark >= READY]
+        return [slot for slot, mark in enumerate(bytes(pool.state)) if mark >= READY]
 
     def _drain(self) -> None:
         """Let steps in flight finish, so that a worker's next message is the answer to the next request."""
-        crew = self._live_crew()
-        if PENDING in bytes(crew.state):
-            crew.bell.wait(lambda: PENDING not in bytes(crew.state), math.inf, self._supervisor.poll)
+        pool = self._live_pool()
+        if PENDING in bytes(pool.state):
+            pool.bell.wait(lambda: PENDING not in bytes(pool.state), math.inf, self._supervisor.poll)
         self._supervisor.settle()
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
-from embodied_rl.sim.crew import split_slots
+from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds

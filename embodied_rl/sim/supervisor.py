@@ -1,4 +1,4 @@
-"""Watches the workers of a `Crew`, and replaces those that fail while the others go on."""
+"""Watches the workers of a `WorkerPool`, and replaces those that fail while the others go on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.crew import Crew
+from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
 from embodied_rl.sim.ledger import EpisodeLedger
 from embodied_rl.sim.patience import Patience
@@ -69,13 +69,13 @@ class _Watch:
 
 
 class Supervisor:
-    """Deadlines, deaths, restarts and records for one `Crew`. `poll` never waits for a simulator."""
+    """Deadlines, deaths, restarts and records for one `WorkerPool`. `poll` never waits for a simulator."""
 
-    def __init__(self, crew: Crew, policy: FaultPolicy, ledger: EpisodeLedger) -> None:
-        self.crew, self.policy, self.ledger = crew, policy, ledger
+    def __init__(self, pool: WorkerPool, policy: FaultPolicy, ledger: EpisodeLedger) -> None:
+        self.pool, self.policy, self.ledger = pool, policy, ledger
         self.records: list[FaultRecord] = []
         self.restarts = 0
-        self._watches = [_Watch(moved_at=time.perf_counter()) for _ in crew.workers]
+        self._watches = [_Watch(moved_at=time.perf_counter()) for _ in pool.workers]
         self._to_abort: set[int] = set()
         self._strikes: dict[int, tuple[int, int]] = {}
         self._memory_at = time.perf_counter()
@@ -99,7 +99,7 @@ class Supervisor:
 
     def catch_up(self) -> None:
         """Take in what workers on their way back have said."""
-        if self.crew.workers and any(watch.phase is not _Phase.LIVE for watch in self._watches):
+        if self.pool.workers and any(watch.phase is not _Phase.LIVE for watch in self._watches):
             self.poll()
 
     def settle(self) -> None:
@@ -134,8 +134,8 @@ class Supervisor:
                 begun = asked.pop(index)
                 try:
                     if is_late:
-                        raise self.crew.workers[index].timed_out(patience.limit_s(), doing)
-                    answers[index] = self.crew.workers[index].receive(_COMES_S, doing, read)
+                        raise self.pool.workers[index].timed_out(patience.limit_s(), doing)
+                    answers[index] = self.pool.workers[index].receive(_COMES_S, doing, read)
                     patience.took(time.perf_counter() - begun)
                 except UserError as error:
                     refusal = refusal or error
@@ -151,8 +151,8 @@ class Supervisor:
         """The next worker of {worker: when it was asked} with something to read, or the first that is too late, and whether it is."""
         poll, of = select.poll(), {}
         for index in asked:
-            of[self.crew.workers[index].channel.socket.fileno()] = index
-            poll.register(self.crew.workers[index].channel.socket, select.POLLIN)
+            of[self.pool.workers[index].channel.socket.fileno()] = index
+            poll.register(self.pool.workers[index].channel.socket, select.POLLIN)
         while True:
             first = min(asked, key=lambda index: asked[index])
             left = asked[first] + limit_s - time.perf_counter()
@@ -169,7 +169,7 @@ class Supervisor:
         self._strikes.clear()
 
     def episode_finished(self, slot: int) -> None:
-        self._watches[int(self.crew.worker_of[slot])].aborts = 0
+        self._watches[int(self.pool.worker_of[slot])].aborts = 0
         self._strikes.pop(slot, None)
 
     def episode_aborted(self, slot: int) -> None:
@@ -180,31 +180,31 @@ class Supervisor:
         """After the workers' processes were ended on purpose: start them, and take every slot's episode up again."""
         for watch in self._watches:
             watch.phase, watch.open_faults, watch.noticed_at = _Phase.STARTING, [], time.perf_counter()
-            watch.deadline = time.perf_counter() + self.crew.plan.start_timeout_s
+            watch.deadline = time.perf_counter() + self.pool.plan.start_timeout_s
         self.settle()
 
     # ---- watching ---------------------------------------------------------------------------------------------------
 
     def _watch(self, index: int, watch: _Watch, now: float, check_memory: bool) -> None:
-        worker, arrays = self.crew.workers[index], self._arrays()
+        worker, arrays = self.pool.workers[index], self._arrays()
         worker.check(bool(arrays["failed"][index, 0]))
-        state = self.crew.state
+        state = self.pool.state
         progress = self._progress(index)
-        if progress != watch.progress or all(state[slot] != PENDING for slot in self.crew.slots_of[index]):
+        if progress != watch.progress or all(state[slot] != PENDING for slot in self.pool.slots_of[index]):
             watch.progress, watch.moved_at = progress, now
-        elif now - watch.moved_at > self.crew.plan.step_timeout_s:
-            raise worker.timed_out(self.crew.plan.step_timeout_s, "step")
+        elif now - watch.moved_at > self.pool.plan.step_timeout_s:
+            raise worker.timed_out(self.pool.plan.step_timeout_s, "step")
         limit = self.policy.memory_limit_mb
         if check_memory and limit is not None and (used := worker.resident_mb()) > limit:
             raise SimFault(FaultKind.OUT_OF_MEMORY, index, f"{used:.0f} MB resident; the limit is {limit:.0f} MB.")
 
     def _advance(self, index: int, watch: _Watch, now: float) -> None:
         """The next stage of a worker on its way back, if it is due."""
-        worker = self.crew.workers[index]
-        timeout = self.crew.plan.start_timeout_s
+        worker = self.pool.workers[index]
+        timeout = self.pool.plan.start_timeout_s
         if watch.phase is _Phase.PAUSED:
             if now >= watch.deadline:
-                self.crew.replace(index)
+                self.pool.replace(index)
                 watch.phase, watch.deadline = _Phase.STARTING, now + timeout
             return
         if not worker.channel.has_message():
@@ -214,10 +214,10 @@ class Supervisor:
                 raise worker.timed_out(timeout, "come back")
             return
         if watch.phase is _Phase.STARTING:
-            spec = self.crew.receive_spec(index)
-            if spec != self.crew.spec:
-                raise UserError(f"Worker {index} came back with another simulator: {spec.to_dict()} instead of {self.crew.spec.to_dict()}.")
-            self.crew.share(index, awaits_resume=True)
+            spec = self.pool.receive_spec(index)
+            if spec != self.pool.spec:
+                raise UserError(f"Worker {index} came back with another simulator: {spec.to_dict()} instead of {self.pool.spec.to_dict()}.")
+            self.pool.share(index, awaits_resume=True)
             watch.phase, watch.deadline = _Phase.MAPPING, now + timeout
         elif watch.phase is _Phase.MAPPING:
             worker.receive(timeout, "map the shared memory", done)
@@ -245,14 +245,14 @@ class Supervisor:
         for record in watch.open_faults:
             self.records.append(dataclasses.replace(record, slots=slots, recovery_s=now - watch.noticed_at))
         watch.open_faults, watch.items = [], []
-        self.crew.bells[index].ring()  # its slots may have been sent actions while it was away
-        self.crew.refill_spares()
+        self.pool.bells[index].ring()  # its slots may have been sent actions while it was away
+        self.pool.refill_spares()
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def _on_fault(self, index: int, fault: SimFault) -> None:
         """Record it, decide what it means for the slots, and send the worker on its way back. Raises `fault` when the run is to end."""
-        watch, worker = self._watches[index], self.crew.workers[index]
+        watch, worker = self._watches[index], self.pool.workers[index]
         if fault.kind in self.policy.stop_on:
             raise fault
         arrays = self._arrays()
@@ -274,7 +274,7 @@ class Supervisor:
         if not watch.open_faults:
             watch.noticed_at = time.perf_counter()
         watch.open_faults.append(record)
-        self.crew.remove(index)
+        self.pool.remove(index)
         self.restarts += 1
         watch.phase, watch.deadline = _Phase.PAUSED, time.perf_counter() + self.policy.pause_s(watch.failures)
 
@@ -284,29 +284,29 @@ class Supervisor:
         A worker on its way back, or in its first step after that, leaves word of every slot that it touches: one that is killed there
         without having done so was stepping none, and no episode is to blame.
         """
-        slots, watch = self.crew.slots_of[index], self._watches[index]
+        slots, watch = self.pool.slots_of[index], self._watches[index]
         alone = int(self._arrays()["stepping"][index, 0])
         if alone >= 0:
             return [alone]
         if told := [slot for slot in fault.slots if slot in slots]:
             return told
         waits = watch.phase is not _Phase.LIVE
-        if waits or (watch.is_cautious(self._progress(index)) and not self.crew.spec.steps_together):
+        if waits or (watch.is_cautious(self._progress(index)) and not self.pool.spec.steps_together):
             return []
-        return [slot for slot in slots if self.crew.state[slot] == PENDING]
+        return [slot for slot in slots if self.pool.state[slot] == PENDING]
 
     def _judge(self, index: int, culprits: list[int]) -> None:
         """Decide which episodes are given up: those that failed at the same point before, and all that cannot be restored."""
-        watch, together = self._watches[index], self.crew.spec.steps_together
+        watch, together = self._watches[index], self.pool.spec.steps_together
         doomed = set()
         for slot in culprits:
             point = self.ledger.point(slot)
             if len(culprits) == 1 and self._strikes.get(slot) == point:
                 doomed.add(slot)
             self._strikes[slot] = point
-        for slot in self.crew.slots_of[index]:
-            over = self.crew.state[slot] in (ENDED, ABORTED)
-            begun = self.crew.state[slot] == READY or self.ledger.point(slot)[1] > (self.crew.state[slot] == PENDING)
+        for slot in self.pool.slots_of[index]:
+            over = self.pool.state[slot] in (ENDED, ABORTED)
+            begun = self.pool.state[slot] == READY or self.ledger.point(slot)[1] > (self.pool.state[slot] == PENDING)
             if not over and (self.ledger.is_lost(slot) or together or (self.policy.recovery == "restart" and begun)):
                 doomed.add(slot)
         watch.aborts += bool(doomed & set(culprits))
@@ -316,8 +316,8 @@ class Supervisor:
     def _resume_items(self, index: int) -> list[dict[str, Any]]:
         faulty = bool(self._watches[index].open_faults)
         begin, items = self._arrays()["begin"], []
-        for slot in self.crew.slots_of[index]:
-            mark = self.crew.state[slot]
+        for slot in self.pool.slots_of[index]:
+            mark = self.pool.state[slot]
             assert mark in (IDLE, PENDING, READY, ENDED, ABORTED)
             num_actions = self.ledger.point(slot)[1]
             abort = slot in self._to_abort and mark not in (ENDED, ABORTED)
@@ -325,24 +325,24 @@ class Supervisor:
                 # What was asked for without an action is a beginning; who ended in the middle of it may have taken the word away already.
                 begin[slot] = not (abort or num_actions)
             # Without autoreset a slot that waits for its next episode shows the end of the last one.
-            waits = not self.crew.plan.autoreset and (mark == ENDED or not num_actions)
-            seen = None if mark == PENDING or waits else self.crew.observation(slot)
+            waits = not self.pool.plan.autoreset and (mark == ENDED or not num_actions)
+            seen = None if mark == PENDING or waits else self.pool.observation(slot)
             items.append(self.ledger.resume_item(slot, mark, seen, abort=abort, cautious=faulty))
         return items
 
     def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:
         # Before the message: one that the socket cannot hold as a whole is not sent until the worker reads.
         self._arrays()["control_pending"][index, 0] = 1
-        self.crew.bells[index].ring()
-        self.crew.workers[index].request(message, payload)
+        self.pool.bells[index].ring()
+        self.pool.workers[index].request(message, payload)
 
     def _progress(self, index: int) -> int:
         """Batches of slots that the worker of this number has stepped; who takes its place goes on counting."""
         return int(self._arrays()["progress"][index, 0])
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        assert self.crew.slab is not None, "the manager is closed"
-        return self.crew.slab.arrays
+        assert self.pool.slab is not None, "the manager is closed"
+        return self.pool.slab.arrays
 
 
 def read_drift(message: Mapping[str, Any], payload: bytes) -> dict[int, float | None]:

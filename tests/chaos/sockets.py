@@ -79,8 +79,8 @@ class Sockets(Attack):
 
     def _attempt(self, kind: str, worker: int, to_worker: bool, pending: bool, chance: random.Random) -> str | None:
         manager = self._begin()
-        assert manager._crew is not None
-        process, slot = manager._crew.workers[worker], manager._crew.slots_of[worker][0]
+        assert manager._pool is not None
+        process, slot = manager._pool.workers[worker], manager._pool.slots_of[worker][0]
         before = len(manager.fault_records)
         if pending:
             manager.send(range(SLOTS), self._actions(chance))

@@ -100,10 +100,10 @@ class PassingTime:
         """As soon as the simulator that was given this `once` hangs, and no other worker has anything to do."""
 
         def hung() -> bool:
-            crew = manager._crew
-            if crew is None or not hangs(once):
+            pool = manager._pool
+            if pool is None or not hangs(once):
                 return False
-            pending = {int(crew.worker_of[slot]) for slot in range(manager.num_slots) if crew.state[slot] == PENDING}
+            pending = {int(pool.worker_of[slot]) for slot in range(manager.num_slots) if pool.state[slot] == PENDING}
             return len(pending) == 1
 
         self._hung = hung

@@ -237,9 +237,9 @@ def test_episodes_of_given_seeds_begin_when_they_are_asked_for(trouble: bool) ->
 
 @pytest.mark.parametrize(("slots", "workers", "groups"), [(8, 2, 2), (5, 5, 2), (4, 4, 4), (7, 3, 2), (16, 3, 1), (9, 2, 4), (3, 2, 3)])
 def test_every_worker_has_a_share_of_every_group(slots: int, workers: int, groups: int) -> None:
-    from embodied_rl.sim.crew import CrewPlan, split_slots
+    from embodied_rl.sim.worker_pool import WorkerPoolPlan, split_slots
 
-    plan = CrewPlan(slots, workers, groups)
+    plan = WorkerPoolPlan(slots, workers, groups)
     dealt = sorted(slot for runs in plan.runs for run in runs for slot in run)
     assert dealt == list(range(slots))
     loads = [sum(len(run) for run in runs) for runs in plan.runs]

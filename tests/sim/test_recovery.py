@@ -167,7 +167,7 @@ def test_who_takes_a_workers_place_may_die_at_once(when: str, monkeypatch: pytes
         if not hurt:
             hurt.append(pid)
             os.kill(pid, signal.SIGKILL)
-            keeper = manager._crew.workers[0]._process.pid  # type: ignore[union-attr]
+            keeper = manager._pool.workers[0]._process.pid  # type: ignore[union-attr]
             os.waitid(os.P_PID, pid if when.endswith("build") else keeper, os.WEXITED | os.WNOWAIT)  # gone, and nobody has been told
 
     with make(slots=2, workers=1) as manager:
@@ -208,7 +208,7 @@ def test_a_beginning_is_made_again_wherever_the_worker_ended_in_it() -> None:
             worker = manager.worker_pids()[0]
             os.kill(worker, signal.SIGSTOP)
             manager.begin([0], [77])
-            manager._crew.slab.arrays["begin"][0] = 1 - taken_back  # type: ignore[union-attr]
+            manager._pool.slab.arrays["begin"][0] = 1 - taken_back  # type: ignore[union-attr]
             os.kill(worker, signal.SIGKILL)
             first = manager.recv([0])
             assert first.observation["state"].tolist() == [[77, 0, 0]]
@@ -219,7 +219,7 @@ def test_a_beginning_is_made_again_wherever_the_worker_ended_in_it() -> None:
 def kill_behind_the_step(manager: EnvManager) -> None:
     """End the first worker when it has stepped the first slot, and return when that is noticed."""
     deadline = time.monotonic() + 120
-    while manager._crew.state[0] == PENDING and time.monotonic() < deadline:  # type: ignore[union-attr]
+    while manager._pool.state[0] == PENDING and time.monotonic() < deadline:  # type: ignore[union-attr]
         time.sleep(0.01)
     os.kill(manager.worker_pids()[0], signal.SIGKILL)
     while not manager.num_restarts and time.monotonic() < deadline:
@@ -343,7 +343,7 @@ def test_pauses_double_up_to_their_limit() -> None:
 def test_a_spare_takes_a_failed_workers_place() -> None:
     with make(spare_workers=1) as manager:
         manager.reset()
-        spare = manager._crew.spares[0].pid  # type: ignore[union-attr]
+        spare = manager._pool.spares[0].pid  # type: ignore[union-attr]
         os.kill(manager.worker_pids()[0], signal.SIGKILL)
         trace = play_lockstep(manager, 10)
         assert manager.worker_pids()[0] == spare

@@ -22,7 +22,7 @@ from embodied_rl.types import SimSpec, VariableSpec
 
 
 @dataclass(frozen=True)
-class CrewPlan:
+class WorkerPoolPlan:
     """How many workers, with what slots, where, and how long they may take."""
 
     num_slots: int
@@ -71,7 +71,7 @@ class CrewPlan:
         return runs
 
 
-def crew_size(num_workers: int | None, num_slots: int) -> int:
+def worker_pool_size(num_workers: int | None, num_slots: int) -> int:
     """Processes for so many slots: as many as asked for, or as there are cores; never more than slots. Warns of more than cores."""
     if isinstance(num_workers, str):
         raise UserError(f"EnvManager needs a number of workers, or None for one per core, got {num_workers!r}.")
@@ -84,13 +84,13 @@ def crew_size(num_workers: int | None, num_slots: int) -> int:
     return size
 
 
-class Crew:
+class WorkerPool:
     """`begin` starts the processes, which build their simulators side by side with whatever comes next; `finish` waits for them.
 
     `processes` lists every process that runs; its owner, the `EnvManager`, closes them.
     """
 
-    def __init__(self, factory: SimFactory, plan: CrewPlan, processes: list[WorkerProcess]) -> None:
+    def __init__(self, factory: SimFactory, plan: WorkerPoolPlan, processes: list[WorkerProcess]) -> None:
         self.factory, self.plan = factory, plan
         self.runs = plan.runs
         self.slots_of = [[slot for run in runs for slot in run] for runs in self.runs]
