@@ -49,7 +49,7 @@ def measure(megabytes: int, rounds: int, device: str) -> tuple[dict[str, list[fl
     residency.register("optimizer", Tensors(lambda: [part for state in optimizer.state.values() for part in state.values()]))
     residency.register("gradients", Gradients(module.parameters))
     optimizer.zero_grad(set_to_none=True)
-    size = sum(n for row in residency.ledger().values() for place, n in row.items() if place != "host")
+    size = sum(n for row in residency.memory_usage().values() for place, n in row.items() if place != "host")
     block, host = torch.empty(size, dtype=torch.uint8, device=device), torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
     checksum = sum(float(p.detach().double().sum()) for p in module.parameters())
     seconds: dict[str, list[float]] = {"one copy out": [], "offload": [], "one copy in": [], "onload": []}

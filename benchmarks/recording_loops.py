@@ -21,11 +21,11 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.filmed import FilmedSim, filmed, films_of
 from embodied_rl.sim.affinity import PlacementPolicy
-from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.instrumented import IMAGE, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
+from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import Observation, SimSpec, StepBatch, StepBuffers
 
 NUM_SLOTS = 16

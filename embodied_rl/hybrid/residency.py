@@ -1,4 +1,4 @@
-"""What lies on the device and what does not: a ledger, and the moving between the turns of generation and training.
+"""What lies on the device and what does not: a memory account, and the moving between the turns of generation and training.
 
 ```
                  parameters*  gradients  optimizer  key-value cache  simulators
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Kind = Literal["parameters", "gradients", "optimizer", "kv_cache", "simulators", "buffers"]
-Ledger = dict[str, dict[str, int]]
+MemoryUsage = dict[str, dict[str, int]]
 """{kind: {place: bytes}}; places are devices, and ``host`` for what was moved out."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -83,9 +83,9 @@ class Residency:
         for kind in sorted(self._out.difference(but)):
             self.onload(kind)
 
-    def ledger(self) -> Ledger:
+    def memory_usage(self) -> MemoryUsage:
         """Exact bytes of every registered kind, by place."""
-        found: Ledger = {}
+        found: MemoryUsage = {}
         for kind, residents in self._residents.items():
             places = found.setdefault(kind, {})
             for resident in residents:
@@ -94,10 +94,10 @@ class Residency:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """The ledger, and what was moved since the last call with the time that this process waited for it."""
+        """The memory in use, and what was moved since the last call with the time that this process waited for it."""
         if not self._residents:
             return {}
-        figures = {f"residency/{kind}_{place}_bytes": float(n) for kind, row in self.ledger().items() for place, n in row.items()}
+        figures = {f"residency/{kind}_{place}_bytes": float(n) for kind, row in self.memory_usage().items() for place, n in row.items()}
         figures |= {"residency/moved_bytes": float(self._moved_bytes), "residency/moved_s": self._moved_s}
         self._moved_bytes, self._moved_s = 0, 0.0
         return figures

@@ -23,9 +23,9 @@ from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.roles.lending import Lending
 from embodied_rl.rollout.handover import SimHost
 from embodied_rl.sim.batches import Slots
-from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import EpisodeSummary, StepBatch
 
 Key = tuple[int, int]

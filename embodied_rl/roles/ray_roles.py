@@ -42,7 +42,7 @@ from embodied_rl.roles.ray_generation import GenerationWorker, RayGenerator, Ray
 from embodied_rl.roles.ray_tokens import RayTokens
 from embodied_rl.roles.remote import PlayerHandle, RemotePlayer
 from embodied_rl.rollout.groups import WHOLE, Share
-from embodied_rl.rollout.scoring import ScoreLedger, checked_score, load_score
+from embodied_rl.rollout.scoring import ScoreLog, checked_score, load_score
 from embodied_rl.stopping import waiting
 from embodied_rl.types import Episode
 
@@ -66,12 +66,12 @@ class RayScorer:
 
     def __init__(self, workers: list[Any], options: RewardWorkerConfig) -> None:
         self._workers = workers
-        self._ledger = ScoreLedger(options.combine, options.timeout_s)
+        self._log = ScoreLog(options.combine, options.timeout_s)
         self._asked: dict[Any, int] = {}
 
     def submit(self, number: int, episode: Episode) -> None:
         """See `Scorer.submit`."""
-        self._ledger.begin(number, episode)
+        self._log.begin(number, episode)
         self._asked[self._workers[number % len(self._workers)].score.remote(episode)] = number
 
     def ready(self) -> list[tuple[int, Episode | str]]:
@@ -85,7 +85,7 @@ class RayScorer:
                 found[number] = ray.get(reference)
             except RayTaskError as error:
                 found[number] = first_line(error.cause if error.cause is not None else error)
-        return self._ledger.settle(found)
+        return self._log.settle(found)
 
     def wait(self, timeout_s: float) -> None:
         """See `Scorer.wait`."""
@@ -94,7 +94,7 @@ class RayScorer:
 
     def metrics(self) -> dict[str, float]:
         """See `Scorer.metrics`."""
-        return self._ledger.metrics()
+        return self._log.metrics()
 
     def close(self) -> None:
         """The driver ends the workers."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied_rl.generation.base import Generator
-from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.sim.ledger import Snapshot
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.timeline import span
 from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, derive_seed
-from embodied_rl.sim.ledger import Snapshot
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import StepBatch
 

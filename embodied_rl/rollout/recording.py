@@ -26,9 +26,9 @@ from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.group_collector import EpisodeNoise
 from embodied_rl.rollout.players import ChunkInPlay, Played, Player
 from embodied_rl.rollout.seed_queue import Outcome, RecordingPlan, SeedQueue
-from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.sim.instrumented import IMAGE, Split, plain_snapshot, split
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, SimSpec, StepBatch
 
 ATTEMPTS_FILE = "attempts.jsonl"

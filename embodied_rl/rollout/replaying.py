@@ -15,8 +15,8 @@ import numpy as np
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.errors import UserError
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.instrumented import encode_physics, instrumented_snapshot, split
-from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.types import SimSpec, StepBatch

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.rollout.initialized import Start, StartLibrary
-from embodied_rl.sim.ledger import Snapshot
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.simulators import Simulators
 
 _MAX_KEPT = 256

@@ -86,7 +86,7 @@ def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"])
     return dataclasses.replace(episode, reward=reward, chunk_reward=chunks, metadata=metadata)
 
 
-class ScoreLedger:
+class ScoreLog:
     """Episodes that are being scored: their scores are put in when they come, and what takes too long is given up."""
 
     def __init__(self, combine: Literal["add", "replace"], timeout_s: float) -> None:
@@ -139,7 +139,7 @@ class ThreadScorer:
         self._todo: queue.SimpleQueue[tuple[int, Episode] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, float | str]] = queue.SimpleQueue()
         self._some = threading.Event()
-        self._ledger = ScoreLedger(combine, timeout_s)
+        self._log = ScoreLog(combine, timeout_s)
         # Daemons: a service that never answers does not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, name=f"reward_worker_{n}", daemon=True) for n in range(num_workers)]
         for thread in self._threads:
@@ -147,7 +147,7 @@ class ThreadScorer:
 
     def submit(self, number: int, episode: Episode) -> None:
         """See `Scorer.submit`."""
-        self._ledger.begin(number, episode)
+        self._log.begin(number, episode)
         self._todo.put((number, episode))
 
     def ready(self) -> list[tuple[int, Episode | str]]:
@@ -157,7 +157,7 @@ class ThreadScorer:
         while not self._done.empty():
             number, score = self._done.get_nowait()
             found[number] = score
-        return self._ledger.settle(found)
+        return self._log.settle(found)
 
     def wait(self, timeout_s: float) -> None:
         """See `Scorer.wait`."""
@@ -166,7 +166,7 @@ class ThreadScorer:
 
     def metrics(self) -> dict[str, float]:
         """See `Scorer.metrics`."""
-        return self._ledger.metrics()
+        return self._log.metrics()
 
     def close(self) -> None:
         """Leave what is not scored yet."""

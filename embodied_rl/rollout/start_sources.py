@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.instrumented import EXPERT, Expert, plain_snapshot
-from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import decode_state, encode_state

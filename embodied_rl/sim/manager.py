@@ -15,10 +15,9 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.sim.affinity import PlacementPolicy, place_workers
 from embodied_rl.sim.batches import Slots, ViewsOfSlots, ascending
-from embodied_rl.sim.worker_pool import WorkerPool, WorkerPoolPlan, worker_pool_size
 from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.faults import FaultPolicy, FaultRecord
-from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
 from embodied_rl.sim.patience import Patience
 from embodied_rl.sim.process import WorkerProcess, close_all, done
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -27,6 +26,7 @@ from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.supervisor import Supervisor, read_drift
 from embodied_rl.sim.transport import ABORTED, IDLE, PENDING, READY, fence
 from embodied_rl.sim.worker_choice import auto_workers
+from embodied_rl.sim.worker_pool import WorkerPool, WorkerPoolPlan, worker_pool_size
 from embodied_rl.types import SimSpec, StepBatch
 
 _POLL_EVERY_SENDS = 1024
@@ -165,7 +165,7 @@ class EnvManager(Simulators):
         pool = self._live_pool()
         self._drain()
         chosen = seeds or self._seeds
-        self._ledger.begin_all(chosen, seed_round, {"reconfigure": True} if reconfigure else {})
+        self._episode_log.begin_all(chosen, seed_round, {"reconfigure": True} if reconfigure else {})
         self._supervisor.forget_aborts()
         pool.state[:] = self._all.idle
         message = {"operation": "reset", "seeds": chosen.to_dict(), "seed_round": seed_round, "reconfigure": reconfigure}
@@ -198,7 +198,7 @@ class EnvManager(Simulators):
         views = self._views.of(slots)
         if not views.may_send():
             raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
-        self._ledger.sent(views.slots, views.put_actions(actions))
+        self._episode_log.sent(views.slots, views.put_actions(actions))
         fence()
         views.mark(PENDING)
         for bell in views.bells:
@@ -224,7 +224,7 @@ class EnvManager(Simulators):
         for slot, seed in zip(views.slots, chosen, strict=True):
             pool.slab.arrays["begin_seed"][slot] = int(seed)
             pool.slab.arrays["begin"][slot] = 1
-            self._ledger.begin(int(slot), int(seed))
+            self._episode_log.begin(int(slot), int(seed))
             self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
         fence()
         views.mark(PENDING)
@@ -269,7 +269,7 @@ class EnvManager(Simulators):
         for slot, mark in zip(views.slots, marks, strict=True):
             if mark == ABORTED:
                 self._supervisor.episode_aborted(int(slot))
-        self._ledger.ended([int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark > READY])
+        self._episode_log.ended([int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark > READY])
         return batch
 
     def discard(self) -> None:
@@ -301,9 +301,11 @@ class EnvManager(Simulators):
         chosen = [int(slot) for slot in slots]
         if self.spec.snapshots in ("exact", "approximate"):
             self._rebase(chosen)
-        elif lost := [slot for slot in chosen if self._ledger.is_lost(slot)]:
+        elif lost := [slot for slot in chosen if self._episode_log.is_lost(slot)]:
             raise SnapshotError(f"The episodes of slots {lost} are too long to be saved as actions from their seed.")
-        return [self._ledger.snapshot(slot, pool.state[slot], pool.observation(slot), self.spec.task, self.chunk_size) for slot in chosen]
+        return [
+            self._episode_log.snapshot(slot, pool.state[slot], pool.observation(slot), self.spec.task, self.chunk_size) for slot in chosen
+        ]
 
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
         """Take up saved episodes in these slots, whatever they were doing; their seeds, and those of later episodes, come along.
@@ -323,8 +325,8 @@ class EnvManager(Simulators):
                     f"A snapshot of task '{snapshot.task}' with chunk_size {snapshot.chunk_size} does not fit this manager's "
                     f"'{self.spec.task}' with chunk_size {self.chunk_size}."
                 )
-            self._ledger.load(int(slot), snapshot)
-            item = self._ledger.resume_item(int(slot), IDLE, snapshot.observation, abort=False, cautious=False)
+            self._episode_log.load(int(slot), snapshot)
+            item = self._episode_log.resume_item(int(slot), IDLE, snapshot.observation, abort=False, cautious=False)
             items.setdefault(int(pool.worker_of[slot]), []).append({**item, "publish": True})
             self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
         requests = {index: ({"operation": "resume"}, encode_state(own)) for index, own in items.items()}
@@ -364,7 +366,7 @@ class EnvManager(Simulators):
             for slot, state in zip(own, answers[index], strict=True):
                 if pool.state[slot] > READY:
                     continue  # the next episode has just begun, and its seed says all
-                self._ledger.rebase(slot, {**state, "observation": pool.observation(slot)})
+                self._episode_log.rebase(slot, {**state, "observation": pool.observation(slot)})
 
     def _require_snapshots(self) -> None:
         if self.spec.snapshots == "none":
@@ -459,8 +461,8 @@ class EnvManager(Simulators):
         if pool.slab is None:
             pool.finish()
         self._pool, self.spec = pool, pool.spec
-        self._ledger = EpisodeLedger(self.num_slots, keep_actions=self.spec.snapshots != "none")
-        self._supervisor = Supervisor(pool, self._policy, self._ledger)
+        self._episode_log = EpisodeLog(self.num_slots, keep_actions=self.spec.snapshots != "none")
+        self._supervisor = Supervisor(pool, self._policy, self._episode_log)
         self._resets = {reconfigure: self._plan.reset_patience(pool.built_s) for reconfigure in (False, True)}
         self.last_drift = {}
         self._views = ViewsOfSlots(pool, self.num_slots, self.chunk_size)

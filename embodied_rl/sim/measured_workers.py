@@ -19,11 +19,11 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
-from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.worker_choice import WorkerChoice, candidates, check_auto, remember, remembered
+from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionSpec, StepBatch
 
 _LONGEST_START_S = 2.5

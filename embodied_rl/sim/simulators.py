@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.sim.batches import Slots
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.faults import FaultRecord
-from embodied_rl.sim.ledger import Snapshot
 from embodied_rl.types import EpisodeSummary, SimSpec, StepBatch
 
 

@@ -428,7 +428,7 @@ class SlotRunner:
         return {"sim": data, "counters": {name: getattr(self, name)[env_id].item() for name in _COUNTERS}}
 
     def resume(self, item: Mapping[str, Any]) -> float | None:
-        """Take up an episode as the manager describes it (see `ledger.EpisodeLedger.resume_item`).
+        """Take up an episode as the manager describes it (see `episode_log.EpisodeLog.resume_item`).
 
         Returns:
             The largest difference between the observation that the manager last saw and the one now; None where there is none to compare.

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.worker_pool import WorkerPool
+from embodied_rl.sim.episode_log import EpisodeLog
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
-from embodied_rl.sim.ledger import EpisodeLedger
 from embodied_rl.sim.patience import Patience
 from embodied_rl.sim.process import done
 from embodied_rl.sim.snapshots import encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
+from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.stopping import waiting
 
 _MEMORY_EVERY_S = 1.0
@@ -71,8 +71,8 @@ class _Watch:
 class Supervisor:
     """Deadlines, deaths, restarts and records for one `WorkerPool`. `poll` never waits for a simulator."""
 
-    def __init__(self, pool: WorkerPool, policy: FaultPolicy, ledger: EpisodeLedger) -> None:
-        self.pool, self.policy, self.ledger = pool, policy, ledger
+    def __init__(self, pool: WorkerPool, policy: FaultPolicy, episode_log: EpisodeLog) -> None:
+        self.pool, self.policy, self.episode_log = pool, policy, episode_log
         self.records: list[FaultRecord] = []
         self.restarts = 0
         self._watches = [_Watch(moved_at=time.perf_counter()) for _ in pool.workers]
@@ -235,7 +235,7 @@ class Supervisor:
             SlotFault(
                 slot=item["slot"],
                 episode=item["index"],
-                seed=self.ledger.streams[item["slot"]].seed(item["index"]),
+                seed=self.episode_log.streams[item["slot"]].seed(item["index"]),
                 step=len(item["actions"]),
                 outcome="aborted" if item["abort"] else "restored",
                 drift=drift.get(item["slot"]),
@@ -300,14 +300,14 @@ class Supervisor:
         watch, together = self._watches[index], self.pool.spec.steps_together
         doomed = set()
         for slot in culprits:
-            point = self.ledger.point(slot)
+            point = self.episode_log.point(slot)
             if len(culprits) == 1 and self._strikes.get(slot) == point:
                 doomed.add(slot)
             self._strikes[slot] = point
         for slot in self.pool.slots_of[index]:
             over = self.pool.state[slot] in (ENDED, ABORTED)
-            begun = self.pool.state[slot] == READY or self.ledger.point(slot)[1] > (self.pool.state[slot] == PENDING)
-            if not over and (self.ledger.is_lost(slot) or together or (self.policy.recovery == "restart" and begun)):
+            begun = self.pool.state[slot] == READY or self.episode_log.point(slot)[1] > (self.pool.state[slot] == PENDING)
+            if not over and (self.episode_log.is_lost(slot) or together or (self.policy.recovery == "restart" and begun)):
                 doomed.add(slot)
         watch.aborts += bool(doomed & set(culprits))
         self._to_abort |= doomed
@@ -319,15 +319,15 @@ class Supervisor:
         for slot in self.pool.slots_of[index]:
             mark = self.pool.state[slot]
             assert mark in (IDLE, PENDING, READY, ENDED, ABORTED)
-            num_actions = self.ledger.point(slot)[1]
+            num_actions = self.episode_log.point(slot)[1]
             abort = slot in self._to_abort and mark not in (ENDED, ABORTED)
-            if mark == PENDING and (abort or not self.ledger.is_lost(slot)):
+            if mark == PENDING and (abort or not self.episode_log.is_lost(slot)):
                 # What was asked for without an action is a beginning; who ended in the middle of it may have taken the word away already.
                 begin[slot] = not (abort or num_actions)
             # Without autoreset a slot that waits for its next episode shows the end of the last one.
             waits = not self.pool.plan.autoreset and (mark == ENDED or not num_actions)
             seen = None if mark == PENDING or waits else self.pool.observation(slot)
-            items.append(self.ledger.resume_item(slot, mark, seen, abort=abort, cautious=faulty))
+            items.append(self.episode_log.resume_item(slot, mark, seen, abort=abort, cautious=faulty))
         return items
 
     def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:

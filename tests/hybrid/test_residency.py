@@ -44,23 +44,23 @@ class Simulators:
         self.calls.append("on")
 
 
-def test_ledger_counts_bytes_and_tied_weights_once() -> None:
+def test_memory_usage_counts_bytes_and_tied_weights_once() -> None:
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(4, 2))
     module[1].weight = module[0].weight
     residency = Residency()
     residency.register("parameters", Tensors(module.parameters))
-    assert residency.ledger() == {"parameters": {"host": 0, "cpu": 4 * (64 + 8 + 2)}}
+    assert residency.memory_usage() == {"parameters": {"host": 0, "cpu": 4 * (64 + 8 + 2)}}
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     view = module[0].weight[2:4]
     residency.begin("generation")
     # Nothing is left behind: the storage itself is empty.
-    assert residency.ledger() == {"parameters": {"host": 4 * (64 + 8 + 2), "cpu": 0}}
+    assert residency.memory_usage() == {"parameters": {"host": 4 * (64 + 8 + 2), "cpu": 0}}
     assert module[0].weight.untyped_storage().nbytes() == 0
     assert residency.metrics()["residency/moved_bytes"] == 296
     residency.begin("generation")
     assert residency.metrics()["residency/moved_bytes"] == 0
     residency.begin("training")
-    assert residency.ledger() == {"parameters": {"host": 0, "cpu": 296}}
+    assert residency.memory_usage() == {"parameters": {"host": 0, "cpu": 296}}
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name])
     assert module[0].weight.data_ptr() == module[1].weight.data_ptr()
@@ -87,17 +87,17 @@ def test_training_goes_on_bit_for_bit(offload: tuple[str, ...]) -> None:
         engine.publish(0)
         for iteration in range(3):
             with engine.generation():
-                ledger = engine.residency.ledger()
+                usage = engine.residency.memory_usage()
                 if iteration and "optimizer" in config.offload:
                     number = sum(p.numel() for p in policy.parameters())
                     steps = len(list(policy.parameters()))
                     # Two float32 moments for each parameter, and a step count for each tensor.
-                    assert ledger["optimizer"] == {"host": 8 * number + 4 * steps, "cpu": 0}
-                    assert ledger["gradients"] == {}
+                    assert usage["optimizer"] == {"host": 8 * number + 4 * steps, "cpu": 0}
+                    assert usage["gradients"] == {}
             with engine.training():
                 update(learner, batch, iteration, 3, 0)
                 if "gradients" in config.offload:
-                    assert engine.residency.ledger()["gradients"] == {"cpu": 4 * sum(p.numel() for p in policy.parameters())}
+                    assert engine.residency.memory_usage()["gradients"] == {"cpu": 4 * sum(p.numel() for p in policy.parameters())}
             engine.publish(iteration + 1)
         engine.close()
         return {**parameters(policy), **learner.state_tensors()}, engine, simulators
@@ -119,7 +119,7 @@ def test_hooks_are_called_in_turn_and_once() -> None:
     residency.begin("training")
     residency.begin("training")
     assert calls == ["off"]
-    assert residency.ledger() == {"kv_cache": {"host": 64}}
+    assert residency.memory_usage() == {"kv_cache": {"host": 64}}
     residency.onload_all()
     residency.onload_all()
     assert calls == ["off", "on"]
@@ -195,7 +195,7 @@ def test_gpu_memory_is_given_back_by_the_allocators_own_numbers() -> None:
     residency.register("optimizer", Tensors(optimizer.tensors))
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()
-    on_gpu = sum(size for row in residency.ledger().values() for place, size in row.items() if place.startswith("cuda"))
+    on_gpu = sum(size for row in residency.memory_usage().values() for place, size in row.items() if place.startswith("cuda"))
     residency.begin("generation")
     torch.cuda.synchronize()
     # The allocator rounds each tensor up to 512 bytes.

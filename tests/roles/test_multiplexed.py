@@ -73,7 +73,7 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
 
 
 def check_lent(player: Player) -> None:
-    """What is lent stands empty, and the multiplexer's ledger is the queue's."""
+    """What is lent stands empty, and the multiplexer counts what the queue counts."""
     if player.lending is None:
         return
     hosts, simulators = player.lending.multiplexer, player.collector.manager  # type: ignore[union-attr]
@@ -259,7 +259,7 @@ def children_of(pid: int, module: str) -> list[int]:
 
 
 def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
-    """With the same weights always: what the hosts say of each token is what the policy itself finds, and the ledger is the queue's."""
+    """With the same weights always: what the hosts say of each token is what the policy itself finds, and the multiplexer counts what the queue counts."""
     config = configured(tmp_path, *TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=16")
     player: Any = make_player(config)
     try:

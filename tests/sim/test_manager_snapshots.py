@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from embodied_rl.sim.env import SimFactory
-from embodied_rl.sim.ledger import EpisodeLedger, Snapshot
+from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError, encode_state
@@ -123,19 +123,19 @@ def test_drift_is_told() -> None:
 
 
 def test_long_episodes_are_forgotten_at_their_beginning_alone() -> None:
-    ledger = EpisodeLedger(2, keep_actions=True, max_messages=10_000)
+    episode_log = EpisodeLog(2, keep_actions=True, max_messages=10_000)
     for number in range(30_000):
-        ledger.sent(range(2), np.full((2, 1), number))
+        episode_log.sent(range(2), np.full((2, 1), number))
         if number % 5 == 4:
-            ledger.ended([1])
-    assert ledger.is_lost(0)
-    assert not ledger.is_lost(1)
-    assert ledger.actions(1) == []
-    assert len(ledger._log) <= 10_000
+            episode_log.ended([1])
+    assert episode_log.is_lost(0)
+    assert not episode_log.is_lost(1)
+    assert episode_log.actions(1) == []
+    assert len(episode_log._log) <= 10_000
     for number in range(3):
-        ledger.sent(np.asarray([1]), np.full((1, 1), number))
-    assert [float(action[0]) for action in ledger.actions(1)] == [0, 1, 2]
-    assert ledger.point(1) == (6000, 3)
+        episode_log.sent(np.asarray([1]), np.full((1, 1), number))
+    assert [float(action[0]) for action in episode_log.actions(1)] == [0, 1, 2]
+    assert episode_log.point(1) == (6000, 3)
 
 
 def test_foreign_bytes_and_snapshots_are_refused() -> None:

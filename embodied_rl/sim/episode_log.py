@@ -64,7 +64,7 @@ class Snapshot:
             raise SnapshotError(f"The episode snapshot lacks a field or holds a wrong one: {error!r}.") from error
 
 
-class EpisodeLedger:
+class EpisodeLog:
     """Seeds, episode numbers and the actions since each episode's start (or last snapshot), for all slots.
 
     Actions are noted once a message, whatever the number of slots; a slot's own are picked out when they are needed.
@@ -101,7 +101,7 @@ class EpisodeLedger:
         self._start[slot] = self._offset + len(self._log)
 
     def sent(self, slots: Sequence[int] | np.ndarray, actions: Any) -> None:
-        """Note a message; `actions` has one entry per slot and must be the ledger's own."""
+        """Note a message; `actions` has one entry per slot and must be the log's own."""
         if self.keep_actions:
             self._log.append((slots, actions))
             if len(self._log) >= self._trim_at:
