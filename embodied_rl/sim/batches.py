@@ -28,7 +28,7 @@ class SlotViews:
         self._is_range = isinstance(slots, range)
         self._rows: Any = slice(slots.start, slots.stop) if isinstance(slots, range) else slots
         self._size = len(slots)
-        self.bells = [pool.bells[worker] for worker in dict.fromkeys(pool.worker_of[self._rows].tolist())]
+        self.doorbells = [pool.doorbells[worker] for worker in dict.fromkeys(pool.worker_of[self._rows].tolist())]
         state = self._arrays["slot_state"]
         self._state = memory_of(state[self._rows]) if self._is_range else None
         self._whole_state = state

@@ -201,8 +201,8 @@ class EnvManager(Simulators):
         self._episode_log.sent(views.slots, views.put_actions(actions))
         fence()
         views.mark(PENDING)
-        for bell in views.bells:
-            bell.ring()
+        for doorbell in views.doorbells:
+            doorbell.ring()
         self._sends += 1
         if not self._sends % _POLL_EVERY_SENDS:
             self._supervisor.poll()
@@ -228,8 +228,8 @@ class EnvManager(Simulators):
             self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
         fence()
         views.mark(PENDING)
-        for bell in views.bells:
-            bell.ring()
+        for doorbell in views.doorbells:
+            doorbell.ring()
 
     def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
         """Wait for steps and hand them out.
@@ -256,7 +256,7 @@ class EnvManager(Simulators):
                 idle = [int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark == IDLE]
                 raise ValueError(f"Slots {idle} were received without having been sent an action.")
             deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
-            if not pool.bell.wait(views.is_ready, deadline, self._supervisor.poll):
+            if not pool.doorbell.wait(views.is_ready, deadline, self._supervisor.poll):
                 raise TimeoutError(f"Slots {list(views.slots)} were not ready within {timeout_s:g} s.")
         fence()
         marks = views.marks()
@@ -488,7 +488,7 @@ class EnvManager(Simulators):
             now = bytes(pool.state)
             return self.num_slots - now.count(PENDING) - waiting >= wanted
 
-        pool.bell.wait(enough, deadline, self._supervisor.poll)
+        pool.doorbell.wait(enough, deadline, self._supervisor.poll)
         if (now := time.perf_counter()) - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
             self._supervisor.poll()  # others may be in trouble although enough are always ready
@@ -498,7 +498,7 @@ class EnvManager(Simulators):
         """Let steps in flight finish, so that a worker's next message is the answer to the next request."""
         pool = self._live_pool()
         if PENDING in bytes(pool.state):
-            pool.bell.wait(lambda: PENDING not in bytes(pool.state), math.inf, self._supervisor.poll)
+            pool.doorbell.wait(lambda: PENDING not in bytes(pool.state), math.inf, self._supervisor.poll)
         self._supervisor.settle()
 
 

@@ -154,7 +154,7 @@ class SlotRunner:
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def step_pending(self) -> bool:
-        """Step every slot that is marked; True when there was one (the worker then rings the manager's bell)."""
+        """Step every slot that is marked; True when there was one (the worker then rings the manager's doorbell)."""
         marks = self.state_bytes.tobytes()
         fence()
         if PENDING not in marks:

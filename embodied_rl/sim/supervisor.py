@@ -245,7 +245,7 @@ class Supervisor:
         for record in watch.open_faults:
             self.records.append(dataclasses.replace(record, slots=slots, recovery_s=now - watch.noticed_at))
         watch.open_faults, watch.items = [], []
-        self.pool.bells[index].ring()  # its slots may have been sent actions while it was away
+        self.pool.doorbells[index].ring()  # its slots may have been sent actions while it was away
         self.pool.refill_spares()
 
     # ---- faults -----------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Supervisor:
     def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:
         # Before the message: one that the socket cannot hold as a whole is not sent until the worker reads.
         self._arrays()["control_pending"][index, 0] = 1
-        self.pool.bells[index].ring()
+        self.pool.doorbells[index].ring()
         self.pool.workers[index].request(message, payload)
 
     def _progress(self, index: int) -> int:

@@ -67,10 +67,10 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
         "slot_state": ((-(-n // 8) * 8,), "uint8"),  # filled up to whole words: see `Marks`
         "begin": ((n,), "uint8"),
         "begin_seed": ((n,), "int64"),
-        "manager_bell": ((1,), "uint32"),  # every field begins a cache line
+        "manager_doorbell": ((1,), "uint32"),  # every field begins a cache line
         "manager_waiting": ((1,), "uint32"),
         # A cache line each, so that workers do not slow each other down.
-        "worker_bell": ((num_workers, 16), "uint32"),
+        "worker_doorbell": ((num_workers, 16), "uint32"),
         "worker_waiting": ((num_workers, 16), "uint32"),
         "control_pending": ((num_workers, 16), "uint32"),
         "failed": ((num_workers, 16), "uint32"),
@@ -200,7 +200,7 @@ class Marks:
             view[index] = values[mark]
 
 
-class Bell:
+class Doorbell:
     """One process waits on it, any process may ring it: spin for some microseconds, yield, then block on a futex.
 
     Where there is no futex the waiter sleeps in short naps instead.
@@ -218,7 +218,7 @@ class Bell:
         self._syscall = _libc.syscall if _libc is not None else None
 
     def ring(self) -> None:
-        # Several workers ring the manager's bell: the clock gives every ring a new value without an atomic increment.
+        # Several workers ring the manager's doorbell: the clock gives every ring a new value without an atomic increment.
         self._word[0] = _now_ns() & 0xFFFFFFFF
         if self._waiting[0] and self._syscall is not None:
             self._syscall(_FUTEX_SYSCALL, self._address, _FUTEX_WAKE, 1, None, None, 0)
@@ -226,8 +226,8 @@ class Bell:
     def wait(self, ready: Callable[[], bool], deadline: float, on_slice: Callable[[], None] | None = None) -> bool:
         """Return True once `ready()` holds, False after `deadline` (time.perf_counter seconds).
 
-        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer). What `ready` looks at changes before the bell is rung:
-        until then the waiter looks at the bell's word only, which has its own cache line that no other waiter reads.
+        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer). What `ready` looks at changes before the doorbell is rung:
+        until then the waiter looks at the doorbell's word only, which has its own cache line that no other waiter reads.
         """
         clock, word, give_way = time.perf_counter, self._word, os.sched_yield
         seen = word[0]

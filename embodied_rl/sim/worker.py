@@ -27,7 +27,7 @@ from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.slots import NonFiniteOutput, SlotRunner
 from embodied_rl.sim.snapshots import decode_state, encode_state
-from embodied_rl.sim.transport import PENDING, Bell, Layout, Slab, memory_of
+from embodied_rl.sim.transport import PENDING, Doorbell, Layout, Slab, memory_of
 
 _NEVER = float("inf")
 
@@ -45,14 +45,14 @@ class Worker:
         self._control_pending = memory_of(arrays["control_pending"][index, :1]).cast("B").cast("I")
         self._states = [runner.state_bytes for runner in runners]
         self.failed = arrays["failed"][index]
-        self.bell = Bell(arrays["worker_bell"][index, :1], arrays["worker_waiting"][index, :1], spins=spins)
-        self.manager_bell = Bell(arrays["manager_bell"], arrays["manager_waiting"])
+        self.doorbell = Doorbell(arrays["worker_doorbell"][index, :1], arrays["worker_waiting"][index, :1], spins=spins)
+        self.manager_doorbell = Doorbell(arrays["manager_doorbell"], arrays["manager_waiting"])
         self._parent = os.getppid()
 
     def run(self) -> None:
         """Serve until the manager lets go (ChannelClosed). What the simulator raises goes up as it is."""
         while True:
-            self.bell.wait(self._has_work, _NEVER, self._check_parent)
+            self.doorbell.wait(self._has_work, _NEVER, self._check_parent)
             if self._control_pending[0]:
                 self._control_pending[0] = 0
                 self._control()
@@ -60,7 +60,7 @@ class Worker:
                 for runner in self.runners:
                     self.current = runner
                     if runner.step_pending():
-                        self.manager_bell.ring()
+                        self.manager_doorbell.ring()
 
     def _has_work(self) -> bool:
         if self._control_pending[0]:
@@ -177,7 +177,7 @@ def _fault(kind: FaultKind, detail: str, where: dict[str, Any]) -> dict[str, Any
 def _report(channel: Channel, worker: Worker, message: dict[str, Any]) -> None:
     channel.answer(message)
     worker.failed[0] = 1
-    worker.manager_bell.ring()
+    worker.manager_doorbell.ring()
 
 
 def main() -> None:

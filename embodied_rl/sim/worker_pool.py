@@ -17,7 +17,7 @@ from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.patience import LearnedPatience, Patience
 from embodied_rl.sim.process import WorkerProcess, done
-from embodied_rl.sim.transport import MANAGER_YIELDS, Bell, Slab, memory_of, slab_layout
+from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, memory_of, slab_layout
 from embodied_rl.types import SimSpec, VariableSpec
 
 
@@ -139,8 +139,8 @@ class WorkerPool:
         arrays = self.slab.arrays
         arrays["stepping"][:] = -1
         self.state = memory_of(arrays["slot_state"][: self.plan.num_slots])
-        self.bell = Bell(arrays["manager_bell"], arrays["manager_waiting"], MANAGER_YIELDS, spins=self._spins)
-        self.bells = [Bell(arrays["worker_bell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.plan.num_workers)]
+        self.doorbell = Doorbell(arrays["manager_doorbell"], arrays["manager_waiting"], MANAGER_YIELDS, spins=self._spins)
+        self.doorbells = [Doorbell(arrays["worker_doorbell"][i, :1], arrays["worker_waiting"][i, :1]) for i in range(self.plan.num_workers)]
         for index in range(len(self.workers)):
             self.share(index)
         for worker in self.workers:

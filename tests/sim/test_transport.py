@@ -1,4 +1,4 @@
-"""The ground of the environment manager: memory, bells, cores and the socket, each on its own."""
+"""The ground of the environment manager: memory, doorbells, cores and the socket, each on its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from embodied_rl.sim import affinity, channel, transport
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
-from embodied_rl.sim.transport import Bell, Layout, Slab, slab_layout
+from embodied_rl.sim.transport import Doorbell, Layout, Slab, slab_layout
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def test_slab_has_a_row_per_slot_and_a_line_per_worker() -> None:
     for name in ("observation", "final_observation"):
         assert layout.fields[f"{name}/state"][1:] == ((5, 3), "float32")
         assert layout.fields[f"{name}/rgb"][1:] == ((5, 4, 4, 3), "uint8")
-    for name in ("worker_bell", "worker_waiting", "control_pending", "failed"):
+    for name in ("worker_doorbell", "worker_waiting", "control_pending", "failed"):
         _, (workers, words), dtype = layout.fields[name]
         assert (workers, words * np.dtype(dtype).itemsize) == (3, 64)
     ends = sorted((offset, offset + math.prod(shape) * np.dtype(dtype).itemsize) for offset, shape, dtype in layout.fields.values())
@@ -116,31 +116,31 @@ def test_slabs_leave_no_name_and_no_descriptor() -> None:
         assert len(os.listdir("/proc/self/fd")) <= before  # fewer where garbage of other tests went meanwhile
 
 
-# ---- bell -----------------------------------------------------------------------------------------------------------
+# ---- doorbell -----------------------------------------------------------------------------------------------------------
 
 
-def make_bell() -> tuple[Slab, Bell, np.ndarray]:
+def make_doorbell() -> tuple[Slab, Doorbell, np.ndarray]:
     slab = Slab.create(Layout.of({"word": ((1,), "uint32"), "waiting": ((1,), "uint32"), "flag": ((1,), "uint8")}))
-    return slab, Bell(slab.arrays["word"], slab.arrays["waiting"]), slab.arrays["flag"]
+    return slab, Doorbell(slab.arrays["word"], slab.arrays["waiting"]), slab.arrays["flag"]
 
 
 def test_bell_that_is_ready_does_not_wait() -> None:
-    _, bell, _ = make_bell()
-    assert bell.wait(lambda: True, deadline=0.0)  # long past
+    _, doorbell, _ = make_doorbell()
+    assert doorbell.wait(lambda: True, deadline=0.0)  # long past
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 0.05, 0.3])
 def test_bell_gives_up_at_its_deadline(patience_s: float) -> None:
-    slab, bell, flag = make_bell()
+    slab, doorbell, flag = make_doorbell()
     started = time.perf_counter()
-    assert not bell.wait(lambda: bool(flag[0]), started + patience_s)
+    assert not doorbell.wait(lambda: bool(flag[0]), started + patience_s)
     waited = time.perf_counter() - started
     assert waited >= patience_s
     assert slab.arrays["waiting"][0] == 0  # nobody need ring any more
 
 
 def test_blocked_waiter_looks_after_its_peer() -> None:
-    _, bell, flag = make_bell()
+    _, doorbell, flag = make_doorbell()
     calls: list[float] = []
 
     def look() -> None:
@@ -148,7 +148,7 @@ def test_blocked_waiter_looks_after_its_peer() -> None:
         flag[0] = len(calls) == 13
 
     started = time.perf_counter()
-    assert bell.wait(lambda: bool(flag[0]), started + 120.0, look)
+    assert doorbell.wait(lambda: bool(flag[0]), started + 120.0, look)
     # Every 20 ms of blocking, later on a busy machine.
     assert len(calls) == 13
     assert calls[-1] - started >= 12 * 0.02
@@ -158,18 +158,18 @@ def test_blocked_waiter_looks_after_its_peer() -> None:
         raise ChannelClosed("gone")
 
     with pytest.raises(ChannelClosed, match="gone"):
-        bell.wait(lambda: bool(flag[0]), time.perf_counter() + 60.0, peer_is_dead)
+        doorbell.wait(lambda: bool(flag[0]), time.perf_counter() + 60.0, peer_is_dead)
 
 
 @pytest.mark.skipif(transport._FUTEX_SYSCALL is None, reason="no futex here: waiters nap instead")
 def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the ring and nothing else: a block would last beyond the test."""
     monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 3600.0)
-    slab, bell, flag = make_bell()
+    slab, doorbell, flag = make_doorbell()
     outcome: list[bool] = []
 
     def wait() -> None:
-        outcome.append(bell.wait(lambda: bool(flag[0]), time.perf_counter() + 3600.0))
+        outcome.append(doorbell.wait(lambda: bool(flag[0]), time.perf_counter() + 3600.0))
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
@@ -179,11 +179,11 @@ def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(0.05)  # from announcing to sleeping
     assert waiter.is_alive()
     # A ring without the thing waited for must not let it through.
-    bell.ring()
+    doorbell.ring()
     time.sleep(0.05)
     assert waiter.is_alive()
     flag[0] = 1
-    bell.ring()
+    doorbell.ring()
     waiter.join(240.0)
     assert outcome == [True]
     assert slab.arrays["waiting"][0] == 0
@@ -191,13 +191,13 @@ def test_ring_wakes_a_blocked_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WAITER = """
 import sys, time
-from embodied_rl.sim.transport import Bell, Layout, Slab
+from embodied_rl.sim.transport import Doorbell, Layout, Slab
 import embodied_rl.sim.transport as transport
 transport._BLOCK_SLICE_S = float(sys.argv[2])
 slab = Slab(Layout({"word": (0, (1,), "uint32"), "waiting": (64, (1,), "uint32"), "flag": (128, (1,), "uint8")}, 192), int(sys.argv[1]))
 flag = slab.arrays["flag"]
 print("here", flush=True)
-found = Bell(slab.arrays["word"], slab.arrays["waiting"]).wait(lambda: flag[0] == 7, time.perf_counter() + 3600.0)
+found = Doorbell(slab.arrays["word"], slab.arrays["waiting"]).wait(lambda: flag[0] == 7, time.perf_counter() + 3600.0)
 print(found, flush=True)
 """
 
@@ -207,7 +207,7 @@ def test_ring_wakes_another_process(slice_s: float) -> None:
     """Once by the ring alone, and once as it is, where the slices also bound a wake-up that was missed."""
     if slice_s > 1 and transport._FUTEX_SYSCALL is None:
         pytest.skip("no futex here: waiters nap instead")
-    slab, bell, flag = make_bell()
+    slab, doorbell, flag = make_doorbell()
     command = [sys.executable, "-c", WAITER, str(slab.fd), str(slice_s)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, pass_fds=[slab.fd], stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -220,7 +220,7 @@ def test_ring_wakes_another_process(slice_s: float) -> None:
             assert slab.arrays["waiting"][0] == 1
             time.sleep(0.05)
             flag[0] = 7
-            bell.ring()
+            doorbell.ring()
             assert process.communicate(timeout=240)[0] == "True\n"
         finally:
             process.kill()
@@ -233,7 +233,7 @@ def test_two_sides_hand_over_without_losing_a_turn(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(transport, "_BLOCK_SLICE_S", 3600.0)
     slab = Slab.create(Layout.of(dict.fromkeys(("word_a", "wait_a", "word_b", "wait_b", "turn"), ((1,), "uint32"))))
     arrays = slab.arrays
-    ours, theirs = (Bell(arrays[f"word_{side}"], arrays[f"wait_{side}"], spins=spins) for side in "ab")
+    ours, theirs = (Doorbell(arrays[f"word_{side}"], arrays[f"wait_{side}"], spins=spins) for side in "ab")
     turn = arrays["turn"]
     deadline = time.perf_counter() + 400.0
     late = []
