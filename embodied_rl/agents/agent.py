@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.agents.conversation import Conversation, Prompt, Prompts, PromptTokenizer, PromptTooLong
+from embodied_rl.agents.image_inputs import ImageInputs
 from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest
-from embodied_rl.agents.sight import Sight
 from embodied_rl.agents.tool_calls import tool_calls, tools_text
 from embodied_rl.agents.tools.runner import ToolBudget, ToolRunner
 from embodied_rl.config.agent import AgentConfig
@@ -33,7 +33,7 @@ class Agent:
 
         Raises UserError as `Prompts` and `make_tools` do, and for a stop token that the tokenizer does not have."""
         self.config, self.tokenizer = config, tokenizer
-        self.sight: Sight | None = None
+        self.image_inputs: ImageInputs | None = None
         """How it sees pictures; None: it reads only text."""
         self.writes_messages = False
         """Requests hold the whole conversation as messages; False: only the observation."""
@@ -51,13 +51,13 @@ class Agent:
 
     def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
         """What a row of observations says; its pictures, where the agent sees any, are appended to those of the episode."""
-        return str(observation["text"][row]) if self.sight is None else self.sight.look(observation, row, seen)
+        return str(observation["text"][row]) if self.image_inputs is None else self.image_inputs.look(observation, row, seen)
 
     def show(self, prompt: Prompt | PromptTooLong, seen: Sequence[np.ndarray]) -> Prompt | PromptTooLong:
         """A prompt with the pictures that it shows, of those of the episode."""
-        if self.sight is None or isinstance(prompt, PromptTooLong):
+        if self.image_inputs is None or isinstance(prompt, PromptTooLong):
             return prompt
-        return self.sight.show(prompt, seen, self.prompts.limit)
+        return self.image_inputs.show(prompt, seen, self.prompts.limit)
 
     def begin(self) -> Conversation:
         """A new episode."""

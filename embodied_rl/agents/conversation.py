@@ -48,7 +48,7 @@ class Prompt:
     message: str = ""
     """That message, as text."""
     images: tuple[np.ndarray, ...] = ()
-    """uint8 [H, W, 3] each, of the placeholders in `token_ids` (`embodied_rl.agents.sight`)."""
+    """uint8 [H, W, 3] each, of the placeholders in `token_ids` (`embodied_rl.agents.image_inputs`)."""
 
 
 @dataclass(frozen=True)

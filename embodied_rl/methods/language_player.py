@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from embodied_rl.agents.agent import Agent
-from embodied_rl.agents.sight import Sight
+from embodied_rl.agents.image_inputs import ImageInputs
 from embodied_rl.agents.tool_calls import response_text, tools_text
 from embodied_rl.agents.tools.runner import ToolRunner
 from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, TrainConfig
@@ -105,13 +105,13 @@ class Speaking(Protocol):
 
 def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
     """The agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does, and for pictures that it cannot see."""
-    sight = _make_sight(policy, spec)
+    image_inputs = _make_image_inputs(policy, spec)
     agent = Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=max_context(policy.hf_config))
-    agent.sight = sight
+    agent.image_inputs = image_inputs
     return agent
 
 
-def _make_sight(policy: Speaking, spec: SimSpec) -> Sight | None:
+def _make_image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs | None:
     """How the policy sees the pictures of `LanguageConfig.images`; None: it is to see none."""
     keys = policy.config.images
     if not keys:
@@ -131,7 +131,7 @@ def _make_sight(policy: Speaking, spec: SimSpec) -> Sight | None:
             raise UserError(f"policy.images: '{key}' is no picture [H, W, 3] uint8 of task '{spec.task}', whose observation has: {known}.")
     vision = policy.vision
     placeholder = policy.tokenizer.decode(vision.placeholder_ids(), skip_special_tokens=False) + "\n"
-    return Sight(tuple(keys), placeholder, vision.image_token_id, vision.expand)
+    return ImageInputs(tuple(keys), placeholder, vision.image_token_id, vision.expand)
 
 
 def make_agent_generator(config: TrainConfig, policy: LanguagePolicy, spec: SimSpec, run_dir: Path) -> AgentGenerator:

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.agents.conversation import Prompt, PromptTooLong
-from embodied_rl.agents.sight import Sight
+from embodied_rl.agents.image_inputs import ImageInputs
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import LanguageConfig, TrainConfig
@@ -136,29 +136,29 @@ def test_a_model_that_reads_alone_cannot_see(folders: dict[str, Path], tmp_path:
         Trainer(config(folders["llava"], tmp_path / "b", "policy.images=[wrist]"), tmp_path / "b", command="test")
 
 
-def test_sight_by_hand() -> None:
+def test_image_inputs_by_hand() -> None:
     """Token 9 stands for a picture; a picture of n columns takes n tokens."""
 
     def expand(token_ids: np.ndarray, images: Any) -> np.ndarray:
         sizes = iter([image.shape[1] for image in images])
         return np.concatenate([[token] * (next(sizes) if token == 9 else 1) for token in token_ids]).astype(np.int64)
 
-    sight = Sight(("left", "right"), "<i>", 9, expand)
+    image_inputs = ImageInputs(("left", "right"), "<i>", 9, expand)
     seen: list[np.ndarray] = []
     observation = {"text": ["go"], "left": [np.zeros((1, 2, 3), np.uint8)], "right": [np.ones((1, 3, 3), np.uint8)]}
-    assert sight.look(observation, 0, seen) == "<i><i>go"
+    assert image_inputs.look(observation, 0, seen) == "<i><i>go"
     assert [image.shape for image in seen] == [(1, 2, 3), (1, 3, 3)]
     prompt = Prompt(np.array([5, 9, 6]))
-    shown = sight.show(prompt, seen, limit=5)  # the newest picture alone
+    shown = image_inputs.show(prompt, seen, limit=5)  # the newest picture alone
     assert isinstance(shown, Prompt)
     assert shown.token_ids.tolist() == [5, 9, 9, 9, 6]
     assert shown.images[0] is seen[1]
-    assert sight.show(prompt, seen, limit=4) == PromptTooLong(5, 4)
-    plain = sight.show(Prompt(np.array([5])), seen, limit=4)
+    assert image_inputs.show(prompt, seen, limit=4) == PromptTooLong(5, 4)
+    plain = image_inputs.show(Prompt(np.array([5])), seen, limit=4)
     assert isinstance(plain, Prompt)
     assert plain.images == ()
     with pytest.raises(UserError, match="stands for a picture"):
-        sight.look({"text": ["a <i> b"]}, 0, [])
+        image_inputs.look({"text": ["a <i> b"]}, 0, [])
 
 
 def test_a_language_policy_says_which_parts_it_reads(folders: dict[str, Path]) -> None:

@@ -18,7 +18,7 @@ from embodied_rl.errors import UserError
 
 
 @dataclass(frozen=True)
-class Sight:
+class ImageInputs:
     """Of one model, on one simulator."""
 
     keys: tuple[str, ...]
