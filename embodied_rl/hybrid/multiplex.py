@@ -10,8 +10,8 @@
 
     started = finished + running + parked
 
-which is asserted after each transition. A *host* is whatever plays episodes: simulators' slots (`rollout.handover.SimHost`), or a token
-backend (`rollout.handover.TokenHost`).
+which is asserted after each transition. A *host* is whatever plays episodes: simulators' slots (`rollout.migration.SimHost`), or a token
+backend (`rollout.migration.TokenHost`).
 """
 
 from __future__ import annotations

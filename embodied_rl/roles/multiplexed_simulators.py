@@ -21,7 +21,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.roles.lending import Lending
-from embodied_rl.rollout.handover import SimHost
+from embodied_rl.rollout.migration import SimHost
 from embodied_rl.sim.batches import Slots
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.simulators import Simulators

@@ -17,7 +17,7 @@ from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.roles.lending import Lending
 from embodied_rl.roles.token_process import TokenProcess
-from embodied_rl.rollout.handover import PartialAnswer, TokenHost
+from embodied_rl.rollout.migration import PartialAnswer, TokenHost
 
 LoadAll = Callable[[int, Iterable[tuple[str, Any]]], None]
 

@@ -31,7 +31,7 @@ from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.observations import copied
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
-from embodied_rl.rollout.silence import SilenceWatch
+from embodied_rl.rollout.server_health import ServerHealth
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.stopping import waiting
 from embodied_rl.types import StepBatch
@@ -105,7 +105,7 @@ class AgentCollector(SlotPump[_Playing]):
         self._tools: dict[int, Future[str]] = {}  # {slot: what its tools will give}
         self._next_id = 0
         self._counts: Counter[str] = Counter()
-        self._silence = SilenceWatch()
+        self._server_health = ServerHealth()
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
@@ -297,9 +297,9 @@ class AgentCollector(SlotPump[_Playing]):
                 self._stop(slot)
                 why = "no tokens with log-probabilities" if completion.failure is None else completion.failure.message
                 self.queue.failed(playing.assignment, f"its answer failed: {why}")
-                self._silence.failed(completion.failure)
+                self._server_health.failed(completion.failure)
             else:
-                self._silence.answered()
+                self._server_health.answered()
                 completion = completion if self._trained else _for_show(completion, playing.assignment.version, self.agent.stop_ids)
                 answer = self._read(playing, completion)
                 if isinstance(answer.parsed, ToolRequest):

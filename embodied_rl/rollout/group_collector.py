@@ -15,7 +15,7 @@ from embodied_rl.rollout.initialized import Outcome, Start, StartLibrary
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
-from embodied_rl.rollout.restoring import StartShelf
+from embodied_rl.rollout.restoring import SnapshotCache
 from embodied_rl.rollout.start_sources import SourceEpisode
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.timeline import span
@@ -138,7 +138,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         self._greedy_member = greedy_member
         self.layout = layout or ActionLayout.of(manager.spec.action)
         self.generator = generator
-        self._starts, self._shelf = starts, None if starts is None else StartShelf(manager, starts)
+        self._starts, self._snapshot_cache = starts, None if starts is None else SnapshotCache(manager, starts)
         self._unanswered: dict[int, Observation] = {}
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
@@ -174,9 +174,9 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
         self._forget_all(queue)
         self._unanswered.clear()
-        if self._starts is not None and self._shelf is not None:
+        if self._starts is not None and self._snapshot_cache is not None:
             self._starts.discard()
-            self._shelf.clear()
+            self._snapshot_cache.clear()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -193,8 +193,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
                 begun.append((slot, assignment.seed))
             else:
                 restored[slot] = start
-        if restored and self._shelf is not None:
-            self._unanswered |= self._shelf.restore(restored)
+        if restored and self._snapshot_cache is not None:
+            self._unanswered |= self._snapshot_cache.restore(restored)
             if self.min_ready is not None:
                 self._act()  # not to wait for others
         self._begin(begun)

@@ -17,7 +17,7 @@ _MAX_DRIFT = 1e-3
 """Largest difference of an observation after a replay from the one before that counts as the same start."""
 
 
-class StartShelf:
+class SnapshotCache:
     """Restores slots, and keeps the snapshots of starts that were come to once.
 
     The first member that starts at a place is brought there from the nearest recorded state, or from the seed, by playing the

@@ -32,7 +32,7 @@ from embodied_rl.rollout.domain_collector import DomainShare
 from embodied_rl.rollout.domains import DomainMixture, queue_weights
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig
-from embodied_rl.rollout.silence import SilenceWatch
+from embodied_rl.rollout.server_health import ServerHealth
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.agents.samples import make_episode, make_group, make_turn
@@ -229,7 +229,7 @@ def test_a_server_that_never_answers_ends_the_run_with_its_reason(tmp_path: Path
 
 
 def test_one_that_falls_silent_is_told_of() -> None:
-    watch, failure = SilenceWatch(), Failure("connection", "refused", attempts=6)
+    watch, failure = ServerHealth(), Failure("connection", "refused", attempts=6)
     watch.answered()
     for _ in range(7):
         watch.failed(failure)

@@ -21,7 +21,7 @@ from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.initialized import Start, StartLibrary
-from embodied_rl.rollout.restoring import StartShelf
+from embodied_rl.rollout.restoring import SnapshotCache
 from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
 from embodied_rl.rollout.start_sources import SourceEpisode, record_expert, shown_expert
 from embodied_rl.sim.env import SimFactory
@@ -91,7 +91,7 @@ def test_an_expert_that_reads_the_simulators_state_acts_in_its_process() -> None
     starts = StartLibrary(InitializedConfig(chunk_steps=2), seed=0)
     starts.add(recorded)
     with EnvManager.from_config(config, EpisodeSeeds.given(0), num_slots=2, autoreset=False) as manager:
-        seen = StartShelf(manager, starts).restore({0: Start(0, 2), 1: Start(1, 2)})
+        seen = SnapshotCache(manager, starts).restore({0: Start(0, 2), 1: Start(1, 2)})
         for slot, episode in enumerate(recorded):
             assert list(seen[slot]) == ["state"]
             np.testing.assert_array_equal(seen[slot]["state"], episode.states[2]["observation"]["state"])
@@ -105,8 +105,8 @@ def test_slots_are_brought_to_their_start(target: str, messages_played_again: in
     starts = StartLibrary(InitializedConfig(chunk_steps=2), seed=0)
     with make_manager(target, length=8) as manager:
         starts.add(record_expert(manager, counting_expert, [11, 12], every=2)[0])
-        shelf = StartShelf(manager, starts)
-        seen = shelf.restore({0: Start(0, 4), 1: Start(1, 4), 3: Start(0, 4)})
+        cache = SnapshotCache(manager, starts)
+        seen = cache.restore({0: Start(0, 4), 1: Start(1, 4), 3: Start(0, 4)})
         for slot, seed in ((0, 11), (1, 12), (3, 11)):
             np.testing.assert_allclose(seen[slot]["state"], [seed, 4, 2.8], rtol=1e-6)
         np.testing.assert_array_equal(seen[0]["state"], seen[3]["state"])
@@ -127,7 +127,7 @@ def test_an_own_episode_is_played_again_once_where_the_simulator_saves_its_state
         starts = StartLibrary(InitializedConfig(chunk_steps=2), seed=0)
         starts.add([SourceEpisode("own", 21, actions, 3.0, True, seen={5: {"state": np.array([21, 5, 2.5])}})])
         with make_manager(target, length=8) as manager:
-            seen = StartShelf(manager, starts).restore(dict.fromkeys(range(4), Start(0, 5)))
+            seen = SnapshotCache(manager, starts).restore(dict.fromkeys(range(4), Start(0, 5)))
         np.testing.assert_allclose([one["state"] for one in seen.values()], [[21, 5, 2.5]] * 4)
         assert starts.replay.num_messages == played_again
         assert starts.replay.num_mismatches == 0
@@ -138,7 +138,7 @@ def test_a_start_that_looks_different_is_counted() -> None:
     actions = tuple(np.array([0.5], np.float32) for _ in range(6))
     starts.add([SourceEpisode("own", 21, actions, 3.0, True, seen={5: {"state": np.array([21, 5, 2.0])}})])
     with make_manager(SAVED, length=8) as manager:
-        StartShelf(manager, starts).restore({0: Start(0, 5), 1: Start(0, 5)})
+        SnapshotCache(manager, starts).restore({0: Start(0, 5), 1: Start(0, 5)})
     # The sum is 2.5 where 2.0 was seen. The second slot is compared with the first.
     assert (starts.replay.num_mismatches, starts.replay.max_drift) == (1, 0.5)
 
@@ -149,7 +149,7 @@ def test_text_episodes() -> None:
         recorded, _ = record_expert(manager, Speaker, [5, 6], every=1)
         assert recorded[0].actions[0] == "word 1 after 'seed 5'"
         starts.add(recorded)
-        seen = StartShelf(manager, starts).restore({1: Start(0, 2), 2: Start(1, 3)})
+        seen = SnapshotCache(manager, starts).restore({1: Start(0, 2), 2: Start(1, 3)})
         assert seen[1]["text"] == " ".join([recorded[0].actions[1]] * 2)
         assert seen[1]["lengths"] == [len(action) for action in recorded[0].actions[:2]]
         assert seen[2]["lengths"] == [len(action) for action in recorded[1].actions[:3]]
@@ -180,7 +180,7 @@ def test_a_text_game_of_gem() -> None:
         for guess in guesses[:2]:
             manager.send([0], [guess])
             original = manager.recv([0]).observation["text"][0]
-        seen = StartShelf(manager, starts).restore({1: Start(0, 2), 2: Start(0, 2)})
+        seen = SnapshotCache(manager, starts).restore({1: Start(0, 2), 2: Start(0, 2)})
         assert seen[1]["text"] == seen[2]["text"] == original
         manager.send([0, 1, 2], [guesses[2]] * 3)
         batch = manager.recv([0, 1, 2])

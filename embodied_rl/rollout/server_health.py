@@ -12,7 +12,7 @@ MANY = 8
 _OF_THE_PROMPT = ("prompt_too_long",)
 
 
-class SilenceWatch:
+class ServerHealth:
     """Counts a backend's failures in a row. Without it a run whose server is down would play the same groups again and again."""
 
     def __init__(self) -> None:
