@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.rooms import INFO_ROOM
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, memory_of
+from embodied_rl.sim.variable_length import INFO_BUFFER
 from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.types import EpisodeSummary, StepBatch
 
@@ -36,12 +36,12 @@ class SlotViews:
         self._words = [word for run in runs for word in Marks(state, run.start, run.stop).words]
         self._marks = {mark: bytes([mark]) * self._size for mark in (IDLE, PENDING, READY)}
         self.idle, self.all_ready = self._marks[IDLE], self._marks[READY]
-        self._text = pool.action_rooms() if pool.spec.action.kind == "text" else None
+        self._text = pool.action_buffers() if pool.spec.action.kind == "text" else None
         self._action = self._arrays["action"][self._rows] if self._is_range and self._text is None and chunk_size == 1 else None
-        self._rooms = {
-            f"{prefix}/{key}": pool.slab.rooms(f"{prefix}/{key}", room)
+        self._buffers = {
+            f"{prefix}/{key}": pool.slab.buffers(f"{prefix}/{key}", buffer)
             for prefix in ("observation", "final_observation")
-            for key, room in pool.spec.variables.items()
+            for key, buffer in pool.spec.variables.items()
         }
         self._template = self._gather() if self._is_range else None
 
@@ -105,7 +105,7 @@ class SlotViews:
     def batch(self, marks: bytes | None) -> StepBatch:
         """What lies in the slab; `marks`: the slots' marks where an episode ended in one of them."""
         batch = self._template if self._template is not None else self._gather()
-        if self._rooms:
+        if self._buffers:
             batch = dataclasses.replace(
                 batch, observation=batch.observation | self._values("observation"), final_observation=dict(batch.final_observation)
             )
@@ -148,7 +148,7 @@ class SlotViews:
 
     def _values(self, prefix: str) -> dict[str, np.ndarray]:
         slots = [int(slot) for slot in self.slots]
-        return {key: self._rooms[f"{prefix}/{key}"].read_all(slots) for key in self.pool.spec.variables}
+        return {key: self._buffers[f"{prefix}/{key}"].read_all(slots) for key in self.pool.spec.variables}
 
     def _summary(self, slot: int) -> EpisodeSummary:
         arrays = self._arrays
@@ -162,7 +162,7 @@ class SlotViews:
             success_once=bool(arrays["episode_success_once"][slot]),
             success_at_end=bool(arrays["episode_success_at_end"][slot]),
             terminated=bool(arrays["terminated"][slot]),
-            final_info=self.pool.slab.rooms("final_info", INFO_ROOM).read(slot) or {},
+            final_info=self.pool.slab.buffers("final_info", INFO_BUFFER).read(slot) or {},
         )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.sim.env import EndingEnv, SimEnv, SnapshotEnv
-from embodied_rl.sim.rooms import INFO_ROOM, Rooms, plain_info
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.split_step import split_step
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
+from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, plain_info
 from embodied_rl.types import StepBuffers, VariableSpec
 
 _COUNTERS = ("returns", "lengths", "success_once")
@@ -107,11 +107,11 @@ class SlotRunner:
             info=[None] * self.num_envs,
         )
         self._final_tensors = slab.group("final_observation", self.start, self.stop)
-        self._rooms = {key: self._room(f"observation/{key}", room, arrays) for key, room in spec.variables.items()}
-        self._final_rooms = {key: self._room(f"final_observation/{key}", room, arrays) for key, room in spec.variables.items()}
-        self._final_info = self._room("final_info", INFO_ROOM, arrays)
-        self._action_room = (
-            self._room("action", VariableSpec("text", spec.action.max_bytes), arrays) if spec.action.kind == "text" else None
+        self._buffers = {key: self._buffer(f"observation/{key}", buffer, arrays) for key, buffer in spec.variables.items()}
+        self._final_buffers = {key: self._buffer(f"final_observation/{key}", buffer, arrays) for key, buffer in spec.variables.items()}
+        self._final_info = self._buffer("final_info", INFO_BUFFER, arrays)
+        self._action_buffer = (
+            self._buffer("action", VariableSpec("text", spec.action.max_bytes), arrays) if spec.action.kind == "text" else None
         )
         self._chunk = {name: arrays[name][rows] for name in ("chunk_length", "chunk_reward", "chunk_success", "executed") if name in arrays}
         self._reported = {
@@ -140,8 +140,8 @@ class SlotRunner:
         self._abort_due: set[int] = set()
         self._cautious = False
 
-    def _room(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray]) -> Rooms:
-        return Rooms(name, spec, arrays, self.start, self.stop)
+    def _buffer(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray]) -> VariableLengthBuffers:
+        return VariableLengthBuffers(name, spec, arrays, self.start, self.stop)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -206,7 +206,7 @@ class SlotRunner:
         if self.chunk_size > 1:
             done = self._advance_chunk(ids, rows)
         elif part.is_view:
-            self.sim.step(ids, part.action if self._action_room is None else self._action_room.read_all(ids), out)
+            self.sim.step(ids, part.action if self._action_buffer is None else self._action_buffer.read_all(ids), out)
             for flat in self._count_part(part):
                 if not math.isfinite(flat.dot(flat)):
                     self._check_finite(rows)
@@ -226,8 +226,8 @@ class SlotRunner:
                 self._begin_next(ended)
             # At once: a slot must never be seen as READY when it has ENDED.
             marks = np.where(done, np.uint8(ENDED), np.uint8(READY))
-        if self._rooms:
-            self._publish_rooms(ids)
+        if self._buffers:
+            self._publish_buffers(ids)
         fence()
         if marks is READY and part.is_view:
             part.marks.write(READY)
@@ -240,7 +240,7 @@ class SlotRunner:
             self.state_bytes[env_id] = mark
 
     def _actions(self, ids: list[int], rows: Any) -> np.ndarray:
-        return self.action[rows] if self._action_room is None else self._action_room.read_all(ids)
+        return self.action[rows] if self._action_buffer is None else self._action_buffer.read_all(ids)
 
     def _advance_chunk(self, ids: list[int], rows: Any) -> np.ndarray:
         """Play each row's chunk until it or the episode ends; sums go to `out`, single steps to the chunk's arrays. Returns done [n].
@@ -340,8 +340,8 @@ class SlotRunner:
         for part in (self.out.reward, self.out.terminated, self.out.truncated, self.out.success):
             part[:] = 0
         self._reset(self._all, {"reconfigure": True} if reconfigure else {})
-        if self._rooms:
-            self._publish_rooms(self._all)
+        if self._buffers:
+            self._publish_buffers(self._all)
         self.state[:] = IDLE
 
     def _keep_final(self, ended: list[int]) -> None:
@@ -351,9 +351,9 @@ class SlotRunner:
         rows = np.asarray(ended)
         for key, part in self._final_tensors.items():
             part[rows] = self._tensors[key][rows]
-        for key, rooms in self._final_rooms.items():
+        for key, buffers in self._final_buffers.items():
             for env_id in ended:
-                rooms.write(env_id, self.out.observation[key][env_id])
+                buffers.write(env_id, self.out.observation[key][env_id])
         for env_id in ended:
             self._final_info.write(env_id, plain_info(self.out.info[env_id]))
         self._reported["return"][rows] = self.returns[rows]
@@ -376,7 +376,7 @@ class SlotRunner:
         for name in ("chunk_reward", "chunk_success", "executed"):
             if name in self._chunk:
                 self._chunk[name][rows] = 0
-        self._publish_rooms(ids)
+        self._publish_buffers(ids)
         self._begin[rows] = 0
         fence()
         self._mark(ids, [READY] * len(ids))
@@ -395,10 +395,10 @@ class SlotRunner:
         self.episode_seed[rows] = [self.streams[env_id].seed(int(self.episode_index[env_id])) for env_id in ids]
         self.returns[rows], self.lengths[rows], self.success_once[rows] = 0.0, 0, False
 
-    def _publish_rooms(self, ids: list[int]) -> None:
-        for key, rooms in self._rooms.items():
+    def _publish_buffers(self, ids: list[int]) -> None:
+        for key, buffers in self._buffers.items():
             for env_id in ids:
-                rooms.write(env_id, self.out.observation[key][env_id])
+                buffers.write(env_id, self.out.observation[key][env_id])
 
     def _abort(self, env_id: int) -> None:
         """Give the running episode up: its step counts as truncated with reward 0 after the last good observation."""
@@ -408,14 +408,14 @@ class SlotRunner:
         for key, part in self._final_tensors.items():
             finite = last[key].dtype.kind != "f" or np.isfinite(last[key]).all()
             part[env_id] = last[key] if finite else self._tensors[key][env_id]
-        for key, rooms in self._rooms.items():
-            rooms.copy_row(env_id, self._final_rooms[key])
+        for key, buffers in self._buffers.items():
+            buffers.copy_row(env_id, self._final_buffers[key])
         self._final_info.write(env_id, {})
         for name in ("chunk_reward", "chunk_success", "executed"):
             if name in self._chunk:
                 self._chunk[name][env_id] = 0
         self.out.reward[env_id], self.out.terminated[env_id], self.out.truncated[env_id], self.out.success[env_id] = 0.0, False, True, False
-        self._publish_rooms([env_id])
+        self._publish_buffers([env_id])
         fence()
         self._mark([env_id], [ABORTED])
 
@@ -488,7 +488,7 @@ class SlotRunner:
         if item["publish"]:
             for key, part in scratch.observation.items():
                 self.out.observation[key][env_id] = part[env_id]
-            self._publish_rooms([env_id])
+            self._publish_buffers([env_id])
         return drift
 
     def where(self, rows: list[int]) -> dict[str, Any]:

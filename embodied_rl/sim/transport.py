@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embodied_rl.sim.rooms import INFO_ROOM, Rooms, room_fields
+from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, buffer_fields
 from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, VariableSpec
 
@@ -98,11 +98,11 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
     for name in ("observation", "final_observation"):
         for key, part in spec.tensors.items():
             shapes[f"{name}/{key}"] = ((n, *part.shape), part.dtype)
-        for key, room in spec.variables.items():
-            shapes |= room_fields(f"{name}/{key}", room, n)
-    shapes |= room_fields("final_info", INFO_ROOM, n)
+        for key, buffer in spec.variables.items():
+            shapes |= buffer_fields(f"{name}/{key}", buffer, n)
+    shapes |= buffer_fields("final_info", INFO_BUFFER, n)
     if spec.action.kind == "text":
-        shapes |= room_fields("action", VariableSpec("text", spec.action.max_bytes), n)
+        shapes |= buffer_fields("action", VariableSpec("text", spec.action.max_bytes), n)
     return Layout.of(shapes)
 
 
@@ -133,9 +133,9 @@ class Slab:
         """Rows [start, stop) of all arrays named ``prefix/key``, by key."""
         return {name.removeprefix(f"{prefix}/"): array[start:stop] for name, array in self.arrays.items() if name.startswith(f"{prefix}/")}
 
-    def rooms(self, name: str, spec: VariableSpec) -> Rooms:
-        """The rooms of one name, of all slots."""
-        return Rooms(name, spec, self.arrays, 0, len(self.arrays[f"room_size/{name}"]))
+    def buffers(self, name: str, spec: VariableSpec) -> VariableLengthBuffers:
+        """The buffers of one name, of all slots."""
+        return VariableLengthBuffers(name, spec, self.arrays, 0, len(self.arrays[f"buffer_size/{name}"]))
 
     def close(self) -> None:
         """Drop the arrays and the descriptor; the memory goes when its last user does (views may still be held)."""
@@ -226,8 +226,8 @@ class Doorbell:
     def wait(self, ready: Callable[[], bool], deadline: float, on_slice: Callable[[], None] | None = None) -> bool:
         """Return True once `ready()` holds, False after `deadline` (time.perf_counter seconds).
 
-        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer). What `ready` looks at changes before the doorbell is rung:
-        until then the waiter looks at the doorbell's word only, which has its own cache line that no other waiter reads.
+        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer). What `ready` looks at changes before the doorbell is
+        rung: until then the waiter looks at the doorbell's word only, which has its own cache line that no other waiter reads.
         """
         clock, word, give_way = time.perf_counter, self._word, os.sched_yield
         seen = word[0]

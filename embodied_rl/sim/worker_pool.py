@@ -229,12 +229,12 @@ class WorkerPool:
         """Copy of the observation of one slot, parts of varying size included."""
         assert self.slab is not None
         rows = {key: self.slab.arrays[f"observation/{key}"][slot].copy() for key in self.spec.tensors}
-        return rows | {key: self.slab.rooms(f"observation/{key}", room).read(slot) for key, room in self.spec.variables.items()}
+        return rows | {key: self.slab.buffers(f"observation/{key}", buffer).read(slot) for key, buffer in self.spec.variables.items()}
 
-    def action_rooms(self) -> Any:
-        """Rooms of text actions."""
+    def action_buffers(self) -> Any:
+        """Buffers of text actions."""
         assert self.slab is not None
-        return self.slab.rooms("action", VariableSpec("text", self.spec.action.max_bytes))
+        return self.slab.buffers("action", VariableSpec("text", self.spec.action.max_bytes))
 
     def _sizes(self, index: int) -> list[int]:
         """Environments of each of a worker's runs."""

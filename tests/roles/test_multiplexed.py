@@ -259,7 +259,7 @@ def children_of(pid: int, module: str) -> list[int]:
 
 
 def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
-    """With the same weights always: what the hosts say of each token is what the policy itself finds, and the multiplexer counts what the queue counts."""
+    """With the same weights always: hosts and policy find the same log-probabilities, and multiplexer and queue the same counts."""
     config = configured(tmp_path, *TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=16")
     player: Any = make_player(config)
     try:

@@ -8,15 +8,15 @@ import pytest
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.rooms import INFO_ROOM, Rooms, plain_info, room_fields
+from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, buffer_fields, plain_info
 from embodied_rl.types import VariableSpec
 
 TALKING = "tests.sim.toy:TalkingSim"
 
 
-def rooms(spec: VariableSpec, slots: int = 2) -> Rooms:
-    arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in room_fields("part", spec, slots).items()}
-    return Rooms("part", spec, arrays, 0, slots)
+def buffers(spec: VariableSpec, slots: int = 2) -> VariableLengthBuffers:
+    arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in buffer_fields("part", spec, slots).items()}
+    return VariableLengthBuffers("part", spec, arrays, 0, slots)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def rooms(spec: VariableSpec, slots: int = 2) -> Rooms:
     [("text", ""), ("text", "Grüße 🤖\x00"), ("json", {"a": [1, 2.5, None, True], "b": {}}), ("json", None), ("json", [])],
 )
 def test_values_come_back_as_they_were(kind: str, value: object) -> None:
-    own = rooms(VariableSpec(kind, 100))  # type: ignore[arg-type]
+    own = buffers(VariableSpec(kind, 100))  # type: ignore[arg-type]
     own.write(1, value)
     assert own.read(1) == value
     assert own.read(0) is None
@@ -34,7 +34,7 @@ def test_values_come_back_as_they_were(kind: str, value: object) -> None:
     "array", [np.zeros((0, 3)), np.array(3, np.int8), np.arange(24, dtype=">f4").reshape(2, 3, 4)[:, ::2], np.array([True])]
 )
 def test_arrays_keep_shape_and_dtype(array: np.ndarray) -> None:
-    own = rooms(VariableSpec("array", 1000))
+    own = buffers(VariableSpec("array", 1000))
     own.write(0, array)
     back = own.read(0)
     assert (back.shape, back.dtype) == (array.shape, array.dtype)
@@ -42,7 +42,7 @@ def test_arrays_keep_shape_and_dtype(array: np.ndarray) -> None:
 
 
 def test_a_shorter_value_leaves_nothing_of_a_longer_one() -> None:
-    own = rooms(VariableSpec("text", 100))
+    own = buffers(VariableSpec("text", 100))
     own.write(0, "a long text")
     own.write(0, "short")
     assert own.read(0) == "short"
@@ -51,23 +51,23 @@ def test_a_shorter_value_leaves_nothing_of_a_longer_one() -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
-        ("text", "x" * 100, r"'part' of slot 0 takes 101 bytes and its room is 100"),
+        ("text", "x" * 100, r"'part' of slot 0 takes 101 bytes and its buffer is 100"),
         ("text", 3, "must be a str, got int"),
         ("json", {1, 2}, "what JSON can"),
-        ("array", np.zeros(100), "takes .* bytes and its room is 100"),
+        ("array", np.zeros(100), "takes .* bytes and its buffer is 100"),
         ("array", np.array(["a"]), "numeric array"),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_the_sizes(kind: str, value: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        rooms(VariableSpec(kind, 100)).write(0, value)  # type: ignore[arg-type]
+        buffers(VariableSpec(kind, 100)).write(0, value)  # type: ignore[arg-type]
 
 
 def test_an_info_is_cut_to_what_can_travel() -> None:
     info = {"n": np.float32(2.5), "ok": np.bool_(True), "t": (1, 2), "big": np.zeros(65), "deep": {"x": 1, "o": object()}, 3: "three"}
     assert plain_info(info) == {"n": 2.5, "ok": True, "t": [1, 2], "deep": {"x": 1}, "3": "three"}
     assert plain_info(None) == {}
-    assert plain_info({"novel": "x" * INFO_ROOM.max_bytes, "kept": 1}) == {"kept": 1}
+    assert plain_info({"novel": "x" * INFO_BUFFER.max_bytes, "kept": 1}) == {"kept": 1}
 
 
 def test_a_conversation_crosses_the_processes() -> None:
@@ -118,14 +118,14 @@ def test_a_conversation_survives_a_killed_worker_and_an_offload() -> None:
 def test_an_observation_that_outgrows_its_room_names_the_key_and_the_sizes() -> None:
     with EnvManager(SimFactory(TALKING, kwargs={"words": 30, "room": 100}), 2, num_workers=1) as manager:
         manager.reset()
-        with pytest.raises(UserError, match=r"'observation/text' of slot 1 takes 150 bytes and its room is 100"):
+        with pytest.raises(UserError, match=r"'observation/text' of slot 1 takes 150 bytes and its buffer is 100"):
             manager.step(["a", "four"])
 
 
 def test_a_text_action_that_outgrows_its_room_is_refused_before_it_is_sent() -> None:
     with EnvManager(SimFactory(TALKING), 1) as manager:
         manager.reset()
-        with pytest.raises(UserError, match="'action' of slot 0 takes 101 bytes and its room is 64"):
+        with pytest.raises(UserError, match="'action' of slot 0 takes 101 bytes and its buffer is 64"):
             manager.step(["x" * 100])
         assert manager.step(["fine"]).observation["text"].tolist() == ["fine"]
         with pytest.raises(ValueError, match="One text for each of 1 slots"):

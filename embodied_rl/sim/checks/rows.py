@@ -12,7 +12,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.checks.episodes import Player, random_actions
 from embodied_rl.sim.checks.poison import SENTINEL, copy_of, poison, unwritten, watched_buffers
 from embodied_rl.sim.checks.session import Failed, Session, Skipped, same
-from embodied_rl.sim.rooms import Rooms, plain_info, room_fields
+from embodied_rl.sim.variable_length import VariableLengthBuffers, buffer_fields, plain_info
 from embodied_rl.types import SimSpec, StepBuffers
 
 
@@ -76,11 +76,11 @@ def spaces_are_kept(s: Session) -> str:
 
 def _variables_fit(spec: SimSpec, out: StepBuffers) -> None:
     for key, part in spec.variables.items():
-        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in room_fields(key, part, 1).items()}
-        room = Rooms(key, part, arrays, 0, 1)
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in buffer_fields(key, part, 1).items()}
+        buffer = VariableLengthBuffers(key, part, arrays, 0, 1)
         for value in out.observation[key]:
             try:
-                room.write(0, value)
+                buffer.write(0, value)
             except UserError as error:
                 raise Failed(f"observation {error}") from error
 

@@ -1,6 +1,6 @@
-"""Values of varying size in shared memory: text, JSON and arrays, each in its slot's own room of the slab.
+"""Values of varying size in shared memory: text, JSON and arrays, each in its slot's own buffer of the slab.
 
-A room is a row of bytes and its used size. Pages that are never written take no memory, so that rooms may be generous; unlike a
+A buffer is a row of bytes and its used size. Pages that are never written take no memory, so that buffers may be generous; unlike a
 ring they cannot fill up because another slot's values were not fetched yet.
 """
 
@@ -15,31 +15,31 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.types import VariableSpec
 
-INFO_ROOM = VariableSpec("json", 2**16)
+INFO_BUFFER = VariableSpec("json", 2**16)
 """Room of an episode's final info."""
 _INFO_ARRAY_LIMIT = 64
 """Arrays of more elements are left out of a final info."""
 
 
-def room_fields(name: str, spec: VariableSpec, num_slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Entries of a slab's layout for the rooms of all slots."""
-    return {f"room/{name}": ((num_slots, spec.max_bytes), "uint8"), f"room_size/{name}": ((num_slots,), "int64")}
+def buffer_fields(name: str, spec: VariableSpec, num_slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Entries of a slab's layout for the buffers of all slots."""
+    return {f"buffer/{name}": ((num_slots, spec.max_bytes), "uint8"), f"buffer_size/{name}": ((num_slots,), "int64")}
 
 
-class Rooms:
-    """Rows [start, stop) of one name's rooms in a slab."""
+class VariableLengthBuffers:
+    """Rows [start, stop) of one name's buffers in a slab."""
 
     def __init__(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray], start: int, stop: int) -> None:
         self.name, self.spec, self._start = name, spec, start
-        self._bytes = arrays[f"room/{name}"][start:stop]
-        self._sizes = arrays[f"room_size/{name}"][start:stop]
+        self._bytes = arrays[f"buffer/{name}"][start:stop]
+        self._sizes = arrays[f"buffer_size/{name}"][start:stop]
 
     def write(self, row: int, value: Any) -> None:
-        """Put a value into a row. Raises UserError when it is of another kind or outgrows its room."""
+        """Put a value into a row. Raises UserError when it is of another kind or outgrows its buffer."""
         data = self._encode(value)
         if len(data) > self.spec.max_bytes:
             raise UserError(
-                f"'{self.name}' of slot {self._start + row} takes {len(data):,} bytes and its room is {self.spec.max_bytes:,}: give its "
+                f"'{self.name}' of slot {self._start + row} takes {len(data):,} bytes and its buffer is {self.spec.max_bytes:,}: give its "
                 f"VariableSpec or ActionSpec a max_bytes of at least {len(data):,}."
             )
         self._bytes[row, : len(data)] = np.frombuffer(data, np.uint8)
@@ -58,13 +58,13 @@ class Rooms:
             values[position] = self.read(row)
         return values
 
-    def copy_row(self, row: int, into: Rooms) -> None:
-        """Copy a row to the same row of other rooms, as bytes."""
+    def copy_row(self, row: int, into: VariableLengthBuffers) -> None:
+        """Copy a row to the same row of other buffers, as bytes."""
         size = int(self._sizes[row])
         into._bytes[row, :size] = self._bytes[row, :size]
         into._sizes[row] = size
 
-    # Every encoding begins with one byte, so that an empty text is not an empty room.
+    # Every encoding begins with one byte, so that an empty text is not an empty buffer.
 
     def _encode(self, value: Any) -> bytes:
         if self.spec.kind == "text":
@@ -99,7 +99,7 @@ def plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
         plain = _plain(value)
         if plain is not _NOTHING:
             kept[str(key)] = plain
-    while kept and len(json.dumps(kept)) + 1 > INFO_ROOM.max_bytes:
+    while kept and len(json.dumps(kept)) + 1 > INFO_BUFFER.max_bytes:
         largest = max(kept, key=lambda key: len(json.dumps(kept[key])))
         del kept[largest]
     return kept
