@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.episodes``: see `embodied_rl.episode_tools`."""
+"""``python -m embodied_rl.episodes``: see `embodied_rl.commands.episode_tools`."""
 
 from __future__ import annotations
 

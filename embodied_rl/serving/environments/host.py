@@ -26,8 +26,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim.env import SimEnv, SimFactory, SnapshotEnv
 from embodied_rl.sim.faults import FaultKind, WrongShapeError
-from embodied_rl.sim.rooms import plain_info
 from embodied_rl.sim.snapshots import SnapshotError
+from embodied_rl.sim.variable_length import plain_info
 from embodied_rl.sim.wire import Encoding, decode_action, decode_snapshot, encode_array, encode_observation, encode_snapshot, encode_spec
 from embodied_rl.types import StepBuffers
 
