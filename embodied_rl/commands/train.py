@@ -31,11 +31,12 @@ def main() -> None:
 def _hydra_main() -> None:
     import hydra
 
-    from embodied_rl.config.compose import add_installed_configs, check_overrides
+    from embodied_rl.config.compose import add_installed_configs, add_resolvers, check_overrides
     from embodied_rl.paths import configs_dir
 
     arguments = check_overrides("train", sys.argv[1:])
     add_installed_configs()
+    add_resolvers()
     sys.argv[1:] = arguments
     hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
 

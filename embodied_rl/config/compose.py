@@ -83,9 +83,27 @@ def _hydra() -> AbstractContextManager[None]:
     from hydra.core.global_hydra import GlobalHydra
 
     add_installed_configs()
+    add_resolvers()
     GlobalHydra.instance().clear()
     context: AbstractContextManager[None] = initialize_config_dir(str(configs_dir()), version_base="1.3")
     return context
+
+
+def add_resolvers() -> None:
+    """Let configuration files say ``${rows_per_slot:1024,${sim.num_slots}}``."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("rows_per_slot", rows_per_slot, replace=True)
+
+
+def rows_per_slot(rows: int, num_slots: object) -> int:
+    """Steps of every slot that make up about so many `rows` of one update, as from at least 16 slots; at least 1.
+
+    Fewer slots take no more steps than 16 would: their updates are smaller, and as frequent in each slot's time. What is no number of
+    slots is refused where `sim.num_slots` is checked.
+    """
+    slots = num_slots if isinstance(num_slots, int) and not isinstance(num_slots, bool) else 16
+    return max(1, rows // max(slots, 16))
 
 
 def add_installed_configs() -> None:
