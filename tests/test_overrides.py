@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.commands.cli import Argument, Command
-from embodied_rl.config.compose import check_overrides, compose_config
+from embodied_rl.config.compose import check_overrides, compose_config, load_train_config
 from embodied_rl.config.overrides import hydra_words, parsed
 from embodied_rl.errors import UserError
 
@@ -126,3 +126,13 @@ def test_everything_lies_below_a_home_with_letters_beyond_ascii(tmp_path: Path) 
     assert (home / "ergebnis ä.json").is_file()
     run(pasted["embodied_rl.train"])
     assert '"step": 512' in (run_dir / "checkpoints/last/state.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("num_slots", "steps"), [(4, 64), (16, 64), (32, 32), (64, 16), (100, 10), (4096, 1)])
+def test_ppo_keeps_its_rows(num_slots: int, steps: int) -> None:
+    words = ["sim=cartpole", f"sim.num_slots={num_slots}", "algorithm.minibatch_size=64"]
+    assert load_train_config(words).algorithm.rollout_steps == steps
+
+
+def test_given_steps_are_taken() -> None:
+    assert load_train_config(["sim=cartpole", "sim.num_slots=64", "algorithm.rollout_steps=5"]).algorithm.rollout_steps == 5
