@@ -389,6 +389,7 @@ class Trainer:
             describe=self.policy.save_description if self.policy.has_description else None,
             base=self._saver.base(),
             parts=parts,
+            exported=self.policy.exported_names(),
         )
         return self.run_dir / "checkpoints" / checkpoint_name(self.steps)
 

@@ -7,8 +7,6 @@ from embodied_rl.checkpoint.folder import (
     CONFIG_FILE,
     FORMAT_VERSION,
     LEARNER_FILE,
-    MODEL_FOLDER,
-    POLICY_FILE,
     SHARDED_FOLDER,
     STATE_FILE,
     Checkpoint,
@@ -19,6 +17,7 @@ from embodied_rl.checkpoint.folder import (
     resolve_checkpoint,
     save_checkpoint,
 )
+from embodied_rl.checkpoint.tensors import MODEL_FOLDER, POLICY_FILE, Exported
 from embodied_rl.checkpoint.writer import CheckpointWriter
 
 __all__ = [
@@ -32,6 +31,7 @@ __all__ = [
     "STATE_FILE",
     "Checkpoint",
     "CheckpointWriter",
+    "Exported",
     "add_result_to_card",
     "adopt_checkpoint",
     "base_of",

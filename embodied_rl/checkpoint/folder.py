@@ -1,12 +1,12 @@
 """Checkpoints: a folder of safetensors and JSON that is either whole or absent, with `last` and `best` links beside it.
 
     <run_dir>/checkpoints/step_000111616/
-        policy.safetensors    the policy's parameters and buffers: all that evaluation needs
+        policy.safetensors    the policy's parameters and buffers, but for those in model/: all that evaluation needs
         learner.safetensors   optimizer moments, normalisation statistics, random states: what resuming needs
         state.json            format version, step, the trainer's counters, the simulator's spec, metrics, SHA-256 of every file
         config.yaml           the whole resolved configuration
         MODEL_CARD.md         what this is, how it was made, how to use it
-        model/                where the configuration does not fully say what the policy is built from
+        model/                of a language policy: a Hugging Face folder with its weights, or a peft adapter and the name of its base
         sharded/              of a run on several ranks: the optimizer's state, each rank's part in its own file
 
 Nothing is unpickled: safetensors holds plain arrays, and JSON plain values. What is read is held against its SHA-256 first.
@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,20 @@ import numpy as np
 from embodied_rl import __version__
 from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card
 from embodied_rl.checkpoint.checksums import FileSums, fault_of, sum_of_document, sums_of
+from embodied_rl.checkpoint.tensors import (
+    MODEL_FOLDER,
+    POLICY_FILE,
+    Exported,
+    read_exported,
+    read_policy,
+    read_tensors,
+    weights_sha256,
+    write_policy,
+    write_tensors,
+)
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
-from embodied_rl.files import cannot_write, copy_files, fsync, reset_mode
+from embodied_rl.files import cannot_write, copy_files, fsync
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.trust import CHECKPOINT, require_trusted, sign
 from embodied_rl.types import SimSpec
@@ -41,14 +52,14 @@ from embodied_rl.types import SimSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT_VERSION = 1
-MODEL_FOLDER = "model"
-"""In a checkpoint: what the policy is built from, where the configuration does not fully say it."""
+FORMAT_VERSION = 2
+_READ_VERSIONS = (1, 2)
+"""1: every tensor of the policy lies in `POLICY_FILE`, as it does where a policy has no model folder."""
 SHARDED_FOLDER = "sharded"
 """In a checkpoint of a run on several ranks (`embodied_rl.learning.sharded_checkpoint`)."""
 PARTS = ".parts-"
 """Begins the name of a folder that ranks write into; it becomes `SHARDED_FOLDER`."""
-POLICY_FILE, LEARNER_FILE, STATE_FILE, CONFIG_FILE = "policy.safetensors", "learner.safetensors", "state.json", "config.yaml"
+LEARNER_FILE, STATE_FILE, CONFIG_FILE = "learner.safetensors", "state.json", "config.yaml"
 _SIGNATURE = "signature"
 """Entry of the state: of the configuration's file, by the user who ran it (`embodied_rl.trust`)."""
 _SUM, _SUMS = "sha256", "files"
@@ -82,6 +93,12 @@ class Checkpoint:
     """Version of embodied_rl that wrote it."""
     base: dict[str, Any] | None = None
     """Which model `policy` is an adapter of (`embodied_rl.checkpoint.base`); None: it is whole."""
+    exported: Exported = field(default_factory=dict)
+    """Tensors of `policy` that lie in the model folder."""
+
+    def weights_sha256(self) -> str:
+        """Says which weights acted, wherever they lie (reads their files)."""
+        return weights_sha256(self.path, self.exported)
 
     @property
     def sharded(self) -> Path | None:
@@ -113,13 +130,14 @@ def save_checkpoint(
     describe: Callable[[Path], None] | None = None,
     base: Mapping[str, Any] | None = None,
     parts: Callable[[], Path] | None = None,
+    exported: Exported | None = None,
 ) -> Path:
     """Write a checkpoint, point `last` (and `best`) at it, and remove what `config.checkpoint` does not keep.
 
     The files are written in a temporary folder, flushed and renamed, so that a crash or a full disk at any moment leaves the earlier
     checkpoints and links as they were. `state` takes JSON values and numpy scalars; arrays belong into `learner`. `describe` writes what
     the policy is built from into the folder ``model``, where the configuration does not fully say it. `base` is kept as it is. `parts`
-    waits until the ranks have written their folder, which becomes ``sharded``.
+    waits until the ranks have written their folder, which becomes ``sharded``. `exported` says which tensors lie in ``model``.
 
     Returns:
         The checkpoint's folder.
@@ -130,8 +148,9 @@ def save_checkpoint(
     """
     root = Path(run_dir) / "checkpoints"
     final = root / checkpoint_name(step)
+    in_model = {name: place for name, place in (exported or {}).items() if name in policy}
     document = {
-        "format_version": FORMAT_VERSION,
+        "format_version": FORMAT_VERSION if in_model else 1,
         "package_version": __version__,
         "step": int(step),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -139,6 +158,7 @@ def save_checkpoint(
         "metrics": {name: float(value) for name, value in metrics.items()},
         "spec": spec.to_dict(),
         "base": None if base is None else dict(base),
+        "exported": in_model,
         "state": state,
     }
     document = json.loads(json.dumps(document, default=_plain))
@@ -148,12 +168,12 @@ def save_checkpoint(
     try:
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)
-        _write_tensors(temporary / POLICY_FILE, policy)
-        _write_tensors(temporary / LEARNER_FILE, learner)
+        write_policy(temporary, policy, in_model)
+        write_tensors(temporary / LEARNER_FILE, learner)
         (temporary / CONFIG_FILE).write_text(written, encoding="utf-8")
         (temporary / CARD_FILE).write_text(model_card(final, document, config, spec), encoding="utf-8")
         if describe is not None:
-            (temporary / MODEL_FOLDER).mkdir()
+            (temporary / MODEL_FOLDER).mkdir(exist_ok=True)
             write_description(describe, temporary / MODEL_FOLDER)
         if parts is not None:
             os.rename(parts(), temporary / SHARDED_FOLDER)
@@ -225,8 +245,10 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
     folder = resolve_checkpoint(path)
     document = _read_state(folder)
     _verify(folder, document, with_learner)
-    policy = _read_tensors(folder / POLICY_FILE)
-    learner = _read_tensors(folder / LEARNER_FILE) if with_learner else {}
+    exported = read_exported(document.get("exported", {}), folder / STATE_FILE)
+    way_out = _way_out(folder)
+    policy = read_policy(folder, exported, way_out)
+    learner = read_tensors(folder / LEARNER_FILE, way_out) if with_learner else {}
     try:
         told: dict[str, Any] = {
             "step": int(document["step"]),
@@ -236,6 +258,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
             "command": str(document["command"]),
             "package_version": str(document["package_version"]),
             "base": document.get("base"),
+            "exported": exported,
         }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IncompatibleCheckpointError(
@@ -309,39 +332,6 @@ def _fresh_temporary(root: Path) -> Path:
     return temporary
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    # safetensors refuses tensors that share memory (tied weights); the second and later ones are copied.
-    seen: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        address = value.untyped_storage().data_ptr()
-        plain[name] = value.clone() if address in seen else value
-        seen.add(address)
-    try:
-        save_file(plain, path)
-        reset_mode(path)
-    except SafetensorError as error:
-        raise OSError(f"{error}") from error
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint.")
-    try:
-        return load_file(path)
-    except (SafetensorError, ValueError, OSError) as error:
-        raise IncompatibleCheckpointError(
-            f"Checkpoint file '{path}' is truncated or damaged ({brief(error)}). {_way_out(path.parent)}"
-        ) from error
-
-
 def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
     """Hold what will be read against what was written. Checkpoints of before there were sums pass, and so do parts of ranks: their index,
     which is verified here, has its own sums."""
@@ -374,11 +364,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is not valid JSON ({brief(error)}). {_way_out(folder)}") from error
     version = document.get("format_version") if isinstance(document, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in _READ_VERSIONS:
         writer = document.get("package_version", "unknown") if isinstance(document, dict) else "unknown"
         raise IncompatibleCheckpointError(
             f"Checkpoint '{folder}' has format version {brief(version, 20)} (written by embodied_rl {brief(writer, 20)}); "
-            f"embodied_rl {__version__} reads version {FORMAT_VERSION}. Install the version that wrote it, or train again."
+            f"embodied_rl {__version__} reads version {FORMAT_VERSION} and older. Install the version that wrote it, or train again."
         )
     if _SUM in document and sum_of_document(document, _SUM) != document[_SUM]:
         raise IncompatibleCheckpointError(

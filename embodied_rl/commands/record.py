@@ -227,23 +227,13 @@ def _player(
     generator = TorchGenerator(module)
     version = int(checkpoint.state.get("iteration", 0))
     generator.publish(version)
-    who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": _weights_hash(checkpoint)}
+    who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": checkpoint.weights_sha256()}
     who |= {"sample": sample, **({"noise_seed": noise_seed} if sample else {})}
     if layout is not None:
         # What was drawn is no vector in [-1, 1]: importance weights of log-probabilities must know it.
         who |= {"chunk_size": layout.chunk_size, "units": "tokens" if layout.dtype == "int64" else "own"}
     has_critic = getattr(module, "value_head", True) is not None
     return GeneratorPlayer(generator, spec.action, draws=sample, layout=layout, values=has_critic), who
-
-
-def _weights_hash(checkpoint: Checkpoint) -> str:
-    """Of the policy's file: says which weights acted, wherever they lie."""
-    import hashlib
-
-    from embodied_rl.checkpoint import POLICY_FILE
-
-    with (checkpoint.path / POLICY_FILE).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _info(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.checkpoint import POLICY_FILE, Checkpoint
+from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.evaluation.comparison import Comparison, RateComparison, compare
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
 from embodied_rl.statistics import holm
@@ -275,7 +274,7 @@ def _one(checkpoint: Checkpoint, result: EvaluationResult) -> dict[str, Any]:
         "temperature": result.temperature,
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,
-        "policy_sha256": hashlib.sha256((checkpoint.path / POLICY_FILE).read_bytes()).hexdigest(),
+        "policy_sha256": checkpoint.weights_sha256(),
         "config_sha256": config_hash(checkpoint.config),
         **result.figures.to_dict(),
         **task_figures(result.episodes, result.spec.reports_success),

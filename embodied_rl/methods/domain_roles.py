@@ -297,7 +297,15 @@ class RolePolicies(TrainedModule):
     def save_description(self, folder: Path) -> None:
         """What the language policy is built from, for a checkpoint's folder ``model``."""
         if self.language is not None:
+            self.language.save_config(folder)
             self.language.save_description(folder)
+
+    def exported_names(self) -> dict[str, tuple[str, str]]:
+        """The language policy's; see `TrainedModule`."""
+        for role, policy in self.roles.items():
+            if policy is self.language:
+                return {f"roles.{role}.{name}": place for name, place in self.language.exported_names().items()}
+        return {}
 
 
 def of_roles(tensors: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:

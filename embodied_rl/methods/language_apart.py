@@ -34,9 +34,10 @@ class ModelReader:
 
 
 def model_files(policy: LanguagePolicy) -> dict[str, np.ndarray]:
-    """`LanguagePolicy.save_description`, as it can be sent."""
+    """Configuration, tokenizer and image processor, as they can be sent."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        policy.save_config(folder)
         policy.save_description(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder).as_posix(): np.frombuffer(path.read_bytes(), np.uint8) for path in files}

@@ -65,6 +65,10 @@ class TrainedModule(nn.Module):
     def save_description(self, folder: Path) -> None:
         """Write what the module is built from into a checkpoint's folder ``model``, without weights."""
 
+    def exported_names(self) -> dict[str, tuple[str, str]]:
+        """{tensor of the state: (file of the folder ``model``, name in it)}: what other tools read there. All else is our own file's."""
+        return {}
+
 
 class Policy(TrainedModule):
     """A torch module that acts. `evaluate` on what `act` produced gives the same log-probabilities.

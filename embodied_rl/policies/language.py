@@ -285,12 +285,27 @@ class LanguagePolicy(TrainedModule):
         """An ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
         return language_weights.save_model(self.model, self.tokenizer, self.value_head, Path(self.config.folder), Path(folder))
 
+    def save_config(self, folder: str | Path) -> None:
+        """config.json and generation_config.json as the present weights have them."""
+        language_weights.save_config(self.base, Path(folder))
+
     def save_description(self, folder: str | Path) -> None:
-        """Configuration, tokenizer and image processor, without weights: what `build_language_policy(…, weights=False)` reads."""
-        self.hf_config.save_pretrained(str(folder))
+        """Configuration, tokenizer and image processor, without weights: what `build_language_policy(…, weights=False)` reads.
+
+        With a ``base_folder`` the adapter's configuration, which names that folder, stands for the model's: transformers and peft take a
+        folder with both for a whole model.
+        """
+        if self.has_lora:
+            language_weights.save_adapter_config(self.model, Path(self.config.folder), Path(folder))
+        else:
+            self.save_config(folder)
         self.tokenizer.save(folder)
         if self.vision is not None:
             self.vision.save(folder)
+
+    def exported_names(self) -> dict[str, tuple[str, str]]:
+        """Where transformers, peft and `build_language_policy` look for each tensor; see `TrainedModule`."""
+        return language_weights.exported_names(self.model, self.value_head)
 
     def save_adapter(self, folder: str | Path) -> Path:
         """The LoRA adapter as peft writes it, and the value head. Raises UserError when there is no LoRA."""

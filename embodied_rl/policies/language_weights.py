@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.model_folder import check_safetensors, first_line
 
-VALUE_HEAD = "value_head.safetensors"
+MODEL, ADAPTER, VALUE_HEAD = "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"
 _ADAPTER = "default"
 """peft's name of the one adapter that is used."""
 
@@ -143,6 +144,52 @@ def save_adapter(model: Any, value_head: nn.Module | None, folder: Path) -> Path
     _save_value_head(value_head, beside)
     reset_mode(beside)
     return replace_folder(beside, folder)
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """config.json and generation_config.json of a transformers model, with the class and number format of its weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.save_pretrained(str(folder))
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(str(folder))
+
+
+def save_adapter_config(model: Any, base: Path, folder: Path) -> None:
+    """adapter_config.json of the one adapter, with the folder of the model that it belongs to."""
+    config = copy.deepcopy(model.peft_config[_ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = str(base.resolve()), True
+    config.save_pretrained(str(folder))
+
+
+def exported_names(model: Any, value_head: nn.Module | None) -> dict[str, tuple[str, str]]:
+    """See `LanguagePolicy.exported_names`: names of `LanguagePolicy.state_dict`."""
+    base, prefix = _base(model), "model." if _base(model) is model else "model.base_model.model."
+    tensors, places = base.state_dict(), {name: f"{prefix}{name}" for name in base.state_dict()}
+    adapter = {name for name in tensors if ".lora_" in name}
+    plain = {name.replace(".base_layer.", "."): tensors[name] for name in tensors if name not in adapter}
+    stored = _names_on_disk(base, plain)
+    first: dict[int, str] = {}
+    exported: dict[str, tuple[str, str]] = {}
+    for name, tensor in tensors.items():
+        if name in adapter:
+            exported[places[name]] = (ADAPTER, f"base_model.model.{name}".replace(f".{_ADAPTER}.", "."))
+            continue
+        # Of a tied pair the first, the embedding, is stored; transformers and vLLM make the head of it.
+        own = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        exported[places[name]] = (MODEL, stored[own.replace(".base_layer.", ".")])
+    return exported | {f"value_head.{name}": (VALUE_HEAD, name) for name in ([] if value_head is None else value_head.state_dict())}
+
+
+def _names_on_disk(base: Any, plain: dict[str, Tensor]) -> dict[str, str]:
+    """{name in the model: name that transformers stores it under}. Where it would store the tensors in other pieces (some mixtures of
+    experts), the model's own names, which transformers reads as well."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in plain.items()}
+    written = {id(tensor): name for name, tensor in revert_weight_conversion(base, shapes).items()}
+    found = {name: written.get(id(tensor)) for name, tensor in shapes.items()}
+    return {name: new or name for name, new in found.items()} if all(found.values()) else {name: name for name in plain}
 
 
 def load_value_head(head: nn.Module, folder: Path) -> bool:

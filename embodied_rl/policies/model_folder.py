@@ -141,6 +141,8 @@ def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sd
         chosen = stored if dtype == "auto" else getattr(torch, dtype)
         with torch.random.fork_rng(devices=[]):
             model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except UserError:
         raise
     except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:

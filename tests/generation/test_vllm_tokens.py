@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
+from tests.generation.token_servers import vllm_server
 from tests.generation.vllm_scenario import largest_difference
 from tests.policies.language_models import TEXTS
 from tests.policies.vision_models import make_vision_model
@@ -146,29 +145,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path) -> Iterator[str]:
-    """Base URL of vLLM's api_server (``vllm serve`` looks for a distribution called vllm, which the CPU build is not)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    arguments = ["--model", str(model_folder), "--served-model-name", "toy", "--dtype", "float32", "--enforce-eager"]
-    arguments += ["--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 400
-        while True:
-            assert process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server did not come up"
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                    break
-            except OSError:
-                time.sleep(1)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        process.wait(60)
+    with vllm_server(model_folder) as url:
+        yield url
 
 
 @needs_vllm

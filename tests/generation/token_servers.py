@@ -1,14 +1,20 @@
-"""Small HTTP servers that speak OpenAI's protocol, well or badly, each request answered as a plan says."""
+"""Small HTTP servers that speak OpenAI's protocol, well or badly, each request answered as a plan says; and vLLM's own."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 Handler = Callable[["Exchange"], None]
@@ -122,3 +128,31 @@ def choice(token_ids: list[int], reason: str | None, text: str = "x") -> dict[st
             {"text": text, "token_ids": token_ids, "logprobs": {"token_logprobs": [-t / 10 for t in token_ids]}, "finish_reason": reason}
         ]
     }
+
+
+@contextlib.contextmanager
+def vllm_server(folder: Path, *arguments: str) -> Iterator[str]:
+    """Base URL of vLLM's api_server (``vllm serve`` looks for a distribution called vllm, which the CPU build is not)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    options = ["--model", str(folder), "--served-model-name", "toy", "--dtype", "float32", "--enforce-eager", *arguments]
+    options += ["--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 400
+        while True:
+            assert process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server did not come up"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                    break
+            except OSError:
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)

@@ -109,7 +109,8 @@ def test_a_language_agent_with_lora_moves_between_one_and_two_ranks(tmp_path: Pa
     check_moves(tmp_path, TINY_LANGUAGE, 100, 200)
     # Only the adapter was saved.
     last = tmp_path / "1 to 2" / "checkpoints" / "last"
-    assert all(".lora_" in name for name in load_file(last / "policy.safetensors"))
+    assert not (last / "policy.safetensors").exists()
+    assert all(".lora_" in name for name in load_file(last / "model" / "adapter_model.safetensors"))
     folder = tmp_path / "1 to 2"
     evaluate.main([f"checkpoint={folder}", "num_episodes=2"])
     # What the adapter belongs to is looked for, and compared.

@@ -1,0 +1,110 @@
+"""Tensors of a checkpoint: which file holds which, how they are written, and how they are read.
+
+A policy's tensors lie in ``policy.safetensors``, but for those that a model folder of another tool's layout holds (`Exported`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.checkpoint.checksums import sha256_of
+from embodied_rl.errors import IncompatibleCheckpointError, brief
+from embodied_rl.files import reset_mode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POLICY_FILE = "policy.safetensors"
+MODEL_FOLDER = "model"
+"""In a checkpoint: what the policy is built from, where the configuration does not fully say it."""
+MODEL_FILES = ("model.safetensors", "adapter_model.safetensors", "value_head.safetensors")
+"""Files of the model folder that tensors may lie in."""
+Exported = Mapping[str, tuple[str, str]]
+"""{tensor of the policy's state: (file of the model folder, name in that file)}; tied tensors share a name."""
+
+
+def by_file(names: Iterable[str], exported: Exported) -> dict[str, dict[str, str]]:
+    """{file below the checkpoint: {name in it: a tensor of the state}} for tensors of a policy."""
+    files: dict[str, dict[str, str]] = {}
+    for name in names:
+        file, stored = exported.get(name, ("", name))
+        files.setdefault(f"{MODEL_FOLDER}/{file}" if file else POLICY_FILE, {}).setdefault(stored, name)
+    return files or {POLICY_FILE: {}}
+
+
+def write_policy(folder: Path, tensors: Mapping[str, Tensor], exported: Exported) -> None:
+    """Each tensor once, into the file that `exported` names or into ``policy.safetensors``. Raises OSError."""
+    for file, names in by_file(tensors, exported).items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        write_tensors(folder / file, {stored: tensors[name] for stored, name in names.items()})
+
+
+def read_policy(folder: Path, exported: Exported, way_out: str) -> dict[str, Tensor]:
+    """The inverse of `write_policy`; of checkpoints without an `exported`, all of ``policy.safetensors``.
+
+    Raises:
+        IncompatibleCheckpointError: a file is missing or damaged, or lacks a tensor.
+    """
+    tensors = {} if exported and not (folder / POLICY_FILE).is_file() else read_tensors(folder / POLICY_FILE, way_out)
+    files = {file: read_tensors(folder / MODEL_FOLDER / file, way_out) for file in sorted({file for file, _ in exported.values()})}
+    for name, (file, stored) in exported.items():
+        if stored not in files[file]:
+            raise IncompatibleCheckpointError(f"Checkpoint file '{folder / MODEL_FOLDER / file}' lacks the tensor '{stored}'. {way_out}")
+        tensors[name] = files[file][stored]
+    return tensors
+
+
+def read_exported(document: Any, path: Path) -> dict[str, tuple[str, str]]:
+    """Check an `Exported` that came out of a file. Raises IncompatibleCheckpointError."""
+    exported: dict[str, tuple[str, str]] = {}
+    for name, place in document.items() if isinstance(document, dict) else [("", None)]:
+        if not (isinstance(place, list) and len(place) == 2 and place[0] in MODEL_FILES and isinstance(place[1], str)):
+            raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: 'exported' names no file of a model for a tensor.")
+        exported[name] = (place[0], place[1])
+    return exported
+
+
+def weights_sha256(folder: Path, exported: Exported) -> str:
+    """Says which weights acted, wherever they lie: the digest of the file that holds them; of several, of their names and digests."""
+    files = {POLICY_FILE} if not exported else {f"{MODEL_FOLDER}/{file}" for file, _ in exported.values()}
+    if exported and (folder / POLICY_FILE).is_file():
+        files.add(POLICY_FILE)
+    sums = {file: sha256_of(folder / file) for file in sorted(files)}
+    return next(iter(sums.values())) if len(sums) == 1 else hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One safetensors file, as transformers reads it too (``format: pt``). Raises OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    # safetensors refuses tensors that share memory (tied weights); the second and later ones are copied.
+    seen: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        address = value.untyped_storage().data_ptr()
+        plain[name] = value.clone() if address in seen else value
+        seen.add(address)
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+        reset_mode(path)
+    except SafetensorError as error:
+        raise OSError(f"{error}") from error
+
+
+def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
+    """Raises IncompatibleCheckpointError, with what to do then."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint.")
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged ({brief(error)}). {way_out}") from error
