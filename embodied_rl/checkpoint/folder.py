@@ -368,7 +368,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         writer = document.get("package_version", "unknown") if isinstance(document, dict) else "unknown"
         raise IncompatibleCheckpointError(
             f"Checkpoint '{folder}' has format version {brief(version, 20)} (written by embodied_rl {brief(writer, 20)}); "
-            f"embodied_rl {__version__} reads version {FORMAT_VERSION} and older. Install the version that wrote it, or train again."
+            f"embodied_rl {__version__} reads versions 1 to {FORMAT_VERSION}. Install the version that wrote it, or train again."
         )
     if _SUM in document and sum_of_document(document, _SUM) != document[_SUM]:
         raise IncompatibleCheckpointError(
