@@ -38,7 +38,11 @@ CLASSES = {
     "gym_pusht.envs.pusht": (("PushTEnv", "_render", "drawing"),),
 }
 """{module: (class, method, what it does)}"""
-SHORTCUTS = {"embodied_rl.sim.robots.gymnasium_robotics": "know_indices", "embodied_rl.sim.robots.metaworld": "touch_quickly"}
+SHORTCUTS = {
+    "embodied_rl.sim.robots.gymnasium_robotics": "know_indices",
+    "embodied_rl.sim.robots.metaworld": "touch_quickly",
+    "embodied_rl.sim.robots.robosuite": "know_arms",
+}
 """{module: the function that takes look-ups out of an environment's steps}"""
 
 

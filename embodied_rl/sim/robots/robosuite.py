@@ -18,6 +18,7 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
+from embodied_rl.sim.robots.known_indices import know_arms
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
@@ -187,6 +188,7 @@ class RobosuiteSim(SplitStep):
         for random, function in zip(self._random, build, strict=True):
             with random.active(0):  # building draws from the process-wide generators
                 self.envs.append(function())
+        self._know_arms = know_arms
         self._elapsed = [0] * len(self.envs)
         self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
         """The last readings of robosuite's sensors; pictures are drawn separately, when they are observed."""
@@ -218,6 +220,7 @@ class RobosuiteSim(SplitStep):
         for i, seed in zip(env_ids, seeds, strict=True):
             with self._random[i].active(int(seed)):
                 self._sensed[i] = self._begin(i, int(seed))
+            self._know_arms(self.envs[i])
             self._elapsed[i] = 0
             self._write(i, out)
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots import gymnasium_robotics, metaworld
+from embodied_rl.sim.robots import gymnasium_robotics, metaworld, robosuite
+from embodied_rl.sim.robots.known_indices import KnownSite
 from embodied_rl.types import StepBuffers
 
 TASKS = ("FetchReach-v4", "FetchPickAndPlaceDense-v4", "HandReachDense-v3")
@@ -83,3 +84,36 @@ def test_a_pressed_object_is_felt_as_metaworld_feels_it() -> None:
             felt.add(bool(touched))
     sim.close()
     assert felt == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("task", "controller", "robots"),
+    [
+        ("Lift", "OSC_POSE", "Panda"),
+        pytest.param("Wipe", "JOINT_POSITION", "UR5e", marks=pytest.mark.slow),
+        pytest.param("TwoArmLift", "OSC_POSE", "Baxter", marks=pytest.mark.slow),
+    ],
+)
+def test_robosuites_arms_are_its_own(task: str, controller: str, robots: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two resets, each of which builds model, robots and controllers anew; the controllers feed on every bit that they read."""
+    pytest.importorskip("robosuite")
+
+    def play() -> tuple[list[Any], list[type]]:
+        sim, random = robosuite.make(task, 1, robots=robots, controller=controller), np.random.default_rng(3)
+        out, found = StepBuffers.allocate(sim.spec, 1), []
+        for seed in (0, 5):
+            sim.reset([0], [seed], out)
+            for _ in range(4):
+                sim.step([0], random.uniform(-1.0, 1.0, (1, sim.spec.action.dim)).astype(np.float32), out)
+                found.append([out.observation["state"].copy(), out.reward.copy()])
+        held = [robot.controller for robot in sim.envs[0].robots]
+        controllers = [one for each in held for one in (each.values() if isinstance(each, dict) else [each])]
+        sim.close()
+        return found, [type(getattr(one.update, "__self__", None)) for one in controllers]
+
+    ours, known = play()
+    monkeypatch.setattr(robosuite, "know_arms", lambda env: None)
+    plain, own = play()
+    assert set(known) == {KnownSite}
+    assert KnownSite not in own
+    require_equal(ours, plain)
