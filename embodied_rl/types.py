@@ -176,6 +176,9 @@ class SimSpec:
     """How an episode can be taken up again elsewhere: see `SnapshotKind`."""
     steps_together: bool = False
     """All environments of a process advance in one call, whichever were asked for (a GPU simulation, a VectorEnv)."""
+    spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """{"observation", "action"}: an adapted gymnasium environment's own, as `embodied_rl.sim.robots.spaces.describe` writes them;
+    empty for a simulator that has none. Only views for other libraries read them; everything here is built from the parts above."""
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -199,6 +202,7 @@ class SimSpec:
             "can_render": self.can_render,
             "snapshots": self.snapshots,
             "steps_together": self.steps_together,
+            **({"spaces": dict(self.spaces)} if self.spaces else {}),
         }
 
     @staticmethod

@@ -1,9 +1,11 @@
-"""An EnvManager seen as a gymnasium.vector.VectorEnv, for libraries that know that interface."""
+"""An EnvManager seen as a gymnasium.vector.VectorEnv or a gymnasium.Env, for libraries that know these interfaces."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import gymnasium
@@ -11,20 +13,117 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.robots.spaces import action_rows, gather, info_row, observation_parts, row_of, space_of
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
-from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, StepBatch, TensorSpec, VariableSpec
+from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, SimSpec, StepBatch, TensorSpec, VariableSpec
 
 Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+
+
+class WrongMaskError(UserError, TypeError):
+    """A reset mask of the wrong type: gymnasium's callers expect a TypeError."""
+
+
+class AnyText(gymnasium.spaces.Text):
+    """Texts of any letters: gymnasium's own space holds the set of all that may occur. Samples are of ASCII."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length, min_length=0, charset=string.printable)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
+
+
+def make_vec_env(
+    sim: str,
+    num_envs: int | None = None,
+    *,
+    num_workers: int | None = None,
+    autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+    seed: int = 0,
+    task: str | None = None,
+    **kwargs: Any,
+) -> ManagerVectorEnv:
+    """A simulator of the catalogue as a vector environment with worker processes of its own: ``make_vec_env("maniskill_pushcube", 8)``.
+
+    Args:
+        sim: a name of ``python -m embodied_rl.catalog sims``.
+        num_envs: environments; None: what the simulator's configuration says.
+        num_workers: processes; None: as many as there are cores.
+        autoreset_mode: see `ManagerVectorEnv`.
+        seed: of the episodes, where `reset` is given none.
+        task: another task of the same simulator.
+        kwargs: passed to the simulator, over what its configuration says.
+
+    Raises:
+        UserError: a name, task or argument that is not known, or observations or actions without a fixed space.
+    """
+    config = load_sim_config(sim)
+    slots = num_envs or config.num_slots
+    config = dataclasses.replace(
+        config, task=task or config.task, kwargs={**config.kwargs, **kwargs}, num_slots=slots, num_workers=num_workers, pipeline_groups=1
+    )
+    autoreset = AutoresetMode(autoreset_mode) is not AutoresetMode.DISABLED
+    manager = EnvManager.from_config(config, EpisodeSeeds.training(seed), autoreset=autoreset)
+    try:
+        return ManagerVectorEnv(manager, autoreset_mode)
+    except BaseException:
+        manager.close()
+        raise
+
+
+def make_env(sim: str, *, task: str | None = None, **kwargs: Any) -> ManagerEnv:
+    """One environment of a simulator of the catalogue, in a process of its own, as a `gymnasium.Env`: ``make_env("cartpole")``.
+
+    Arguments and errors are those of `make_vec_env`.
+    """
+    return ManagerEnv(make_vec_env(sim, 1, num_workers=1, autoreset_mode=AutoresetMode.DISABLED, task=task, **kwargs))
+
+
+class ManagerEnv(gymnasium.Env[Any, Any]):
+    """The only slot of a view whose autoreset is DISABLED, as a `gymnasium.Env`. Closing it closes the manager."""
+
+    def __init__(self, view: ManagerVectorEnv) -> None:
+        """Raises UserError for a view of several slots or of another mode."""
+        if view.num_envs != 1 or view.metadata["autoreset_mode"] is not AutoresetMode.DISABLED:
+            mode = view.metadata["autoreset_mode"].name
+            raise UserError(f"A gymnasium.Env shows one slot with autoreset DISABLED; this view has {view.num_envs} with {mode}.")
+        self.view = view
+        self.observation_space, self.action_space = view.single_observation_space, view.single_action_space
+        self.metadata = {key: value for key, value in view.metadata.items() if key != "autoreset_mode"}
+        self.render_mode = view.render_mode
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """A new episode: of `seed`, in [0, 2**31), or of the next one that follows from the last seed given."""
+        super().reset(seed=seed)
+        chosen = int(self.np_random.integers(2**30)) if seed is None else seed
+        observation, infos = self.view.reset(seed=[chosen], options=options)
+        return row_of(observation, 0), info_row(infos, 0)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """One step with an action in the simulator's units."""
+        actions = {key: [part] for key, part in action.items()} if isinstance(action, Mapping) else [action]
+        observation, reward, terminated, truncated, infos = self.view.step(actions)
+        return row_of(observation, 0), float(reward[0]), bool(terminated[0]), bool(truncated[0]), info_row(infos, 0)
+
+    def render(self) -> np.ndarray:
+        """A picture [H, W, 3] uint8. Raises UserError where the simulator cannot draw."""
+        return self.view.render()[0]
+
+    def close(self) -> None:
+        self.view.close()
 
 
 class ManagerVectorEnv(VectorEnv):
     """Lockstep view of a manager.
 
-    Observations are copies. A simulator whose only observation is ``state`` gives plain arrays [N, D]; others give dictionaries.
-    ``infos["success"]`` [N] is that of the step, where the simulator knows it; ``infos["aborted"]`` [N] is there when a fault made an
-    episode be given up. Closing the view closes the manager.
+    The spaces are those of the adapted gymnasium environment, bounds and dtypes included; the numbers are the slabs', which are float32.
+    Of a simulator that has no such spaces a lone ``state`` gives plain arrays [N, D], other observations dictionaries. Texts are tuples
+    of N. Observations are copies. ``infos["success"]`` [N] is that of the step, where the simulator knows it; ``infos["aborted"]`` [N] is
+    there when a fault made an episode be given up. Closing the view closes the manager.
     """
 
     def __init__(self, manager: EnvManager, autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP) -> None:
@@ -53,17 +152,15 @@ class ManagerVectorEnv(VectorEnv):
         self.manager = manager
         self.num_envs = manager.num_slots
         spec = manager.spec
-        parts: dict[str, gymnasium.Space[Any]] = {key: _space(part) for key, part in spec.observation.items()}
-        self._plain = list(parts) == ["state"]
-        self.single_observation_space = parts["state"] if self._plain else gymnasium.spaces.Dict(parts)
-        self.single_action_space = _action_space(spec.action)
+        self.single_observation_space = _observation_space(spec)
+        self.single_action_space = _action_space(spec)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.metadata = {"autoreset_mode": mode, "render_modes": ["rgb_array"], "render_fps": round(spec.control_hz or 30)}
         self.render_mode = "rgb_array" if spec.can_render else None
         self._seeds: EpisodeSeeds | None = None
         self._seed_round = 0
-        self._mode = mode
+        self._mode, self._begun = mode, False
         self._over = np.zeros(self.num_envs, bool)
         self._current: dict[str, np.ndarray] = {}
         """NEXT_STEP: {key: [N, ...]} of the running episodes; where one is over, the first of the next. DISABLED: what was shown last."""
@@ -79,24 +176,27 @@ class ManagerVectorEnv(VectorEnv):
                 (None: one that follows from the others), from which those of later episodes follow; None: go on with new ones.
             options: ``{"reconfigure": True}`` also forgets what the simulator keeps between episodes. Only for DISABLED:
                 ``{"reset_mask": [N] bool}`` begins new episodes in these slots, and leaves the others where they are; `seed` is then
-                of these slots.
+                of these slots. The first reset of all begins episodes in the others too.
 
         Raises:
-            UserError: a list of another length, a seed out of [0, 2**31), a mask of another shape or kind, or any other option.
+            UserError: a list of another length, a seed out of [0, 2**31), a mask of another shape, or any other option.
+            WrongMaskError: a mask that is no array of bool.
         """
         disabled = self._mode is AutoresetMode.DISABLED
         known = ["reconfigure", *(["reset_mask"] if disabled else [])]
         if unknown := sorted(set(options or {}) - set(known)):
             raise UserError(f"reset takes the option {' or '.join(map(repr, known))}, got {', '.join(map(repr, unknown))}.")
         if "reset_mask" in (options or {}):
-            return self._reset_some(seed, **(options or {})), {}
+            slots = self._masked(**(options or {}))
+            if self._streams:
+                return self._reset_some(seed, slots), {}
         self._seed_round = 0 if seed is not None else self._seed_round + 1
         if isinstance(seed, SupportsIndex):
             self._seeds = EpisodeSeeds.training(int(seed))
         elif seed is not None:
             self._seeds = _seeds_of_slots(seed, self.num_envs)
         batch = self.manager.reset(self._seeds, seed_round=self._seed_round, reconfigure=bool((options or {}).get("reconfigure")))
-        self._over[:] = False
+        self._over[:], self._begun = False, True
         if self._mode is not AutoresetMode.SAME_STEP:
             self._current = {key: part.copy() for key, part in batch.observation.items()}
         if disabled:
@@ -105,21 +205,20 @@ class ManagerVectorEnv(VectorEnv):
             self._streams = [SeedStream(seeds, self._seed_round, slot, self.num_envs) for slot in range(self.num_envs)]
         return self._copy(batch.observation), {}
 
-    def _reset_some(self, seed: int | Sequence[int | None] | None, reset_mask: np.ndarray, reconfigure: bool = False) -> Any:
-        """New episodes in some slots. Returns the observations of all."""
-        if (
-            not isinstance(reset_mask, np.ndarray)
-            or reset_mask.dtype != bool
-            or reset_mask.shape != (self.num_envs,)
-            or not reset_mask.any()
-        ):
-            told = f"{reset_mask.dtype} {list(reset_mask.shape)}" if isinstance(reset_mask, np.ndarray) else type(reset_mask).__name__
-            raise UserError(f"options['reset_mask'] must be a numpy array [{self.num_envs}] of bool with at least one True, got {told}.")
+    def _masked(self, reset_mask: Any, reconfigure: bool = False) -> np.ndarray:
+        """The slots that a mask names. Raises UserError and WrongMaskError."""
+        told = f"{reset_mask.dtype} {list(reset_mask.shape)}" if isinstance(reset_mask, np.ndarray) else type(reset_mask).__name__
+        wanted = f"options['reset_mask'] must be a numpy array [{self.num_envs}] of bool with at least one True, got {told}."
+        if not isinstance(reset_mask, np.ndarray) or reset_mask.dtype != bool:
+            raise WrongMaskError(wanted)
+        if reset_mask.shape != (self.num_envs,) or not reset_mask.any():
+            raise UserError(wanted)
         if reconfigure:
             raise UserError("reset takes the option 'reconfigure' for all slots together: leave 'reset_mask' out.")
-        if not self._streams:
-            raise UserError("The first reset begins episodes in all slots: leave 'reset_mask' out.")
-        slots = np.flatnonzero(reset_mask)
+        return np.flatnonzero(reset_mask)
+
+    def _reset_some(self, seed: int | Sequence[int | None] | None, slots: np.ndarray) -> Any:
+        """New episodes in some slots. Returns the observations of all."""
         self._index[slots] += 1
         if seed is not None:
             seeds = EpisodeSeeds.training(int(seed)) if isinstance(seed, SupportsIndex) else _seeds_of_slots(seed, self.num_envs)
@@ -131,9 +230,11 @@ class ManagerVectorEnv(VectorEnv):
         self._over[slots] = False
         return self._copy(self._current)
 
-    def step(self, actions: np.ndarray) -> Stepped:
-        """One step of every slot with actions in the simulator's units."""
-        rows = np.asarray(actions).reshape(self.num_envs, -1)
+    def step(self, actions: Any) -> Stepped:
+        """One step of every slot with actions of `action_space`, or a list of one of each slot, in the simulator's units."""
+        if not self._begun:
+            raise gymnasium.error.ResetNeeded("Call reset before the first step: it begins the episodes.")
+        rows = action_rows(self.single_action_space, actions, self.num_envs)
         if self._mode is AutoresetMode.NEXT_STEP:
             return self._step_or_begin(rows)
         if self._over.any():  # only in DISABLED
@@ -144,14 +245,12 @@ class ManagerVectorEnv(VectorEnv):
         if self._mode is AutoresetMode.DISABLED:
             self._over = batch.done.copy()
             self._current = {key: part.copy() for key, part in batch.observation.items()}
-            if batch.episodes:
-                infos |= self._final_info(batch.episodes)
         elif batch.done.any():
             done = batch.done
             final = np.full(self.num_envs, None, dtype=object)
             for slot in np.flatnonzero(done):
-                row = {key: part[slot].copy() for key, part in batch.final_observation.items()}
-                final[slot] = row["state"] if self._plain else row
+                row = {key: part[slot : slot + 1] for key, part in batch.final_observation.items()}
+                final[slot] = row_of(self._copy(row), 0)
             infos |= {"final_obs": final, "_final_obs": done, "final_info": self._final_info(batch.episodes), "_final_info": done}
         return self._copy(batch.observation), batch.reward.astype(np.float64), batch.terminated.copy(), batch.truncated.copy(), infos
 
@@ -161,7 +260,7 @@ class ManagerVectorEnv(VectorEnv):
     def close_extras(self, **kwargs: Any) -> None:
         self.manager.close()
 
-    def _step_or_begin(self, actions: np.ndarray) -> Stepped:
+    def _step_or_begin(self, actions: np.ndarray | list[str]) -> Stepped:
         """NEXT_STEP: slots whose episode is over show the first observation of the next, which is here already; the others step."""
         reward = np.zeros(self.num_envs)
         terminated, truncated = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
@@ -169,7 +268,7 @@ class ManagerVectorEnv(VectorEnv):
         infos: dict[str, Any] = {}
         going = np.flatnonzero(~self._over)
         if len(going):
-            self.manager.send(going, actions[going])
+            self.manager.send(going, [actions[slot] for slot in going] if isinstance(actions, list) else actions[going])
             batch = self.manager.recv(going)
             done = batch.done
             for key, part in batch.observation.items():
@@ -178,7 +277,7 @@ class ManagerVectorEnv(VectorEnv):
             reward[going], terminated[going], truncated[going] = batch.reward, batch.terminated, batch.truncated
             infos = self._infos(batch, going)
         self._over = terminated | truncated
-        return shown["state"] if self._plain else shown, reward, terminated, truncated, infos
+        return self._copy(shown), reward, terminated, truncated, infos
 
     def _infos(self, batch: StepBatch, slots: np.ndarray) -> dict[str, Any]:
         """The ``infos`` of a step, as gymnasium lays them out: an entry per slot, and a mask of the slots that have one."""
@@ -202,7 +301,7 @@ class ManagerVectorEnv(VectorEnv):
         return info | {"is_success": success, "_is_success": ended}
 
     def _copy(self, observation: Observation) -> Any:
-        return observation["state"].copy() if self._plain else {key: part.copy() for key, part in observation.items()}
+        return gather(self.single_observation_space, observation)
 
 
 def _seeds_of_slots(seeds: Sequence[int | None], num_slots: int) -> EpisodeSeeds:
@@ -216,8 +315,20 @@ def _seeds_of_slots(seeds: Sequence[int | None], num_slots: int) -> EpisodeSeeds
     return EpisodeSeeds.training(int.from_bytes(digest, "little"), first=first)
 
 
-def _space(part: TensorSpec | VariableSpec) -> gymnasium.spaces.Box:
+def _observation_space(spec: SimSpec) -> gymnasium.Space[Any]:
+    """The adapted environment's own where the parts are still those; else one of the parts."""
+    if "observation" in spec.spaces:
+        own = space_of(spec.spaces["observation"])
+        if {part.name: part.spec for part in observation_parts(own)} == dict(spec.observation):
+            return own
+    parts = {key: _space(part) for key, part in spec.observation.items()}
+    return parts["state"] if list(parts) == ["state"] else gymnasium.spaces.Dict(parts)
+
+
+def _space(part: TensorSpec | VariableSpec) -> gymnasium.Space[Any]:
     if isinstance(part, VariableSpec):
+        if part.kind == "text":
+            return AnyText(part.max_bytes)
         raise UserError(
             f"Observations of kind '{part.kind}' have no fixed space, so that this simulator cannot be a gymnasium.vector.VectorEnv."
         )
@@ -228,9 +339,12 @@ def _space(part: TensorSpec | VariableSpec) -> gymnasium.spaces.Box:
     return gymnasium.spaces.Box(limits.min if limits else 0, limits.max if limits else 1, part.shape, kind.type)
 
 
-def _action_space(action: ActionSpec) -> gymnasium.Space[Any]:
+def _action_space(spec: SimSpec) -> gymnasium.Space[Any]:
+    action: ActionSpec = spec.action
+    if "action" in spec.spaces:
+        return space_of(spec.spaces["action"])
     if action.kind == "text":
-        raise UserError("Text actions have no fixed space, so that this simulator cannot be a gymnasium.vector.VectorEnv.")
+        return AnyText(action.max_bytes)
     if action.kind == "discrete":
         return gymnasium.spaces.Discrete(action.num_actions)
     return gymnasium.spaces.Box(np.asarray(action.low, np.float32), np.asarray(action.high, np.float32), dtype=np.float32)

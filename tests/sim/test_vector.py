@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.utils.env_checker import check_env, data_equivalence
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import vector as wrappers
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.robots.spaces import row_of
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.vector import ManagerVectorEnv
+from embodied_rl.sim.vector import ManagerEnv, ManagerVectorEnv, make_env, make_vec_env
+from tests.sim.robots.test_gymnasium import Known
 
 
 def test_it_steps_like_the_single_environments() -> None:
@@ -159,10 +163,6 @@ def test_a_reset_without_a_seed_goes_on_from_the_last_one() -> None:
             vector.reset(options={"reset_mask": np.array([True, False, False])})
 
 
-def single_cartpole() -> gymnasium.Env:
-    return gymnasium.wrappers.RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
-
-
 @pytest.fixture
 def by_hand() -> Iterator[ManagerVectorEnv]:
     """Three cart-poles whose next episodes are begun by whoever steps them."""
@@ -174,29 +174,32 @@ def by_hand() -> Iterator[ManagerVectorEnv]:
 def test_without_autoreset_it_is_gymnasiums_own(by_hand: ManagerVectorEnv) -> None:
     """The same seeds in the same resets: every row of every step is SyncVectorEnv's."""
     seeds = np.random.default_rng(1)
-    with closing(SyncVectorEnv([single_cartpole] * 3, autoreset_mode=AutoresetMode.DISABLED)) as theirs:
+    with closing(SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 3, autoreset_mode=AutoresetMode.DISABLED)) as plain:
+        theirs, counted = wrappers.RecordEpisodeStatistics(plain), wrappers.RecordEpisodeStatistics(by_hand)
         first = [5, 6, 7]
-        np.testing.assert_array_equal(by_hand.reset(seed=first)[0], theirs.reset(seed=first)[0])
-        actions, over, partial = np.random.default_rng(0), np.zeros(3, bool), 0
+        np.testing.assert_array_equal(counted.reset(seed=first)[0], theirs.reset(seed=first)[0])
+        actions, over, partial, steps = np.random.default_rng(0), np.zeros(3, bool), 0, np.zeros(3, int)
         for step in range(120):
             if over.any() or step == 30:  # at step 30: an episode that is going on is left for another
                 mask = over | (step == 30) * np.array([False, True, False])
                 chosen = [int(seed) for seed in seeds.integers(0, 2**30, 3)]
-                ours, told = by_hand.reset(seed=chosen, options={"reset_mask": mask})
+                ours, told = counted.reset(seed=chosen, options={"reset_mask": mask})
                 np.testing.assert_array_equal(ours, theirs.reset(seed=chosen, options={"reset_mask": mask})[0])
                 assert told == {}
                 partial += not mask.all()
+                steps[mask] = 0
             row = actions.integers(0, 2, 3)
-            ours, expected = by_hand.step(row), theirs.step(row)
+            ours, expected = counted.step(row), theirs.step(row)
             for part, reference in zip(ours[:4], expected[:4], strict=True):
                 np.testing.assert_array_equal(part, reference)
                 assert part.dtype == reference.dtype
-            over = expected[2] | expected[3]
+            over, steps = expected[2] | expected[3], steps + 1
             assert ("episode" in ours[4]) == ("episode" in expected[4]) == bool(over.any())
             if over.any():
                 np.testing.assert_array_equal(ours[4]["_episode"], over)
-                np.testing.assert_array_equal(ours[4]["episode"]["l"][over], expected[4]["episode"]["l"][over])
-                np.testing.assert_array_equal(ours[4]["episode"]["r"][over], expected[4]["episode"]["r"][over])
+                # Counted here: gymnasium's own forgets every slot's count at a masked reset, because its environment takes the mask away.
+                np.testing.assert_array_equal(ours[4]["episode"]["l"], np.where(over, steps, 0))
+                np.testing.assert_array_equal(ours[4]["episode"]["r"], np.where(over, steps, 0.0))
         assert partial > 5
 
 
@@ -220,9 +223,14 @@ def test_masked_resets_without_seeds_go_through_each_slots_own(by_hand: ManagerV
 
 def test_steps_and_masks_that_make_no_sense(by_hand: ManagerVectorEnv) -> None:
     mask = np.array([True, False, False])
-    with pytest.raises(UserError, match="first reset begins episodes in all slots"):
-        by_hand.reset(options={"reset_mask": mask})
-    by_hand.reset(seed=1)
+    with pytest.raises(gymnasium.error.ResetNeeded):
+        by_hand.step(np.zeros(3, int))
+    first, _ = by_hand.reset(seed=[4, None, 5], options={"reset_mask": mask})
+    np.testing.assert_array_equal(first[0], gymnasium.make("CartPole-v1").reset(seed=4)[0])
+    by_hand.step(np.zeros(3, int))  # the other slots have begun too
+    for wrong in (np.zeros(2, int), np.zeros((3, 2), int), ["left"] * 3, 0):
+        with pytest.raises(UserError, match=r"A step takes 3 actions of Discrete\(2\)"):
+            by_hand.step(wrong)
     for wrong, told in (
         ([True, False, False], "got list"),
         (mask[:2], r"got bool \[2\]"),
@@ -230,6 +238,9 @@ def test_steps_and_masks_that_make_no_sense(by_hand: ManagerVectorEnv) -> None:
         (mask & False, ""),
     ):
         with pytest.raises(UserError, match=r"must be a numpy array \[3\] of bool with at least one True" + f".*{told}"):
+            by_hand.reset(options={"reset_mask": wrong})
+    for wrong in ([True, False, False], mask.astype(int)):
+        with pytest.raises(TypeError):  # as gymnasium's own
             by_hand.reset(options={"reset_mask": wrong})
     with pytest.raises(UserError, match="'reconfigure' for all slots together"):
         by_hand.reset(options={"reset_mask": mask, "reconfigure": True})
@@ -269,8 +280,73 @@ def test_what_has_no_such_view_is_refused() -> None:
     ):
         with EnvManager(factory, 1, **options) as manager, pytest.raises(UserError, match=message):
             ManagerVectorEnv(manager, mode)
-    with (
-        EnvManager(SimFactory("embodied_rl.sim.text.frozenlake:make", None), 1) as manager,
-        pytest.raises(UserError, match="no fixed space"),
-    ):
-        ManagerVectorEnv(manager)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_spaces_are_the_wrapped_environments_own(mode: AutoresetMode) -> None:
+    """Bounds and dtypes, nested dictionaries and choices; what is shown lies in them and is what the environment itself gives."""
+    factory = SimFactory("tests.sim.robots.test_gymnasium:Known")
+    with closing(ManagerVectorEnv(EnvManager(factory, 2, num_workers=1, autoreset=mode is not AutoresetMode.DISABLED), mode)) as ours:
+        theirs = SyncVectorEnv([Known] * 2, autoreset_mode=mode)
+        assert ours.single_observation_space == theirs.single_observation_space
+        assert ours.single_action_space == theirs.single_action_space
+        assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
+        shown, expected = [env.reset(seed=[3, 4])[0] for env in (ours, theirs)]
+        assert data_equivalence(shown, expected)
+        ours.action_space.seed(0)
+        for _ in range(2):
+            actions = ours.action_space.sample()
+            mine, others = ours.step(actions), theirs.step(actions)
+            assert data_equivalence(mine[0], others[0])
+            np.testing.assert_allclose(mine[1], others[1], rtol=1e-6)
+        last, _, _, truncated, infos = ours.step(actions)  # gymnasium would begin the next episode without a seed
+        assert truncated.all()
+        last = infos["final_obs"][1] if mode is AutoresetMode.SAME_STEP else row_of(last, 1)
+        joints = np.array([[4, 3], [0.5, -0.5]], np.float32)
+        assert data_equivalence(last, {"arm": {"joints": joints, "grip": np.int64(1)}, "camera": np.full((4, 5, 3), 3, np.uint8)})
+        assert last in ours.single_observation_space
+
+
+@pytest.mark.parametrize("task", ["CliffWalking-v1", "MountainCarContinuous-v0", "Blackjack-v1"])
+def test_numbers_and_choices_of_gymnasiums_tasks(task: str) -> None:
+    """Tuples, choices and bounds, through one environment and its own checker."""
+    with closing(make_env("cartpole", task=task)) as ours:
+        theirs = gymnasium.make(task)
+        assert (ours.observation_space, ours.action_space) == (theirs.observation_space, theirs.action_space)
+        np.testing.assert_array_equal(ours.reset(seed=7)[0], theirs.reset(seed=7)[0])
+        ours.action_space.seed(1)
+        for _ in range(5):
+            action = ours.action_space.sample()
+            mine, others = ours.step(action), theirs.step(action)
+            np.testing.assert_array_equal(mine[0], others[0])
+            assert mine[0] in theirs.observation_space
+            assert (mine[1], mine[2], mine[3]) == (pytest.approx(others[1]), others[2], others[3])
+            if mine[2] or mine[3]:
+                break
+
+
+def test_one_environment_passes_gymnasiums_checker() -> None:
+    with closing(make_env("cartpole")) as env, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(spec|render modes|infinity).*")
+        check_env(env, skip_render_check=True)
+        env.reset(seed=3)
+        rows = [env.reset()[0] for _ in range(2)]
+        env.reset(seed=3)
+        np.testing.assert_array_equal(env.reset()[0], rows[0])  # what follows a seed follows from it
+        assert not np.array_equal(*rows)
+    with closing(cartpoles()) as view, pytest.raises(UserError, match="one slot with autoreset DISABLED; this view has 3 with SAME_STEP"):
+        ManagerEnv(view)
+
+
+def test_texts_are_a_space_too() -> None:
+    with closing(make_vec_env("frozenlake", 2, num_workers=1)) as vector:
+        shown, _ = vector.reset(seed=1)
+        assert shown in vector.observation_space
+        assert isinstance(vector.action_space, gymnasium.spaces.Tuple)
+        text = shown["text"] if isinstance(shown, dict) else shown
+        assert len(text) == 2
+        assert all("frozen" in said.lower() or "\n" in said for said in text)
+        vector.step(("<answer>Up</answer>", "žluťoučký"))
+        with pytest.raises(UserError, match="A step takes 2 actions of"):
+            vector.step(("Up",))

@@ -20,7 +20,15 @@ from embodied_rl.sim.robots.mujoco_cameras import draw_from, model_cameras
 from embodied_rl.sim.robots.on_demand import ObservesOnDemand, on_demand
 from embodied_rl.sim.robots.physics import Physics, physics_of
 from embodied_rl.sim.robots.saved_state import EnvState
-from embodied_rl.sim.robots.spaces import SUCCESS_KEYS, action_converter, action_spec, control_hz, observation_parts, row_writer
+from embodied_rl.sim.robots.spaces import (
+    SUCCESS_KEYS,
+    action_converter,
+    action_spec,
+    control_hz,
+    describe,
+    observation_parts,
+    row_writer,
+)
 from embodied_rl.sim.robots.vector import VectorEnvSim
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.sim.split_step import SplitStep
@@ -108,8 +116,8 @@ def _render_modes(entry_point: Any) -> list[str]:
 class GymnasiumSim(SplitStep):
     """A list of gymnasium environments stepped one after the other in this process.
 
-    Box, Discrete (one-hot), MultiBinary and image observations become named parts: a vector is "state", an image [H, W, 3] uint8
-    is "rgb", and the entries of a Dict keep their keys, nested ones joined by dots. Actions are a Box or Discrete.
+    Box, Discrete (one-hot), MultiBinary, Text and image observations become named parts: a vector is "state", an image [H, W, 3] uint8
+    is "rgb", a text "text", and the entries of a Dict keep their keys, nested ones joined by dots. Actions are a Box, Discrete or Text.
 
     An episode depends only on its seed: the simulator seeds the process-wide generators (`numpy.random`, `random`) around every
     reset, and where a task also draws from them while stepping, each environment has its own copy.
@@ -146,6 +154,7 @@ class GymnasiumSim(SplitStep):
             reports_success=success_key is not None,
             can_render=first.render_mode == "rgb_array",
             snapshots="exact" if exact_snapshots else "replay",
+            spaces={"observation": describe(first.observation_space), "action": describe(first.action_space)},
         )
         self._write = row_writer(parts)
         self._plain_state = len(parts) == 1 and parts[0].is_plain_vector

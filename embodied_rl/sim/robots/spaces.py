@@ -1,8 +1,9 @@
-"""Gymnasium spaces as our specs, and how a nested observation is written into rows."""
+"""Gymnasium spaces as our specs and as JSON; how a nested observation is written into rows, and how rows become one again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from embodied_rl.errors import UserError
-from embodied_rl.types import ActionSpec, Observation, TensorSpec
+from embodied_rl.types import ActionSpec, Observation, TensorSpec, VariableSpec
 
 SUCCESS_KEYS = ("success", "is_success")
 """Where simulators put success in their info; the first that is there counts."""
@@ -22,11 +23,11 @@ class ObservationPart:
     """One leaf of an observation space."""
 
     name: str
-    """Key in our observation: "state", "rgb", or a Dict's keys joined by dots."""
+    """Key in our observation: "state", "rgb", "text", or a Dict's keys joined by dots."""
     path: tuple[Any, ...]
     """Keys from the root of the simulator's observation to this leaf."""
     space: gymnasium.Space
-    spec: TensorSpec
+    spec: TensorSpec | VariableSpec
 
     @property
     def is_plain_vector(self) -> bool:
@@ -38,7 +39,7 @@ def observation_parts(space: gymnasium.Space) -> list[ObservationPart]:
     """Flatten an observation space into named parts.
 
     Raises:
-        UserError: a space that is neither Box, Discrete, MultiDiscrete, MultiBinary, Dict nor Tuple.
+        UserError: a space that is neither Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict nor Tuple.
     """
     return _parts(space, ())
 
@@ -48,16 +49,28 @@ def _parts(space: gymnasium.Space, path: tuple[Any, ...]) -> list[ObservationPar
         return [part for key, inner in space.spaces.items() for part in _parts(inner, (*path, key))]
     if isinstance(space, spaces.Tuple):
         return [part for index, inner in enumerate(space.spaces) for part in _parts(inner, (*path, index))]
-    name = ".".join(map(str, path))
+    name = _name(space, path)
     if _is_image(space):
-        return [ObservationPart(name or "rgb", path, space, TensorSpec(tuple(space.shape or ()), "uint8"))]
+        return [ObservationPart(name, path, space, TensorSpec(tuple(space.shape or ()), "uint8"))]
+    if isinstance(space, spaces.Text):
+        return [ObservationPart(name, path, space, VariableSpec("text", _text_room(space)))]
     if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        return [ObservationPart(name or "state", path, space, TensorSpec((spaces.flatdim(space),)))]
-    where = f" under '{name}'" if name else ""
+        return [ObservationPart(name, path, space, TensorSpec((spaces.flatdim(space),)))]
+    where = f" under '{'.'.join(map(str, path))}'" if path else ""
     raise UserError(
-        f"Observation space {space}{where} cannot be adapted. Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple can: "
+        f"Observation space {space}{where} cannot be adapted. Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict and Tuple can: "
         "wrap the environment (gymnasium.wrappers.TransformObservation) so that it gives one of these."
     )
+
+
+def _name(space: gymnasium.Space, path: tuple[Any, ...]) -> str:
+    whole = "rgb" if _is_image(space) else "text" if isinstance(space, spaces.Text) else "state"
+    return ".".join(map(str, path)) or whole
+
+
+def _text_room(space: spaces.Text) -> int:
+    """Bytes for the longest text, in UTF-8."""
+    return max(2**16, 4 * space.max_length)
 
 
 def _is_image(space: gymnasium.Space) -> bool:
@@ -65,13 +78,15 @@ def _is_image(space: gymnasium.Space) -> bool:
 
 
 def action_spec(space: gymnasium.Space) -> ActionSpec:
-    """ActionSpec of a Discrete space, a bounded Box (flattened) or a Dict of bounded Boxes (concatenated; see `action_splits`).
+    """ActionSpec of a Discrete or Text space, a bounded Box (flattened) or a Dict of bounded Boxes (concatenated; see `action_splits`).
 
     Raises:
         UserError: another space, or a Box without finite bounds.
     """
     if isinstance(space, spaces.Discrete):
         return ActionSpec.discrete(int(space.n))
+    if isinstance(space, spaces.Text):
+        return ActionSpec.text(_text_room(space))
     if isinstance(space, spaces.Box):
         if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             raise UserError(
@@ -82,7 +97,7 @@ def action_spec(space: gymnasium.Space) -> ActionSpec:
         parts = [action_spec(inner) for inner in space.spaces.values()]
         return ActionSpec.continuous(sum((part.low for part in parts), ()), sum((part.high for part in parts), ()))
     raise UserError(
-        f"Action space {space} cannot be adapted; Box, Discrete and a Dict of Boxes can. "
+        f"Action space {space} cannot be adapted; Box, Discrete, Text and a Dict of Boxes can. "
         "Wrap the environment so that it takes one of these."
     )
 
@@ -114,7 +129,9 @@ def row_writer(parts: list[ObservationPart]) -> Callable[[Observation, int, Any]
 def _leaf(part: ObservationPart) -> Callable[[Any], Any] | None:
     space = part.space
     if isinstance(space, spaces.Box):
-        return None if space.shape == part.spec.shape else lambda value: np.asarray(value).reshape(-1)
+        return None if len(space.shape) == 1 or _is_image(space) else lambda value: np.asarray(value).reshape(-1)
+    if isinstance(space, spaces.Text):
+        return str
     return lambda value: spaces.flatten(space, value)  # one-hot for choices
 
 
@@ -132,6 +149,8 @@ def action_converter(space: gymnasium.Space) -> Callable[[np.ndarray], Any]:
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
         return lambda actions: [start + int(action) for action in actions[:, 0]]
+    if isinstance(space, spaces.Text):
+        return list
     if isinstance(space, spaces.Dict):
         splits = {key: (columns, action_converter(space[key])) for key, columns in action_splits(space).items()}
 
@@ -145,3 +164,141 @@ def action_converter(space: gymnasium.Space) -> Callable[[np.ndarray], Any]:
         return lambda actions: np.array(actions, dtype)
     shape, dtype = space.shape or (), space.dtype
     return lambda actions: np.array(actions, dtype).reshape(len(actions), *shape)
+
+
+# ---- spaces as data, and back ---------------------------------------------------------------------------------------
+
+
+def describe(space: gymnasium.Space) -> dict[str, Any]:
+    """A space that `observation_parts` or `action_spec` takes, as JSON; a bound that is none is null, equal bounds are one number."""
+    if isinstance(space, spaces.Dict):
+        return {"type": "Dict", "spaces": {str(key): describe(inner) for key, inner in space.spaces.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"type": "Tuple", "spaces": [describe(inner) for inner in space.spaces]}
+    if isinstance(space, spaces.Text):
+        return {"type": "Text", "min_length": space.min_length, "max_length": space.max_length, "charset": space.characters}
+    kind = {"dtype": np.dtype(space.dtype).name}
+    if isinstance(space, spaces.Box):
+        low, high = _bounds(space.low, space.bounded_below), _bounds(space.high, space.bounded_above)
+        return {"type": "Box", **kind, "shape": list(space.shape), "low": low, "high": high}
+    if isinstance(space, spaces.Discrete):
+        return {"type": "Discrete", **kind, "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"type": "MultiDiscrete", **kind, "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+    assert isinstance(space, spaces.MultiBinary), space
+    return {"type": "MultiBinary", "n": list(space.shape)}
+
+
+def _bounds(bounds: np.ndarray, bounded: np.ndarray) -> Any:
+    plain = [bound if known else None for bound, known in zip(bounds.ravel().tolist(), bounded.ravel().tolist(), strict=True)]
+    return plain[0] if len(set(plain)) == 1 else plain
+
+
+def space_of(data: Mapping[str, Any]) -> gymnasium.Space[Any]:
+    """The inverse of `describe`. Raises KeyError, TypeError or ValueError for what it did not write."""
+    kind = data["type"]
+    if kind == "Dict":
+        return spaces.Dict({key: space_of(inner) for key, inner in data["spaces"].items()})
+    if kind == "Tuple":
+        return spaces.Tuple([space_of(inner) for inner in data["spaces"]])
+    if kind == "Text":
+        return spaces.Text(data["max_length"], min_length=data["min_length"], charset=data["charset"])
+    if kind == "Discrete":
+        return spaces.Discrete(data["n"], start=data["start"], dtype=np.dtype(data["dtype"]).type)
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(np.asarray(data["nvec"]), dtype=np.dtype(data["dtype"]).type, start=np.asarray(data["start"]))
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(data["n"] if len(data["n"]) != 1 else data["n"][0])
+    if kind != "Box":
+        raise ValueError(f"a space of kind {kind}")
+    shape = tuple(data["shape"])
+    dtype = np.dtype(data["dtype"])
+    low, high = (_filled(data[name], none, shape, dtype) for name, none in (("low", -np.inf), ("high", np.inf)))
+    return spaces.Box(low, high, shape, dtype.type)
+
+
+def _filled(bounds: Any, none: float, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    values = bounds if isinstance(bounds, list) else [bounds] * math.prod(shape)
+    known = [none if value is None else value for value in values]
+    # gymnasium takes an infinite bound of integers as a float only.
+    return np.array(known, np.float64 if None in values and dtype.kind in "iu" else dtype).reshape(shape)
+
+
+def gather(space: gymnasium.Space, observation: Observation, path: tuple[Any, ...] = ()) -> Any:
+    """What a vector environment whose environments have `space` gives for rows {name: [n, ...]}: the inverse of `row_writer` for all rows.
+
+    Arrays are copies of the space's dtype; texts are a tuple of n.
+    """
+    if isinstance(space, spaces.Dict):
+        return {key: gather(inner, observation, (*path, key)) for key, inner in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(gather(inner, observation, (*path, index)) for index, inner in enumerate(space.spaces))
+    rows = observation[_name(space, path)]
+    if isinstance(space, spaces.Text):
+        return tuple(map(str, rows))
+    if isinstance(space, spaces.Discrete):
+        return np.asarray(space.start + rows.argmax(1), space.dtype)
+    if isinstance(space, spaces.MultiDiscrete):
+        ends = np.cumsum(space.nvec.ravel())
+        chosen = [part.argmax(1) for part in np.split(rows, ends[:-1], axis=1)]
+        return np.asarray(space.start + np.stack(chosen, axis=1).reshape(len(rows), *space.shape), space.dtype)
+    values = np.array(rows, space.dtype).reshape(len(rows), *(space.shape or ()))
+    return _within(values, space) if isinstance(space, spaces.Box) and values.dtype == np.float64 else values
+
+
+def _within(values: np.ndarray, space: spaces.Box) -> np.ndarray:
+    """Rows are float32: a value at a bound of a float64 space may have been rounded to just beyond it."""
+    clipped = np.clip(values, space.low, space.high)
+    return np.where(np.isclose(values, clipped, rtol=1e-6, atol=0), clipped, values)
+
+
+def row_of(value: Any, i: int) -> Any:
+    """One environment's part of a batched observation."""
+    if isinstance(value, Mapping):
+        return {key: row_of(inner, i) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(row_of(inner, i) for inner in value) if not value or not isinstance(value[0], str) else value[i]
+    return value[i]
+
+
+def action_rows(space: gymnasium.Space, actions: Any, num_envs: int) -> np.ndarray | list[str]:
+    """Actions [num_envs] of environments whose action space is `space` as rows [num_envs, A], or as texts.
+
+    Raises:
+        UserError: another number of actions, or of another kind or size.
+    """
+    try:
+        if isinstance(space, spaces.Text):
+            texts = list(actions)
+            if len(texts) == num_envs and all(isinstance(text, str) for text in texts):
+                return texts
+        elif isinstance(space, spaces.Dict):
+            return np.hstack([np.asarray(action_rows(inner, actions[key], num_envs)) for key, inner in space.spaces.items()])
+        else:
+            rows = np.asarray(actions)
+            start = space.start if isinstance(space, spaces.Discrete) else 0
+            if rows.shape[:1] == (num_envs,) and rows.size == num_envs * math.prod(space.shape or ()) and rows.dtype.kind in "biuf":
+                return rows.reshape(num_envs, -1) - start if start else rows.reshape(num_envs, -1)
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise UserError(f"A step takes {num_envs} actions of {space}: {error}.") from error
+    raise UserError(f"A step takes {num_envs} actions of {space}, got {_told(actions)}.")
+
+
+def _told(actions: Any) -> str:
+    try:
+        array = np.asarray(actions)
+    except ValueError:
+        return type(actions).__name__
+    return f"{type(actions).__name__} of shape {list(array.shape)} and dtype {array.dtype}"
+
+
+def info_row(info: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """Undo a vector environment's batching: ``key`` [n] with the mask ``_key`` [n]."""
+    row: dict[str, Any] = {}
+    for key, value in info.items():
+        if key.startswith("_") and key[1:] in info:
+            continue
+        mask = info.get(f"_{key}")
+        if mask is None or (i < len(mask) and mask[i]):
+            row[key] = info_row(value, i) if isinstance(value, Mapping) else value[i] if np.ndim(value) else value
+    return row

@@ -15,7 +15,10 @@ from embodied_rl.sim.robots.spaces import (
     action_spec,
     action_splits,
     control_hz,
+    describe,
+    info_row,
     observation_parts,
+    row_of,
     row_writer,
 )
 from embodied_rl.types import SimSpec, StepBuffers
@@ -60,6 +63,7 @@ class VectorEnvSim:
             can_render=env.render_mode == "rgb_array",
             snapshots="none",
             steps_together=True,
+            spaces={"observation": describe(env.single_observation_space), "action": describe(env.single_action_space)},
         )
         self._write = row_writer(parts)
         self._to_action = action_converter(env.single_action_space)
@@ -74,7 +78,7 @@ class VectorEnvSim:
             passed["reset_mask"] = chosen
         observation, _ = self.env.reset(seed=asked, options=passed or None)
         for i in env_ids:
-            self._write(out.observation, i, _row(observation, i))
+            self._write(out.observation, i, row_of(observation, i))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if len(env_ids) != self.env.num_envs:
@@ -88,8 +92,8 @@ class VectorEnvSim:
         out.reward[:], out.terminated[:], out.truncated[:] = reward, terminated, truncated
         out.success[:] = False if self._success_key is None else np.asarray(info.get(self._success_key, False), bool)
         for i in range(self.env.num_envs):
-            self._write(out.observation, i, _row(observation, i))
-            out.info[i] = _info_row(info, i)
+            self._write(out.observation, i, row_of(observation, i))
+            out.info[i] = info_row(info, i)
 
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8. Raises UserError where the vector environment cannot render."""
@@ -118,24 +122,3 @@ def _disable_autoreset(env: VectorEnv) -> None:
             f"Vector environment {type(base).__name__} resets by itself (autoreset mode {mode}). "
             "Make it with autoreset_mode='Disabled' (gymnasium.make_vec: vector_kwargs={'autoreset_mode': 'Disabled'})."
         )
-
-
-def _row(observation: Any, i: int) -> Any:
-    """One environment's part of a batched observation."""
-    if isinstance(observation, Mapping):
-        return {key: _row(value, i) for key, value in observation.items()}
-    if isinstance(observation, tuple):
-        return tuple(_row(value, i) for value in observation)
-    return observation[i]
-
-
-def _info_row(info: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """Undo the vector environment's batching: ``key`` [n] with the mask ``_key`` [n]."""
-    row: dict[str, Any] = {}
-    for key, value in info.items():
-        if key.startswith("_") and key[1:] in info:
-            continue
-        mask = info.get(f"_{key}")
-        if mask is None or (i < len(mask) and mask[i]):
-            row[key] = _info_row(value, i) if isinstance(value, Mapping) else value[i] if np.ndim(value) else value
-    return row

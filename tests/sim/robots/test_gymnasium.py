@@ -156,7 +156,7 @@ def test_process_wide_generators_are_kept_apart(while_stepping: bool) -> None:
 @pytest.mark.parametrize(
     ("space", "words"),
     [
-        (spaces.Text(5), "Text"),
+        (spaces.Sequence(spaces.Discrete(3)), "Sequence"),
         (spaces.Dict({"words": spaces.Sequence(spaces.Discrete(3))}), "under 'words'"),
     ],
 )
