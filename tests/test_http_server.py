@@ -93,6 +93,8 @@ def test_what_cannot_be_meant_is_one_json_error(server: HttpServer, data: bytes,
 def test_what_can_be_meant_is_answered(server: HttpServer) -> None:
     assert sent(server, b"\r\n" + got(b"Host: [::1]:80", b"Origin: http://[::1]:80", target=b"http://[::1]:80/a?b=c"))[1]["path"] == "/a"
     assert sent(server, posted(b'{"a": %s1%s}' % (b"[" * 63, b"]" * 63)))[0] == 200
+    bare = b"POST /x HTTP/1.1\r\n" + LOCAL + b"\r\n\r\n"  # curl -X POST: no body, and no word of it
+    assert sent(server, bare)[1]["body"] == {}
     assert sent(server, posted(b"{}", first=b"BREW /pot HTTP/1.1"))[1]["method"] == "BREW", "methods are the handler's affair"
 
 

@@ -18,7 +18,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -251,6 +251,13 @@ def token_to_ask_for(variable: str, asked: str | None, host: str) -> tuple[str |
     return secrets.token_urlsafe(24), True
 
 
+def wrong_method(request: HttpRequest, allowed: Iterable[str]) -> HttpProblem:
+    """405 with the methods that the path takes, in the message and in the header Allow."""
+    methods = sorted(set(allowed))
+    message = f"{request.path[:200]} takes {' and '.join(methods)}, not {request.method}."
+    return HttpProblem(405, "wrong_method", message, choices=methods, headers={"Allow": ", ".join(methods)})
+
+
 def same_token(given: str | None, token: str) -> bool:
     """In a time that says nothing about where they differ."""
     return given is not None and hmac.compare_digest(given.encode(), token.encode())
@@ -401,7 +408,7 @@ class _Requests(BaseHTTPRequestHandler):
 
     def _read_body(self, headers: Mapping[str, str]) -> bytes:
         length = headers.get("content-length")
-        if "transfer-encoding" in headers or (length is None and self.command == "POST"):
+        if "transfer-encoding" in headers:
             raise HttpProblem(411, "length_required", "Send the body with a Content-Length; chunked bodies are not taken.")
         if length is not None and not (length.isascii() and length.isdecimal()):
             raise HttpProblem(400, "bad_request", f"Content-Length must be a number, got '{length[:40]}'.")

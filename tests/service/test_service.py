@@ -303,6 +303,26 @@ def test_bodies_without_a_length_are_refused_and_the_connection_ends(service: En
     assert data.count(b"HTTP/1.1") == 1, "the chunks are not taken for another request"
 
 
+def test_the_service_is_described_in_openapi(service: EnvironmentService) -> None:
+    """FastAPI's model of OpenAPI reads it; each path that it names exists with its methods, and takes no other."""
+    models = pytest.importorskip("fastapi.openapi.models", reason="fastapi is not installed")
+    status, document = ask(service.url, "/openapi.json", method="GET")
+    assert status == 200
+    models.OpenAPI.model_validate(document)
+    items = {path: models.PathItem.model_validate(item) for path, item in document["paths"].items()}
+    assert {"/v1/batch", "/v1/environments", "/v1/environments/{id}/step"} < set(document["paths"])
+    assert items["/v1/environments/{id}/reset"].post.requestBody.content["application/json"].schema_.required == ["seed"]
+    for path, methods in document["paths"].items():
+        real = path.replace("{id}", "none")
+        taken = {method.upper() for method in methods if method != "parameters"}
+        for method in ("GET", "POST", "DELETE", "PUT"):
+            status, answer = ask(service.url, real, {} if method == "POST" else None, method=method)
+            assert (status == 405) == (method not in taken), (method, path)
+            assert answer.get("kind") != "unknown_route"
+            if status == 405:
+                assert answer["choices"] == sorted(taken)
+
+
 def test_what_is_no_request_is_refused_as_json_too(service: EnvironmentService) -> None:
     assert ask(service.url, "/v1/environments", {}, method="PUT")[1]["kind"] == "wrong_method"
     with socket.create_connection(("127.0.0.1", int(service.url.rpartition(":")[2])), timeout=60) as connection:

@@ -32,6 +32,7 @@ from embodied_rl.serving.http_server import (
     require_token,
     require_token_off_loopback,
     same_token,
+    wrong_method,
 )
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
@@ -170,7 +171,7 @@ class AgentProxy:
             return self._of_session(request, match[1], match[2])
         paths = sorted({path for _, path in self._routes})
         if request.path in paths:
-            raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
+            raise wrong_method(request, [method for method, path in self._routes if path == request.path])
         raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
 
     def _models(self, request: HttpRequest) -> Reply:

@@ -11,22 +11,23 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.serving.environments.environment import OPERATIONS, EnvRequest, ServiceLimits
 from embodied_rl.serving.environments.hub import Hub
-from embodied_rl.serving.http_server import HttpProblem, HttpRequest, HttpServer, Reply, ServerLimits, require_token, token_to_ask_for
+from embodied_rl.serving.environments.openapi import CALLS, described
+from embodied_rl.serving.http_server import (
+    HttpProblem,
+    HttpRequest,
+    HttpServer,
+    Reply,
+    ServerLimits,
+    require_token,
+    token_to_ask_for,
+    wrong_method,
+)
 from embodied_rl.sim.wire import ENCODINGS
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable that holds the service's token, for the server and its clients."""
 
 _ONE = re.compile(r"/v1/environments/([^/]+)(?:/([^/]+))?")
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "reset": ("seed", "options"),
-    "step": ("action",),
-    "snapshot": (),
-    "restore": ("snapshot",),
-    "render": (),
-}
-"""What a request of each operation says beside its number."""
-_OPTIONAL = frozenset({"options"})
 
 
 class EnvironmentService:
@@ -74,6 +75,7 @@ class EnvironmentService:
     def _answer(self, request: HttpRequest) -> Reply:
         require_token(request, self.token)
         routes: dict[tuple[str, str], Callable[[HttpRequest], Reply]] = {
+            ("GET", "/openapi.json"): lambda request: Reply(described(self.hub.limits)),
             ("GET", "/v1/health"): self._health,
             ("GET", "/v1/simulators"): lambda request: Reply({"simulators": self.hub.names}),
             ("GET", "/v1/environments"): lambda request: Reply({"environments": self.hub.describe()}),
@@ -87,8 +89,7 @@ class EnvironmentService:
             return self._of_one(request, match[1], match[2])
         paths = {path for _, path in routes}
         if request.path in paths:
-            allowed = [method for method, path in routes if path == request.path]
-            raise HttpProblem(405, "wrong_method", f"{request.path} takes {' and '.join(allowed)}, not {request.method}.", choices=allowed)
+            raise wrong_method(request, [method for method, path in routes if path == request.path])
         raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
 
     def _of_one(self, request: HttpRequest, env_id: str, operation: str | None) -> Reply:
@@ -97,13 +98,15 @@ class EnvironmentService:
         if (request.method, operation) in (("DELETE", None), ("POST", "close")):
             self.hub.close_environment(env_id)
             return Reply({"closed": env_id})
-        if request.method != "POST":
-            raise HttpProblem(405, "wrong_method", f"{request.path} takes POST, not {request.method}.", choices=["POST"])
-        if operation not in OPERATIONS:
-            choices = [*OPERATIONS, "close"]
+        if operation is None:
+            raise wrong_method(request, ["GET", "DELETE"])
+        choices = [*OPERATIONS, "close"]
+        if operation not in choices:
             raise HttpProblem(
-                404, "unknown_route", f"An environment cannot '{operation}'.{did_you_mean(str(operation), choices)}", choices=choices
+                404, "unknown_route", f"An environment cannot '{operation}'.{did_you_mean(operation, choices)}", choices=choices
             )
+        if request.method != "POST":
+            raise wrong_method(request, ["POST"])
         (outcome,) = self.hub.run([_env_request(env_id, operation, request.body)])
         return Reply(outcome.body, outcome.status)
 
@@ -153,13 +156,13 @@ def _env_request(env_id: str, operation: str, body: Mapping[str, Any]) -> EnvReq
         raise HttpProblem(
             400, "bad_request", f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", choices=OPERATIONS
         )
-    fields = _FIELDS[operation]
+    _, fields, needed = CALLS[operation]
     _known(body, ("number", *fields))
     number = _field(body, "number", int, None)
     if number is not None and number < 0:
         raise HttpProblem(400, "bad_request", f"number must be >= 0, got {number}.")
-    for name in fields:
-        if name not in body and name not in _OPTIONAL:
+    for name in needed:
+        if name not in body:
             raise HttpProblem(
                 400, "bad_request", f"'{name}' is missing: {operation} takes {', '.join(('number', *fields))}.", choices=fields
             )
