@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +21,18 @@ from tables import provenance, text_table
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.rollout.collector import Rollout, RolloutCollector
-from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.env import SimFactory, SimWrapper
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import StepBuffers
 
 EVERY_STEP, WHERE_READ = "drawn at every step", "drawn where it is read"
 
 
-class Observing:
-    """Passes everything on to a simulator, and has it observe whenever it steps; implements `SimEnv`."""
+class Observing(SimWrapper):
+    """Passes everything on to a simulator, and has it observe whenever it steps."""
 
     def __init__(self, num_envs: int, inner: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None) -> None:
-        self._sim: SimEnv = SimFactory(inner, inner_task, inner_kwargs, extra).make(num_envs)
-        self.spec = self._sim.spec
-
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        self._sim.reset(env_ids, seeds, out, options)
-
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        self._sim.step(env_ids, actions, out)
-
-    def render(self, env_id: int) -> np.ndarray:
-        return self._sim.render(env_id)
-
-    def close(self) -> None:
-        self._sim.close()
+        super().__init__(SimFactory(inner, inner_task, inner_kwargs, extra).make(num_envs))
 
 
 def observing(config: SimConfig) -> SimConfig:

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 COUNT_MODULUS = 256
@@ -48,7 +49,7 @@ class NoOpEnv(gymnasium.Env):
         return self._observation, 0.0, False, False, {}
 
 
-class NoOpSim:
+class NoOpSim(SimEnv):
     """The same as a batch of environments that writes straight into the manager's memory. Arguments as `NoOpEnv`."""
 
     def __init__(self, num_envs: int, num_floats: int = 25, image: int = 0) -> None:

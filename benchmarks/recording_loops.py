@@ -19,7 +19,7 @@ from embodied_rl.episodes.gathering import GATHER_S
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks
-from embodied_rl.rollout.filmed import FilmedSim, filmed, films_of
+from embodied_rl.rollout.filmed import EncodingSim, films_of, with_films
 from embodied_rl.sim.affinity import PlacementPolicy
 from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.instrumented import IMAGE, plain_spec, split
@@ -68,7 +68,7 @@ class Costs:
     """Processor time per environment step where everything happens in one process."""
 
 
-class CameraSim:
+class CameraSim(SimEnv):
     """A simulator whose observation ``rgb`` is a picture for people, and not what a policy sees."""
 
     def __init__(self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any]) -> None:
@@ -235,7 +235,7 @@ class ProcessLoop(Loop):
         if done.size:
             final = {key: rows.copy() for key, rows in out.observation.items()}
             flags = {name: getattr(out, name).copy() for name in ("reward", "terminated", "truncated", "success")}
-            if isinstance(self._sim, FilmedSim):
+            if isinstance(self._sim, EncodingSim):
                 self._sim.episodes_ended(done.tolist())
             for slot in done.tolist():
                 self._index[slot] += 1
@@ -287,7 +287,7 @@ def _loops(case: Case, record: bool, folder: Path, stack: ExitStack) -> tuple[Ma
     paths = [folder / f"{case.key}-{name}" for name in ("manager", "process")]
     films = [films_folder(path) for path in paths]
     config = _config(case)
-    configs = [filmed(config, place) for place in films] if record and case.pictures else [config, config]
+    configs = [with_films(config, place) for place in films] if record and case.pictures else [config, config]
     sim = SimFactory(configs[1].target, configs[1].task, configs[1].kwargs, configs[1].extra).make(case.num_slots)
     stack.callback(sim.close)
     factory = SimFactory(configs[0].target, configs[0].task, configs[0].kwargs, configs[0].extra)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.types import ActionSpec, Observation, SimSpec, StepBuffers, TensorSpec
 
 
@@ -26,7 +27,7 @@ class LineTime:
         return self.base_s + self.per_row_s * rows / devices
 
 
-class SleepingSim:
+class SleepingSim(SimEnv):
     """A batch of environments whose step takes base_s + per_row_s per environment of the message, whatever the processor does."""
 
     def __init__(self, num_envs: int, base_s: float, per_row_s: float) -> None:

@@ -26,7 +26,7 @@ from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
 
@@ -43,7 +43,7 @@ def latency_s(seed: int, words: Sequence[str], mean_s: float, sigma: float) -> f
     return mean_s * float(np.exp(sigma * normal - 0.5 * sigma**2))
 
 
-class WaitingGame:
+class WaitingGame(SimEnv):
     """Takes `turns` words; each step waits. Implements `embodied_rl.sim.env.SimEnv`."""
 
     def __init__(self, num_envs: int, turns: int, mean_s: float, sigma: float) -> None:

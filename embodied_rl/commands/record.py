@@ -145,7 +145,7 @@ def record(
     from embodied_rl.episodes.films import films_folder, keep_films
     from embodied_rl.episodes.gathering import GATHER_S
     from embodied_rl.episodes.writer import RecordingWriter
-    from embodied_rl.rollout.filmed import filmed, films_of
+    from embodied_rl.rollout.filmed import films_of, with_films
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.robots.experts import expert_target
@@ -156,7 +156,7 @@ def record(
     shown = instrumented(sim, expert=target, physics=showing.physics, image_size=showing.image_size, cameras=showing.cameras)
     videos = films_folder(folder) if video == "mp4" else None
     if videos is not None:
-        shown = filmed(shown, videos)
+        shown = with_films(shown, videos)
     # More slots than episodes would start simulators for nothing.
     slots = min(sim.num_slots, plan.num_episodes)
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:

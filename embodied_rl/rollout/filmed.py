@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from embodied_rl.config import SimConfig
 from embodied_rl.episodes.films import Filming, FilmingTools, Films
 from embodied_rl.episodes.layout import Column, picture_column
 from embodied_rl.episodes.pictures import frame_rate
-from embodied_rl.sim.env import SimEnv, SimFactory, SnapshotEnv
+from embodied_rl.sim.env import SimFactory, SimWrapper
 from embodied_rl.sim.instrumented import IMAGE
 from embodied_rl.types import SimSpec, StepBuffers
 
 
-def filmed(config: SimConfig, folder: Path) -> SimConfig:
+def with_films(config: SimConfig, folder: Path) -> SimConfig:
     """The same simulator, whose processes write the pictures of its episodes into `folder` as videos.
 
     Args:
@@ -36,11 +36,11 @@ def filmed(config: SimConfig, folder: Path) -> SimConfig:
         "extra": config.extra,
         "folder": str(folder.absolute()),
     }
-    return dataclasses.replace(config, target="embodied_rl.rollout.filmed:FilmedSim", task=None, kwargs=kwargs)
+    return dataclasses.replace(config, target="embodied_rl.rollout.filmed:EncodingSim", task=None, kwargs=kwargs)
 
 
 def films_of(spec: SimSpec, folder: Path) -> Films | None:
-    """Which columns of a recording a `filmed` simulator encodes; None where it has no pictures."""
+    """Which columns of a recording such a simulator encodes; None where it has no pictures."""
     columns = filmed_columns(spec)
     return Films(folder, frozenset(column.name for column in columns.values())) if columns else None
 
@@ -55,8 +55,8 @@ def filmed_columns(spec: SimSpec) -> dict[str, Column]:
     return columns
 
 
-class FilmedSim:
-    """Passes everything on to the simulator named by `target` and films its episodes; implements `SnapshotEnv` and `EndingEnv`.
+class EncodingSim(SimWrapper):
+    """Passes everything on to the simulator named by `target` and films its episodes.
 
     An episode that is taken up from a snapshot has lost its beginning: it is not filmed.
 
@@ -67,8 +67,7 @@ class FilmedSim:
     def __init__(
         self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None, folder: str
     ) -> None:
-        self._sim: SimEnv = SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs)
-        self.spec = self._sim.spec
+        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs))
         self._folder, self._fps = Path(folder), frame_rate(self.spec.control_hz)
         self._columns = filmed_columns(self.spec)
         self._tools = FilmingTools()
@@ -88,23 +87,17 @@ class FilmedSim:
             self._film(env_ids, out)
 
     def episodes_ended(self, env_ids: Sequence[int]) -> None:
-        """See `EndingEnv`."""
+        """See `SimEnv.episodes_ended`."""
+        super().episodes_ended(env_ids)
         for i in env_ids:
             filming, self._filming[i] = self._filming[i], None
             if filming is not None:
                 filming.finish()
 
-    def render(self, env_id: int) -> np.ndarray:
-        return self._sim.render(env_id)
-
-    def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
-        return cast(SnapshotEnv, self._sim).snapshot(env_id)
-
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`."""
+        """See `SimEnv.restore`."""
         self._give_up(env_id)
-        cast(SnapshotEnv, self._sim).restore(env_id, data)
+        super().restore(env_id, data)
 
     def close(self) -> None:
         for i in range(len(self._filming)):

@@ -13,7 +13,7 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import CameraEnv, SimEnv, SimFactory
+from embodied_rl.sim.env import SimFactory, SimWrapper
 from embodied_rl.sim.text.panel import text_panel
 from embodied_rl.types import StepBuffers
 
@@ -58,8 +58,8 @@ def drawing(task: str) -> Iterator[None]:
         ) from error
 
 
-class FilmedSim:
-    """Passes everything on to the simulator named by `target`; implements `SimEnv`. For a text task without pictures it draws the text."""
+class FilmedSim(SimWrapper):
+    """Passes everything on to the simulator named by `target`. For a text task without pictures it draws the text."""
 
     def __init__(
         self,
@@ -75,10 +75,11 @@ class FilmedSim:
         wanted = {"render": True, "render_size": size}
         # Simulators that must know beforehand that they will draw say so by taking these.
         drawing = {name: value for name, value in wanted.items() if name in parameters}
-        self._sim: SimEnv = SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs)
+        super().__init__(SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs))
         # A text task that draws nothing is shown as its text.
         self._shows_text = not self._sim.spec.can_render and "text" in self._sim.spec.variables
-        self.spec = dataclasses.replace(self._sim.spec, can_render=True) if self._shows_text else self._sim.spec
+        if self._shows_text:
+            self.spec = dataclasses.replace(self.spec, can_render=True)
         self._cameras, self._size = tuple(cameras), size
         self._texts = [""] * num_envs
 
@@ -101,9 +102,6 @@ class FilmedSim:
             views = [np.array(self._view(env_id, camera), np.uint8) for camera in self._cameras]
         return _stacked(views)
 
-    def close(self) -> None:
-        self._sim.close()
-
     def _keep_texts(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         if self._shows_text:
             for env_id in env_ids:
@@ -114,7 +112,7 @@ class FilmedSim:
             if self._shows_text:
                 return text_panel(self._texts[env_id], self._size)
             return self._sim.render(env_id)
-        if not isinstance(self._sim, CameraEnv) or not self._sim.film_cameras(env_id):
+        if not self._sim.film_cameras(env_id):
             raise UserError(f"Task '{self.spec.task}' has no camera '{camera}': it is drawn one way only, which is cameras=default.")
         return self._sim.film_from(env_id, camera)
 

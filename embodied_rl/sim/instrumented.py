@@ -10,14 +10,14 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import CameraEnv, PhysicsEnv, SimEnv, SimFactory, SnapshotEnv
+from embodied_rl.sim.env import SimEnv, SimFactory, SimWrapper
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.film import DEFAULT_CAMERA, drawing
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
@@ -26,11 +26,11 @@ from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, Var
 EXPERT = "expert_action"
 """Part [A] (or text): what the expert would do now, in the simulator's units."""
 PHYSICS = "physics/"
-"""Parts ``physics/<name>``: the physical state, see `PhysicsEnv`."""
+"""Parts ``physics/<name>``: the physical state, see `SimEnv.physics`."""
 IMAGE = "image/"
 """Parts ``image/<camera>`` [H, W, 3] uint8: pictures for people."""
 TASK = "episode_task"
-"""Text part: the task of the running episode, of a simulator whose episodes are of several (it has a method ``task_at``)."""
+"""Text part: the task of the running episode, of a simulator whose episodes are of several (`SimEnv.many_tasks`)."""
 CAMERA = "render"
 """Name under which the pictures of `SimEnv.render` are kept, the default camera's."""
 
@@ -132,8 +132,8 @@ def _is_added(key: str) -> bool:
     return key in (EXPERT, TASK) or key.startswith((PHYSICS, IMAGE))
 
 
-class InstrumentedSim:
-    """Passes everything on to the simulator named by `target` and adds what `instrumented` was asked for; implements `SnapshotEnv`.
+class InstrumentedSim(SimWrapper):
+    """Passes everything on to the simulator named by `target` and adds what `instrumented` was asked for.
 
     A snapshot is the simulator's own: an expert's memory, should it have one, begins anew with a restored episode.
 
@@ -160,7 +160,7 @@ class InstrumentedSim:
             wanted = {"render": True, "render_size": image_size}
             # Simulators that must know beforehand that they will draw say so by taking these.
             drawing = {name: value for name, value in wanted.items() if name in parameters}
-        self._sim: SimEnv = SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs)
+        super().__init__(SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs))
         self._reconfigure = reconfigure
         self._parts: dict[str, TensorSpec | VariableSpec] = {}
         self._pictures: dict[str, tuple[str, tuple[int, int]]] = {}
@@ -175,8 +175,7 @@ class InstrumentedSim:
         if image_size is not None:
             for camera in cameras or (DEFAULT_CAMERA,):
                 self._add_picture(camera, image_size)
-        self._task_at: Callable[[int], str] | None = getattr(self._sim, "task_at", None)
-        if self._task_at is not None:
+        if self.many_tasks:
             self._parts[TASK] = VariableSpec("text", 1024)
         self._make_expert = None if expert is None else expert_maker(expert)
         self._experts: list[Expert | None] = [None] * num_envs
@@ -201,15 +200,8 @@ class InstrumentedSim:
         self._sim.step(env_ids, actions, out)
         self._show(env_ids, out)
 
-    def render(self, env_id: int) -> np.ndarray:
-        return self._sim.render(env_id)
-
-    def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
-        return cast(SnapshotEnv, self._sim).snapshot(env_id)
-
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`; what `encode_physics` gave is set in the running episode instead.
+        """See `SimEnv.restore`; what `encode_physics` gave is set in the running episode instead.
 
         Raises:
             SnapshotError: the state does not fit this simulator.
@@ -217,37 +209,30 @@ class InstrumentedSim:
         if data.startswith(_PHYSICS_MARK):
             self._set_physics(env_id, decode_state(memoryview(data)[len(_PHYSICS_MARK) :]))
         else:
-            cast(SnapshotEnv, self._sim).restore(env_id, data)
+            self._sim.restore(env_id, data)
         if self._make_expert is not None:
             self._experts[env_id] = self._make_expert(self._sim, env_id)
-
-    def close(self) -> None:
-        self._sim.close()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _add_physics(self) -> None:
-        for name, part in self._physics_env().physics(0).items():
-            self._parts[PHYSICS + name] = TensorSpec(part.shape, part.dtype.name)
-        self._names = tuple(name.removeprefix(PHYSICS) for name in self._parts)
-
-    def _physics_env(self) -> PhysicsEnv:
-        if not isinstance(self._sim, PhysicsEnv):
+        if type(self._sim).physics is SimEnv.physics:
             raise UserError(
                 f"Task '{self._sim.spec.task}' does not show its physical state (its simulator has no method `physics`). "
                 f"{'Snapshots say more: states=snapshots:1.' if self._sim.spec.snapshots == 'exact' else 'Leave it out: states=none.'}"
             )
-        return self._sim
+        for name, part in self._sim.physics(0).items():
+            self._parts[PHYSICS + name] = TensorSpec(part.shape, part.dtype.name)
+        self._names = tuple(name.removeprefix(PHYSICS) for name in self._parts)
 
     def _set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        env = self._physics_env()
-        present = env.physics(env_id)
+        present = self._sim.physics(env_id)
         shapes = {name: np.shape(part) for name, part in state.items()}
         if shapes != (own := {name: part.shape for name, part in present.items()}):
             raise SnapshotError(f"The physical state has the parts {shapes}; task '{self.spec.task}' has {own}.")
         # Setting even an equal state makes a physics engine forget its contacts: an episode that is where it should be goes on.
         if any(not np.array_equal(present[name], part) for name, part in state.items()):
-            env.set_physics(env_id, state)
+            self._sim.set_physics(env_id, state)
 
     def _add_picture(self, camera: str, size: int) -> None:
         if not self._sim.spec.can_render:
@@ -262,10 +247,10 @@ class InstrumentedSim:
     def _show(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         observation = out.observation
         for i in env_ids:
-            if self._task_at is not None:
-                observation[TASK][i] = self._task_at(i)
+            if self.many_tasks:
+                observation[TASK][i] = self._sim.task_at(i)
             if self._names:
-                state = cast(PhysicsEnv, self._sim).physics(i)
+                state = self._sim.physics(i)
                 for name in self._names:
                     observation[PHYSICS + name][i] = state[name]
             for part, (camera, fitted) in self._pictures.items():
@@ -277,7 +262,7 @@ class InstrumentedSim:
         with drawing(self._sim.spec.task):
             if camera == DEFAULT_CAMERA:
                 return np.asarray(self._sim.render(env_id), np.uint8)
-            if not isinstance(self._sim, CameraEnv) or not self._sim.film_cameras(env_id):
+            if not self._sim.film_cameras(env_id):
                 raise UserError(f"Task '{self._sim.spec.task}' has no camera '{camera}': it is drawn in one way, cameras=default.")
             return np.asarray(self._sim.film_from(env_id, camera), np.uint8)
 

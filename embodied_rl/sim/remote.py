@@ -73,7 +73,7 @@ def make(
     return RemoteSim.made(client, num_envs, sim, task, sim_kwargs or {}, start_timeout_s)
 
 
-class RemoteSim:
+class RemoteSim(SimEnv):
     """See `make`. Every request is numbered, so that one that is sent again is not executed again.
 
     A fault of the service counts as a local one: the manager makes new environments and resumes the episodes as usual. The other
@@ -149,11 +149,11 @@ class RemoteSim:
             out.info[i] = body["info"]
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv.snapshot`. Raises SnapshotError where the simulator has none."""
+        """See `SimEnv`. Raises SnapshotError where the simulator has none."""
         return decode_snapshot(self._ask("snapshot", {env_id: {}})[env_id]["snapshot"])
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv.restore`."""
+        """See `SimEnv`."""
         self._ask("restore", {env_id: {"snapshot": encode_snapshot(data)}})
 
     def render(self, env_id: int) -> np.ndarray:

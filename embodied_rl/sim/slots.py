@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.env import EndingEnv, SimEnv, SnapshotEnv
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
-from embodied_rl.sim.split_step import split_step
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
 from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, plain_info
 from embodied_rl.types import StepBuffers, VariableSpec
@@ -80,7 +79,6 @@ class SlotRunner:
 
     def __init__(self, sim: SimEnv, slab: Slab, setup: Mapping[str, Any], start: int, stop: int) -> None:
         self.sim = sim
-        self._parts_of_step = split_step(sim)
         self._reports_success = sim.spec.reports_success
         self.start, self.stop = start, stop
         self.num_envs, self.num_slots, self.index = self.stop - self.start, setup["num_slots"], setup["worker"]
@@ -128,7 +126,6 @@ class SlotRunner:
         self.streams: list[SeedStream] = [
             SeedStream(EpisodeSeeds.training(0), 0, self.start + env_id, self.num_slots) for env_id in range(self.num_envs)
         ]
-        self._tell_ended = sim.episodes_ended if isinstance(sim, EndingEnv) else None
         self._floats = [part for part in self._tensors.values() if part.dtype.kind == "f"]
         self._all = list(range(self.num_envs))
         self._parts: dict[bytes, _Part] = {}
@@ -258,7 +255,7 @@ class SlotRunner:
                 break
             # Those that step together all move; what happens to the others is not looked at, and a reset follows.
             moved = np.asarray(self._all if self.sim.spec.steps_together else active)
-            self._parts_of_step.advance(moved.tolist(), self.action[moved, step], out)
+            self.sim.advance(moved.tolist(), self.action[moved, step], out)
             at = np.asarray(active)
             self._count(at)
             self._check_finite(at)
@@ -280,7 +277,7 @@ class SlotRunner:
         return (terminated | truncated)[rows]
 
     def _observe(self, ids: list[int]) -> None:
-        self._parts_of_step.observe(ids, self.out)
+        self.sim.observe(ids, self.out)
         self._check_finite(np.asarray(ids))
 
     def _count_part(self, part: _Part) -> list[np.ndarray]:
@@ -346,8 +343,7 @@ class SlotRunner:
 
     def _keep_final(self, ended: list[int]) -> None:
         """What the ended episodes leave behind."""
-        if self._tell_ended is not None:
-            self._tell_ended(ended)
+        self.sim.episodes_ended(ended)
         rows = np.asarray(ended)
         for key, part in self._final_tensors.items():
             part[rows] = self._tensors[key][rows]
@@ -423,7 +419,6 @@ class SlotRunner:
 
     def snapshot(self, env_id: int) -> dict[str, Any]:
         """The simulator's own state and the counts of the running episode."""
-        assert isinstance(self.sim, SnapshotEnv), f"{self.sim.spec.task} cannot save its state"
         data = self.sim.snapshot(env_id)
         return {"sim": data, "counters": {name: getattr(self, name)[env_id].item() for name in _COUNTERS}}
 
@@ -451,7 +446,6 @@ class SlotRunner:
         if base is None:
             self.sim.reset([env_id], [int(self.episode_seed[env_id])], scratch, item["options"])
         else:
-            assert isinstance(self.sim, SnapshotEnv), f"{self.sim.spec.task} cannot restore a state"
             self.sim.restore(env_id, base["sim"])
             for name, value in base["counters"].items():
                 getattr(self, name)[env_id] = value
@@ -460,7 +454,7 @@ class SlotRunner:
         for action in item["actions"]:
             self._replay(env_id, action, scratch)
         if item["actions"]:
-            self._parts_of_step.observe([env_id], scratch)
+            self.sim.observe([env_id], scratch)
         return self._compare_and_publish(env_id, item, scratch)
 
     def _replay(self, env_id: int, action: Any, scratch: StepBuffers) -> None:
@@ -473,7 +467,7 @@ class SlotRunner:
                 batch[0] = step
             else:
                 batch = np.asarray(step)[None]
-            self._parts_of_step.advance([env_id], batch, scratch)
+            self.sim.advance([env_id], batch, scratch)
             self._count(rows, scratch)
             if scratch.terminated[env_id] or scratch.truncated[env_id]:
                 raise ReplayEnded(

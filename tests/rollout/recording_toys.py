@@ -20,7 +20,6 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.instrumented import instrumented, plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import StepBuffers, TensorSpec
 from tests.sim.toy import CountingSim, SavedCountingSim
 
@@ -121,8 +120,10 @@ class PaintingSim(SavedCountingSim):
         out.observation["rgb"][env_id] = painted(*self.state[env_id, :2].astype(int).tolist())
 
 
-class SplitPaintingSim(SplitStep, PaintingSim):
+class SplitPaintingSim(PaintingSim):
     """The same, stepped and painted apart."""
+
+    step = SimEnv.step
 
     def __init__(self, num_envs: int, **kwargs: Any) -> None:
         super().__init__(num_envs, **kwargs)

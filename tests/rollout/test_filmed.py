@@ -24,7 +24,7 @@ from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
-from embodied_rl.rollout.filmed import FilmedSim, filmed, filmed_columns, films_of
+from embodied_rl.rollout.filmed import EncodingSim, filmed_columns, films_of, with_films
 from embodied_rl.rollout.seed_queue import RecordingPlan
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -81,7 +81,7 @@ def test_pictures_in_the_middle_of_a_chunk_are_filmed(tmp_path: Path) -> None:
     """The simulator draws what is read; a film reads everything."""
     folder, length = films_folder(tmp_path), 6
     config = dataclasses.replace(painting(length=length), target=f"{TOYS}:SplitPaintingSim", num_workers=1)
-    with keep_films(folder), EnvManager.from_config(filmed(config, folder), EpisodeSeeds.training(7), chunk_size=4) as manager:
+    with keep_films(folder), EnvManager.from_config(with_films(config, folder), EpisodeSeeds.training(7), chunk_size=4) as manager:
         films = films_of(manager.spec, folder)
         assert films is not None
         manager.reset()
@@ -147,7 +147,7 @@ def test_a_killed_recorders_films_go_when_the_next_one_comes(tmp_path: Path) -> 
 
 
 def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Path) -> None:
-    sim = FilmedSim(2, f"{TOYS}:PaintingSim", None, {"length": 2}, None, str(tmp_path / "films"))
+    sim = EncodingSim(2, f"{TOYS}:PaintingSim", None, {"length": 2}, None, str(tmp_path / "films"))
     films = films_of(sim.spec, tmp_path / "films")
     assert films is not None
     assert films.columns == {"observation.rgb"}
@@ -175,15 +175,15 @@ def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Pat
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
-    sim = FilmedSim(1, f"{TOYS}:PaintingSim", None, {}, None, str(tmp_path / "gone"))
+    sim = EncodingSim(1, f"{TOYS}:PaintingSim", None, {}, None, str(tmp_path / "gone"))
     with pytest.raises(UserError, match=r"Cannot write '.*gone/\.observation\.rgb-8\.mp4': No such file"):
         sim.reset([0], [8], StepBuffers.allocate(sim.spec, 1))  # whose first picture does not wait for others
 
 
 def test_what_is_filmed() -> None:
-    config = filmed(painting(), Path("somewhere"))
+    config = with_films(painting(), Path("somewhere"))
     assert config.kwargs["folder"] == os.path.abspath("somewhere")
-    sim = FilmedSim(1, "tests.sim.toy:CountingSim", None, {"image": True}, None, "nowhere")
+    sim = EncodingSim(1, "tests.sim.toy:CountingSim", None, {"image": True}, None, "nowhere")
     assert filmed_columns(sim.spec) == {}, "pictures of 8 × 8 are arrays"
     assert films_of(sim.spec, Path("nowhere")) is None
     sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))  # and nothing is written

@@ -11,12 +11,12 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import decode_state, encode_state
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 
-class Puck:
+class Puck(SimEnv):
     """A puck on ice, pushed and blown about: velocity += 0.1 action + noise, position += 0.1 velocity; cut after `limit` steps.
 
     `fault` is what it does wrong, "" for nothing; `out_of` ends episodes (terminated) beyond this position.
@@ -155,8 +155,10 @@ class Puck:
         self.closed = True
 
 
-class SplitPuck(SplitStep, Puck):
+class SplitPuck(Puck):
     """The same puck, stepped and observed apart."""
+
+    step = SimEnv.step
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         self.unread = StepBuffers.allocate(self.spec, self.num_envs).observation

@@ -9,7 +9,7 @@ import pytest
 
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import CameraEnv, SimFactory
+from embodied_rl.sim.env import SimFactory, SimWrapper
 from embodied_rl.sim.film import FilmedSim, filmed
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.rendering import configure_rendering, mujoco_backend, vulkan_available
@@ -118,13 +118,11 @@ def test_pictures_of_several_sizes_lie_in_the_middle_of_black() -> None:
     assert (stacked[rest] == 0).all()
 
 
-class TwoSizes:
+class TwoSizes(SimWrapper):
     """A camera of 40 × 60 pixels and one of 20 × 20."""
 
     def __init__(self, num_envs: int) -> None:
-        self._sim = SimFactory("embodied_rl.sim.robots.key_door:KeyDoor").make(num_envs)
-        self.spec = self._sim.spec
-        self.reset, self.step, self.close, self.render = self._sim.reset, self._sim.step, self._sim.close, self._sim.render
+        super().__init__(SimFactory("embodied_rl.sim.robots.key_door:KeyDoor").make(num_envs))
 
     def film_cameras(self, env_id: int) -> list[str]:
         return ["large", "small"]
@@ -133,8 +131,11 @@ class TwoSizes:
         return np.full((40, 60, 3), 1, np.uint8) if camera == "large" else np.full((20, 20, 3), 2, np.uint8)
 
 
-def test_simulators_of_robots_offer_their_cameras() -> None:
-    assert isinstance(TwoSizes(1), CameraEnv)
+def test_a_simulator_without_cameras_says_so() -> None:
+    door = SimFactory("embodied_rl.sim.robots.key_door:KeyDoor").make(1)
+    assert door.film_cameras(0) == []
+    with pytest.raises(UserError, match=r"KeyDoor.*has no camera 'top'"):
+        door.film_from(0, "top")
 
 
 @pytest.mark.slow

@@ -13,12 +13,12 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import decode_state, encode_state
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 
-class CountingSim:
+class CountingSim(SimEnv):
     """Observation = [seed, steps taken, sum of actions]; ends (terminated) after ``length`` steps; reward = action.
 
     `misbehave` says what happens at step `at`: raise, exit, hang, leak, nan_observation, nan_reward. With `once`, the path of a
@@ -112,8 +112,10 @@ class CountingSim:
             time.sleep(0.01)
 
 
-class SplitCountingSim(SplitStep, CountingSim):
+class SplitCountingSim(CountingSim):
     """The same, writing observations where it is asked to; its info counts those of the running episode (`together`: all step at once)."""
+
+    step = SimEnv.step
 
     def __init__(self, num_envs: int, together: bool = False, **kwargs: Any) -> None:
         super().__init__(num_envs, **kwargs)
@@ -191,7 +193,7 @@ class HeavySavedSim(SavedCountingSim):
         self.state[env_id], _ = decode_state(data)
 
 
-class TalkingSim:
+class TalkingSim(SimEnv):
     """Parts of varying size: what it was told, `words` times; a list of the lengths so far; an image that grows by a row a step."""
 
     def __init__(self, num_envs: int, words: int = 1, length: int = 4, room: int = 1000) -> None:
@@ -255,7 +257,7 @@ class BentEnv(gymnasium.Env):
         return np.full(4 if bent else 3, self.steps, np.float32), 1.0, self.steps >= 6, False, {}
 
 
-class NoOpSim:
+class NoOpSim(SimEnv):
     """Does nothing, for measuring the transport: observations of `num_floats` float32, or a frame of `image` pixels per side."""
 
     def __init__(self, num_envs: int, num_floats: int = 25, image: int = 0) -> None:

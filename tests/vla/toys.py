@@ -32,7 +32,7 @@ TINY = (
 QUIET = ("video.enabled=no", "logger=quiet", "stop_at_success=null", "evaluation.every_steps=null", "evaluation.num_episodes=4")
 
 
-class PointSim:
+class PointSim(SimEnv):
     """A point at x in [-1, 1] moves by 0.2 times the first dimension of the action; its column of the picture is white. "go left" is
     even seeds': success at x <= -0.5, "go right" odd ones': at x >= 0.5. Reward: the way towards that side. Ten steps at most.
 

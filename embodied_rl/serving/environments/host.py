@@ -24,7 +24,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
-from embodied_rl.sim.env import SimEnv, SimFactory, SnapshotEnv
+from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.sim.variable_length import plain_info
@@ -97,17 +97,12 @@ class Host:
         }
 
     def _snapshot(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {"snapshot": encode_snapshot(self._saved().snapshot(0))}
+        return {"snapshot": encode_snapshot(self._sim.snapshot(0))}
 
     def _restore(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        self._saved().restore(0, decode_snapshot(arguments["snapshot"]))
+        self._sim.restore(0, decode_snapshot(arguments["snapshot"]))
         self._running = True
         return {}
-
-    def _saved(self) -> SnapshotEnv:
-        if not isinstance(self._sim, SnapshotEnv):
-            raise SnapshotError(f"Task '{self._sim.spec.task}' has no snapshots: an episode is taken up by its seed and actions.")
-        return self._sim
 
     def _render(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"image": encode_array(np.ascontiguousarray(self._sim.render(0), np.uint8), self._encoding)}

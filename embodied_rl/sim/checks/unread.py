@@ -9,20 +9,18 @@ import numpy as np
 
 from embodied_rl.sim.checks.episodes import Player, Trajectory
 from embodied_rl.sim.checks.session import Session, same
-from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.split_step import split_step
+from embodied_rl.sim.env import SimEnv, SimWrapper
 from embodied_rl.types import StepBuffers
 
 EVERY = 4
 """Steps of a chunk: after them, and at an episode's end, an observation is made."""
 
 
-class _InChunks:
-    """A simulator that is observed after every `EVERY`-th step of an episode and at its end, twice each; implements `SimEnv`."""
+class _InChunks(SimWrapper):
+    """A simulator that is observed after every `EVERY`-th step of an episode and at its end, twice each."""
 
     def __init__(self, sim: SimEnv, num_envs: int) -> None:
-        self._sim, self.spec = sim, sim.spec
-        self._step = split_step(sim)
+        super().__init__(sim)
         self._elapsed = np.zeros(num_envs, int)
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
@@ -30,18 +28,12 @@ class _InChunks:
         self._elapsed[list(env_ids)] = 0
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        self._step.advance(env_ids, actions, out)
+        self._sim.advance(env_ids, actions, out)
         self._elapsed[list(env_ids)] += 1
         due = [i for i in env_ids if self._elapsed[i] % EVERY == 0 or out.terminated[i] or out.truncated[i]]
         for _ in range(2):  # the second must write the same, and change nothing either
             if due:
-                self._step.observe(due, out)
-
-    def render(self, env_id: int) -> np.ndarray:
-        return self._sim.render(env_id)
-
-    def close(self) -> None:
-        self._sim.close()
+                self._sim.observe(due, out)
 
 
 def unread_observations_change_nothing(s: Session) -> str:

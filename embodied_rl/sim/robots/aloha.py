@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 TASKS = {
@@ -43,7 +43,7 @@ def make(task: str, num_envs: int, **kwargs: Any) -> AlohaSim:
     return AlohaSim(num_envs, task, **kwargs)
 
 
-class AlohaSim(SplitStep):
+class AlohaSim(SimEnv):
     """Actions [14] are target positions: six joints in radians and the gripper from 0 (closed) to 1 (open), left arm, then right.
 
     Snapshots are exact: MuJoCo's integration state and the elapsed steps.
@@ -90,7 +90,7 @@ class AlohaSim(SplitStep):
         self._mujoco = mujoco
         self.model = first.model.ptr
         # All environments share one model: dm_control's Physics are views of it and of their own MjData.
-        self.physics = [first, *(type(first).from_model(first.model) for _ in range(num_envs - 1))]
+        self._physics = [first, *(type(first).from_model(first.model) for _ in range(num_envs - 1))]
         self._drawing = Drawing(self.model)
         self._drawing.check_camera(camera)
         self._camera, self._render_size, self._limit = camera, render_size, int(max_episode_steps)
@@ -121,7 +121,7 @@ class AlohaSim(SplitStep):
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         for i, seed in zip(env_ids, seeds, strict=True):
-            physics = self.physics[i]
+            physics = self._physics[i]
             # gym-aloha places its objects by a seed of 32 bits, handed over in a variable of its module.
             sample = self._library.utils.sample_box_pose if self._scene == "transfer_cube" else self._library.utils.sample_insertion_pose
             self._library.tasks.sim.BOX_POSE[0] = np.concatenate(np.atleast_2d(sample(int(seed) % 2**32)))
@@ -131,9 +131,9 @@ class AlohaSim(SplitStep):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):
-            physics = self.physics[i]
+            physics = self._physics[i]
             present = self._task.get_qpos(physics)
             self._task.before_step(np.clip(action, present - self._reach, present + self._reach), physics)
             physics.step(self._substeps)
@@ -144,19 +144,19 @@ class AlohaSim(SplitStep):
             out.info[i] = {"stage": int(reward)}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i in env_ids:
             self._observe(i, out)
 
     def snapshot(self, env_id: int) -> bytes:
         state = np.empty(self._mujoco.mj_stateSize(self.model, self._state_kind))
-        self._mujoco.mj_getState(self.model, self.physics[env_id].data.ptr, state, self._state_kind)
+        self._mujoco.mj_getState(self.model, self._physics[env_id].data.ptr, state, self._state_kind)
         return encode_state({"task": self.spec.task, "state": state, "elapsed": self._elapsed[env_id]})
 
     def restore(self, env_id: int, data: bytes) -> None:
         tree = decode_state(data)
         require_task(tree, self.spec.task)
-        target = self.physics[env_id].data.ptr
+        target = self._physics[env_id].data.ptr
         self._mujoco.mj_setState(self.model, target, tree["state"], self._state_kind)
         # dm_control integrates first and derives positions and velocities afterwards, so the next step needs them for this state.
         self._mujoco.mj_forward(self.model, target)
@@ -167,21 +167,21 @@ class AlohaSim(SplitStep):
         return self._picture(env_id, (self._render_size, self._render_size))
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         return self._drawing.cameras()
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         self._drawing.check_camera(camera)
-        return self._drawing.frame(self.physics[env_id].data.ptr, camera, self._render_size, self._render_size)
+        return self._drawing.frame(self._physics[env_id].data.ptr, camera, self._render_size, self._render_size)
 
     def close(self) -> None:
         self._drawing.close()
-        for physics in self.physics:
+        for physics in self._physics:
             physics.free()
 
     def _observe(self, i: int, out: StepBuffers) -> None:
-        physics, parts = self.physics[i], out.observation
+        physics, parts = self._physics[i], out.observation
         if "state" in parts:
             positions, velocities = self._task.get_qpos(physics), self._task.get_qvel(physics)
             parts["state"][i] = np.concatenate([positions, velocities, self._task.get_env_state(physics)])
@@ -191,7 +191,7 @@ class AlohaSim(SplitStep):
             parts["agent_pos"][i] = self._task.get_qpos(physics)
 
     def _picture(self, i: int, size: tuple[int, ...], out: np.ndarray | None = None) -> np.ndarray:
-        return self._drawing.frame(self.physics[i].data.ptr, self._camera, size[0], size[1], out=out)
+        return self._drawing.frame(self._physics[i].data.ptr, self._camera, size[0], size[1], out=out)
 
 
 def _load(scene: str) -> tuple[Any, Any]:

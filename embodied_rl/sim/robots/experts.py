@@ -80,8 +80,8 @@ class MetaWorldExpert:
 
         # Each policy says that it asks for more than a whole step, which is meant, and clipped here.
         warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
-        task_at, policies = getattr(sim, "task_at", None), cast(dict[str, Any], ENV_POLICY_MAP)
-        self._policy = policies[sim.spec.task if task_at is None else task_at(env_id)]()
+        policies = cast(dict[str, Any], ENV_POLICY_MAP)
+        self._policy = policies[sim.task_at(env_id)]()
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
         """From ``state`` [39 or more] to the action [4]."""

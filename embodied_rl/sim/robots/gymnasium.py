@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.private_random import PrivateRandom, fingerprint
 from embodied_rl.sim.robots.mujoco_cameras import draw_from, model_cameras
@@ -31,7 +32,6 @@ from embodied_rl.sim.robots.spaces import (
 )
 from embodied_rl.sim.robots.vector import VectorEnvSim
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import SimSpec, StepBuffers
 
 __all__ = ["GymnasiumSim", "VectorEnvSim", "make", "make_one", "newest", "tasks"]
@@ -113,7 +113,7 @@ def _render_modes(entry_point: Any) -> list[str]:
     return getattr(creator, "metadata", {}).get("render_modes", [])
 
 
-class GymnasiumSim(SplitStep):
+class GymnasiumSim(SimEnv):
     """A list of gymnasium environments stepped one after the other in this process.
 
     Box, Discrete (one-hot), MultiBinary, Text and image observations become named parts: a vector is "state", an image [H, W, 3] uint8
@@ -174,7 +174,7 @@ class GymnasiumSim(SplitStep):
             self._write(out.observation, i, observation)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         if not self._on_demand:
             return self.step(env_ids, actions, out)
         key = self._success_key
@@ -189,7 +189,7 @@ class GymnasiumSim(SplitStep):
         return None
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         if self._on_demand:
             for i in env_ids:
                 observation = self._on_demand[i].observe()
@@ -240,35 +240,35 @@ class GymnasiumSim(SplitStep):
         return np.asarray(frame, np.uint8)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `CameraEnv`: those of a MuJoCo model; none for others."""
+        """See `SimEnv`: those of a MuJoCo model; none for others."""
         return model_cameras(self.envs[env_id])
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         return np.asarray(draw_from(self.envs[env_id], camera), np.uint8)
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`. Raises SnapshotError where the spec does not say "exact"."""
+        """See `SimEnv`. Raises SnapshotError where the spec does not say "exact"."""
         env = self._state(env_id).capture()
         return encode_state(
             {"task": self.spec.task, "env": env, "random": self._random[env_id].state if self._draws_while_stepping else None}
         )
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version, or where the spec does not say "exact"."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another task or version, or where the spec does not say "exact"."""
         state, tree = self._state(env_id), decode_state(data)
         require_task(tree, self.spec.task)
         state.restore(tree["env"])
         self._random[env_id].state = tree["random"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `PhysicsEnv` and `embodied_rl.sim.robots.physics`."""
+        """See `SimEnv` and `embodied_rl.sim.robots.physics`."""
         if (found := self._physics.get(env_id)) is None:
             found = self._physics[env_id] = physics_of(self.envs[env_id])
         return found.get()
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         self.physics(env_id)
         self._physics[env_id].set(state)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -35,7 +36,7 @@ def tasks() -> list[str]:
     return ["KeyDoor"]
 
 
-class KeyDoor:
+class KeyDoor(SimEnv):
     """Actions are velocities along x and y in [-1, 1]; the reward is 1 at the goal, where the episode terminates, and 0 before.
 
     Observation "state" [3] = (x − 1, 2 y − 1, 1 with the key and −1 without it), positions in metres. Starts differ by ± 0.1 m.
@@ -104,21 +105,21 @@ class KeyDoor:
         return frame
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
+        """See `SimEnv`."""
         return encode_state({"task": self.spec.task, "state": self._state[env_id].copy()})
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
         self._state[env_id] = tree["state"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `PhysicsEnv`: x and y in metres, and 1 with the key."""
+        """See `SimEnv`: x and y in metres, and 1 with the key."""
         return {"robot": self._state[env_id, : _HAS_KEY + 1].copy()}
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         self._state[env_id, : _HAS_KEY + 1] = state["robot"]
 
     def close(self) -> None:

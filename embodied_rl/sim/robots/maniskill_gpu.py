@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.maniskill import tasks
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, missing_assets, registered_tasks
 from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
@@ -120,7 +121,7 @@ class HostBuffers:
         return {name: self._buffers[name].numpy() for name in tensors}
 
 
-class ManiSkillGpuSim:
+class ManiSkillGpuSim(SimEnv):
     """See `make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
 
     Seeds: ManiSkill draws the initial states of all environments that are reset together from one generator, seeded with the first

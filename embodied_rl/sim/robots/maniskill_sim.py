@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, registered_tasks
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_cameras import film_cameras, film_from
@@ -25,7 +26,6 @@ from embodied_rl.sim.robots.maniskill_state import EpisodeState
 from embodied_rl.sim.robots.mujoco_cameras import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")
@@ -45,7 +45,7 @@ INSTRUCTIONS = {
 }
 
 
-class ManiSkillSim(SplitStep):
+class ManiSkillSim(SimEnv):
     """See `maniskill.make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
 
     Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
@@ -129,11 +129,11 @@ class ManiSkillSim(SplitStep):
         self._step(env_ids, actions, out, observed=True)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         self._step(env_ids, actions, out, observed=False)
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         with self._torch.inference_mode():
             for i in env_ids:
                 self._write(out, i, self.envs[i].get_obs(self._infos[i]))
@@ -169,11 +169,11 @@ class ManiSkillSim(SplitStep):
             return self.envs[env_id].render().numpy()[0]
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `CameraEnv`: ManiSkill's cameras for people, then those that are sensors."""
+        """See `SimEnv`: ManiSkill's cameras for people, then those that are sensors."""
         return film_cameras(self.envs[env_id]) if self._render else []
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         require_camera(camera, self.film_cameras(env_id))
         with self._torch.inference_mode():
             return film_from(self.envs[env_id], camera)
@@ -183,26 +183,26 @@ class ManiSkillSim(SplitStep):
         return numbered_objects(self.envs[env_id])
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`; the live environment builds its scene anew as well, so that both continue alike (`maniskill_state`)."""
+        """See `SimEnv`; the live environment builds its scene anew as well, so that both continue alike (`maniskill_state`)."""
         saved = self._states[env_id].capture()
         data = encode_state({"task": self.spec.task, "elapsed": self._elapsed[env_id], "episode": saved})
         self.restore(env_id, data)
         return data
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task, robot or version."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another task, robot or version."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
         self._states[env_id].restore(tree["episode"])
         self._elapsed[env_id] = tree["elapsed"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `PhysicsEnv`: ManiSkill's own ``env_states``, "actors/<name>" [13] and "articulations/<name>" [13 + 2 · joints]."""
+        """See `SimEnv`: ManiSkill's own ``env_states``, "actors/<name>" [13] and "articulations/<name>" [13 + 2 · joints]."""
         groups = self.envs[env_id].get_state_dict()
         return {f"{group}/{name}": np.array(row[0]) for group, rows in groups.items() for name, row in rows.items()}
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `PhysicsEnv`. What follows differs from the uninterrupted episode by about 1e-6, in contact by more: see `snapshot`."""
+        """See `SimEnv`. What follows differs from the uninterrupted episode by about 1e-6, in contact by more: see `snapshot`."""
         groups: dict[str, dict[str, Any]] = {}
         for name, row in state.items():
             group, _, body = name.partition("/")

@@ -15,11 +15,11 @@ import gymnasium
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.mujoco_cameras import camera_in_use
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 SETS = ("MT10", "MT25", "MT50")
@@ -97,7 +97,7 @@ def instruction(task: str) -> str:
     return task.rsplit("-v", 1)[0].replace("-", " ")
 
 
-class MultiTaskSim(SplitStep):
+class MultiTaskSim(SimEnv):
     """Environments whose episodes are of several tasks: the seed chooses, ``tasks[seed % len(tasks)]``, and places goal and object.
 
     Every episode has the part ``instruction``, the task as text. An environment of a task is built when it is first needed, goes back
@@ -112,6 +112,8 @@ class MultiTaskSim(SplitStep):
         one_hot: see `make`.
         ahead: see `make`.
     """
+
+    many_tasks = True
 
     def __init__(
         self, num_envs: int, name: str, tasks: Sequence[str], camera: str, render_size: int, one_hot: str = "none", ahead: bool = False
@@ -149,7 +151,7 @@ class MultiTaskSim(SplitStep):
             self._observe(i, task, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for row, i in enumerate(env_ids):
             task, sim = self._current(i)
             own = self._rows[i]
@@ -158,19 +160,19 @@ class MultiTaskSim(SplitStep):
             out.success[i], out.info[i] = own.success[0], {**(own.info[0] or {}), "task": task}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i in env_ids:
             task, sim = self._current(i)
             sim.observe([0], self._rows[i])
             self._observe(i, task, out)
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
+        """See `SimEnv`."""
         task, sim = self._current(env_id)
         return encode_state({"task": self.spec.task, "of": task, "episode": sim.snapshot(0)})
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another simulator, or of a task that is not among these."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another simulator, or of a task that is not among these."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
         if tree["of"] not in self._stock:
@@ -182,11 +184,11 @@ class MultiTaskSim(SplitStep):
         return self._current(env_id)[1].render(0)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         return self._current(env_id)[1].film_cameras(0)
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         return self._current(env_id)[1].film_from(0, camera)
 
     def close(self) -> None:

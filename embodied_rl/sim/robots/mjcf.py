@@ -17,10 +17,10 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 STATE_PARTS = ("qpos", "qvel", "sensors", "act", "mocap")
@@ -42,7 +42,7 @@ def make(num_envs: int, task: str, **kwargs: Any) -> MjcfSim:
     return MjcfSim(num_envs, task, **kwargs)
 
 
-class MjcfSim(SplitStep):
+class MjcfSim(SimEnv):
     """Actions are the actuators' controls within their ``ctrlrange``; positions start at a keyframe or at ``qpos0``, with noise.
 
     Snapshots are exact: MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces,
@@ -145,7 +145,7 @@ class MjcfSim(SplitStep):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         model = self.model
         for i, controls in zip(env_ids, actions, strict=True):
             data = self.data[i]
@@ -160,7 +160,7 @@ class MjcfSim(SplitStep):
             out.info[i] = {"time_s": float(data.time)}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i in env_ids:
             self._observe(i, out)
 
@@ -185,20 +185,20 @@ class MjcfSim(SplitStep):
         return self._drawing.frame(self.data[env_id], self._render_camera, self._render_size, self._render_size)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         return self._drawing.cameras()
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         self._drawing.check_camera(camera)
         return self._drawing.frame(self.data[env_id], camera, self._render_size, self._render_size)
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         return MujocoPhysics(self.model, self.data[env_id]).get()
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         MujocoPhysics(self.model, self.data[env_id]).set(state)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ MUJOCO_PARTS = ("qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "m
 
 
 class Physics(Protocol):
-    """One environment's state as named arrays: see `PhysicsEnv`."""
+    """One environment's state as named arrays: see `SimEnv.physics`."""
 
     def get(self) -> dict[str, np.ndarray]: ...
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.paths import assets_dir
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_drawing import new_renderer
 from embodied_rl.sim.robots.mujoco_state import DataState
 from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 MAX_EPISODE_STEPS = 50
@@ -37,7 +37,7 @@ def tasks() -> list[str]:
     return ["PixelReach"]
 
 
-class PixelReach(SplitStep):
+class PixelReach(SimEnv):
     """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is
     ``1 - tanh(distance / 0.2 m)``, success within 3 cm.
 
@@ -92,7 +92,7 @@ class PixelReach(SplitStep):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
             data = self.data[i]
             data.ctrl[:] = command
@@ -107,7 +107,7 @@ class PixelReach(SplitStep):
             out.info[i] = {"distance_m": distance}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i in env_ids:
             self._observe(i, out)
 
@@ -127,22 +127,22 @@ class PixelReach(SplitStep):
         return frame
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
+        """See `SimEnv`."""
         return encode_state({"task": self.spec.task, "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()})
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
         self._states[env_id].restore(tree["data"])
         self._elapsed[env_id] = tree["elapsed"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         return MujocoPhysics(self.model, self.data[env_id]).get()
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         MujocoPhysics(self.model, self.data[env_id]).set(state)
 
     def close(self) -> None:

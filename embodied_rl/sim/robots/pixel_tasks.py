@@ -18,7 +18,6 @@ from embodied_rl.sim.robots.mujoco_drawing import Drawing
 from embodied_rl.sim.robots.mujoco_state import DataState
 from embodied_rl.sim.robots.physics import MujocoPhysics
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 MAX_EPISODE_STEPS = 60
@@ -63,7 +62,7 @@ def task_set(name: str) -> tuple[str, ...]:
     return (name,) if name in INSTRUCTIONS else tuple(task for task in INSTRUCTIONS if name == "all" or task.startswith(name))
 
 
-class PixelTasks(SplitStep):
+class PixelTasks(SimEnv):
     """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1].
 
     Observation "rgb" [image_size, image_size, 3] uint8, "state" [2] = the tip's place, ± 1 at the ends of its rails, and "instruction"
@@ -82,6 +81,8 @@ class PixelTasks(SplitStep):
         UserError: an unknown task or reward, or this machine cannot draw off-screen.
         MissingExtraError: MuJoCo is not installed.
     """
+
+    many_tasks = True
 
     def __init__(self, num_envs: int, task: str = "all", reward: str = "sparse", image_size: int = 48, render_size: int = 256) -> None:
         self.tasks = task_set(task)
@@ -134,7 +135,7 @@ class PixelTasks(SplitStep):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
             data, before = self.data[i], self.distance(i)
             data.ctrl[:] = command
@@ -149,7 +150,7 @@ class PixelTasks(SplitStep):
             out.info[i] = {"distance_m": distance, "task": self._present[i]}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i in env_ids:
             self._observe(i, out)
 
@@ -177,23 +178,23 @@ class PixelTasks(SplitStep):
         return self._drawing.frame(self.data[env_id], "top", self._render_size, self._render_size)
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
+        """See `SimEnv`."""
         own = {"present": self._present[env_id], "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}
         return encode_state({"task": self.spec.task, **own})
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
         self._states[env_id].restore(tree["data"])
         self._elapsed[env_id], self._present[env_id] = tree["elapsed"], tree["present"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         return MujocoPhysics(self.model, self.data[env_id]).get()
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `PhysicsEnv`."""
+        """See `SimEnv`."""
         MujocoPhysics(self.model, self.data[env_id]).set(state)
 
     def close(self) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.known_indices import know_arms
 from embodied_rl.sim.robots.mujoco_drawing import Drawing
-from embodied_rl.sim.split_step import SplitStep
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 OBSERVATIONS = ("state", "rgb", "rgb+state")
@@ -150,7 +150,7 @@ FIXED_ARGUMENTS: dict[str, Any] = {
 """What the adapter relies on. A hard reset builds the model anew: some tasks draw the sizes of their objects there."""
 
 
-class RobosuiteSim(SplitStep):
+class RobosuiteSim(SimEnv):
     """Environments of robosuite's interface (robosuite's own tasks, LIBERO's) as a SimEnv.
 
     robosuite has no way to save what its controllers and sensors hold, and its state set into another environment drifts
@@ -225,7 +225,7 @@ class RobosuiteSim(SplitStep):
             self._write(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):  # a copy: controllers keep their goal
             env = self.envs[i]
             with self._random[i].active():
@@ -237,7 +237,7 @@ class RobosuiteSim(SplitStep):
             out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         for i in env_ids:
             self._write(i, out)
 
@@ -245,11 +245,11 @@ class RobosuiteSim(SplitStep):
         return self._picture(env_id, self._render_camera, self._render_size, self._render_size)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         return self._drawing(env_id).cameras()
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `CameraEnv`."""
+        """See `SimEnv`."""
         self._drawing(env_id).check_camera(camera)
         return self._picture(env_id, camera, self._render_size, self._render_size)
 

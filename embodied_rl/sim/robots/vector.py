@@ -9,6 +9,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.spaces import (
     SUCCESS_KEYS,
     action_converter,
@@ -24,7 +25,7 @@ from embodied_rl.sim.robots.spaces import (
 from embodied_rl.types import SimSpec, StepBuffers
 
 
-class VectorEnvSim:
+class VectorEnvSim(SimEnv):
     """Steps all environments of one VectorEnv together; resets the ones it is asked to.
 
     The vector environment must not reset by itself (autoreset mode DISABLED), because the worker keeps final observations

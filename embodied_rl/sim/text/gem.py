@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.sim.text.gem_tasks import OFFLINE_FAMILIES, registered, require, same_in_every_process, tasks
@@ -77,7 +78,7 @@ class _Episode:
     """Sum of rewards."""
 
 
-class GemSim:
+class GemSim(SimEnv):
     """See `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, so every
     environment has its own state of these, and `GemSim` first puts back what an environment carries from one episode to the next.
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
 
@@ -61,8 +62,8 @@ class GridGame(Protocol):
         ...
 
 
-class GridSim:
-    """`num_envs` grid games in this process: text in, text out. Implements `SnapshotEnv`.
+class GridSim(SimEnv):
+    """`num_envs` grid games in this process: text in, text out.
 
     An action is one word; spaces around it and its case do not matter. A word that is no move costs a step, and ``info["valid"]`` says so.
     """
@@ -125,11 +126,11 @@ class GridSim:
         return list(MOVES)[int(np.random.default_rng(seed).integers(len(MOVES)))]
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
+        """See `SimEnv`."""
         return encode_state({"task": self.spec.task, "steps": int(self._steps[env_id]), "game": self._games[env_id].state()})
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task or version."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
         self._steps[env_id] = tree["steps"]

@@ -9,6 +9,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
 
@@ -81,8 +82,8 @@ def make(
     )
 
 
-class TaskSim:
-    """`num_envs` text tasks in this process. Implements `SnapshotEnv`."""
+class TaskSim(SimEnv):
+    """`num_envs` text tasks in this process."""
 
     def __init__(
         self,
@@ -140,12 +141,12 @@ class TaskSim:
         return self._tasks[env_id].sample_random_action()
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SnapshotEnv`."""
+        """See `SimEnv`."""
         state = self._tasks[env_id].get_state()
         return encode_state({"task": self.spec.task, "return": float(self._returns[env_id]), "state": state})
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SnapshotEnv`. Raises SnapshotError for bytes of another task."""
+        """See `SimEnv`. Raises SnapshotError for bytes of another task."""
         tree = decode_state(data)
         require_task(tree, self.spec.task)
         self._returns[env_id] = tree["return"]

@@ -63,7 +63,7 @@ def make(num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs:
 
 
 class ToySim(GridSim):
-    """Implements `SnapshotEnv`; a word that is no action costs a step, and nothing else happens."""
+    """A word that is no action costs a step, and nothing else happens."""
 
     def __init__(self, num_envs: int, task: str, render_size: int, kwargs: Mapping[str, Any]) -> None:
         words = WORDS[task]

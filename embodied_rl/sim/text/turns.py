@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.types import ActionSpec, SimSpec, SnapshotKind, StepBuffers, VariableSpec
 
@@ -46,7 +47,7 @@ class TextGame(Protocol):
     def close(self) -> None: ...
 
 
-class TextSim:
+class TextSim(SimEnv):
     """`num_envs` text games in this process. Implements `SimEnv`."""
 
     def __init__(

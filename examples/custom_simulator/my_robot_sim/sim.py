@@ -3,13 +3,14 @@
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 MASS, LENGTH, DAMPING, MAX_TORQUE, DT, SUBSTEPS, LIMIT = 1.0, 0.5, 0.5, 8.0, 0.01, 5, 60  # kg, m, N m s, N m, s, -, steps
 
 
-class MyRobot:
+class MyRobot(SimEnv):
     def __init__(self, num_envs, task="LiftWeight", gravity=9.81):
         observation, action = {"state": TensorSpec((3,))}, ActionSpec.continuous([-MAX_TORQUE], [MAX_TORQUE])
         self.spec = SimSpec(task, observation, action, LIMIT, 1 / (DT * SUBSTEPS), reports_success=True, snapshots="exact")

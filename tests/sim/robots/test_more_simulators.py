@@ -70,7 +70,7 @@ def test_aloha_equals_gym_aloha(task: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(out.observation["agent_pos"][0], expected["first"].astype(np.float32))
     for action in actions:
         sim.step([0], action[None], out)
-    np.testing.assert_array_equal(sim.physics[0].data.qpos, expected["qpos"])
+    np.testing.assert_array_equal(sim._physics[0].data.qpos, expected["qpos"])
     np.testing.assert_array_equal(out.observation["agent_pos"][0], expected["last"].astype(np.float32))
     assert out.reward[0] == expected["reward"]
     coarse = expected["picture"].reshape(48, 10, 64, 10, 3).mean((1, 3))
@@ -102,7 +102,7 @@ def test_aloha_limits_how_far_a_target_lies() -> None:
     action = np.array([sim.spec.action.high])
     action[0, 1] = before[1] + 0.25  # within reach: taken as it is
     sim.step([0], action, out)
-    control = np.asarray(sim.physics[0].data.ctrl)
+    control = np.asarray(sim._physics[0].data.ctrl)
     np.testing.assert_allclose(
         control[:6], [before[0] + 0.5, before[1] + 0.25, *(np.minimum(action[0, 2:6], before[2:6] + 0.5))], atol=1e-6
     )
@@ -116,7 +116,7 @@ def test_aloha_success_is_the_cube_in_the_left_hand_in_the_air() -> None:
     hold = out.observation["state"][0, :14][None]
     sim.step([0], hold, out)
     assert (out.reward[0], out.success[0]) == (0, False)
-    physics = sim.physics[0]
+    physics = sim._physics[0]
     fingers = [physics.named.data.geom_xpos[f"vx300s_left/10_{side}_gripper_finger"] for side in ("left", "right")]
     with physics.reset_context():
         physics.data.qpos[-7:-4] = np.mean(fingers, axis=0)
@@ -142,9 +142,9 @@ def test_aloha_continues_bit_by_bit(task: str) -> None:
     for action in actions[40:]:
         first.step([0, 1], np.concatenate([action, action]), out)
         second.step([0], action, other)
-        state = np.asarray(first.physics[0].data.qpos)
-        np.testing.assert_array_equal(state, first.physics[1].data.qpos)
-        np.testing.assert_array_equal(state, second.physics[0].data.qpos)
+        state = np.asarray(first._physics[0].data.qpos)
+        np.testing.assert_array_equal(state, first._physics[1].data.qpos)
+        np.testing.assert_array_equal(state, second._physics[0].data.qpos)
         assert out.reward[0] == out.reward[1] == other.reward[0]
     assert first._elapsed == [240, 240]
     assert np.abs(out.observation["state"][0, :14] - start).max() > 0.1, "nothing moved"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import MissingExtraError
-from embodied_rl.sim.env import SnapshotEnv
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one
 from embodied_rl.sim.robots.mujoco_state import ModelChanges
@@ -77,7 +77,7 @@ def check_here(one: Subject) -> None:
     sim = made(one, 4)
     if one not in SAMPLE and sim.spec.snapshots == "replay":
         pytest.skip(f"{one.task} is replayed, not saved")
-    assert isinstance(sim, SnapshotEnv)
+    assert isinstance(sim, SimEnv)
     assert sim.spec.snapshots == "exact"
     actions = random_actions(sim.spec)
     start(sim, 3, seed=5)

@@ -56,7 +56,7 @@ class ManiSkillBatchSim(ManiSkillSim):
             self._elapsed[i] = 0
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SplitStep`."""
+        """See `SimEnv`."""
         rows = list(env_ids)
         with torch.inference_mode():
             self._write_rows(out, rows, self._batch.look(rows, self._info), rows)
