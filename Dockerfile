@@ -1,5 +1,5 @@
 # Two images: `docker build --target cpu .` and `docker build --target cuda .`; their steps are what `make` runs.
-#   docker run --rm --shm-size=2g -v "$PWD/runs:/work/runs" embodied-rl train total_steps=20_000
+#   docker run --rm --shm-size=2g -v "$PWD/runs:/app/runs" embodied-rl train total_steps=20_000
 ARG BASE=debian:12-slim
 
 FROM ${BASE} AS system
@@ -16,7 +16,7 @@ ENV PATH=/opt/embodied_rl/.venv/bin:$PATH
 
 FROM system AS cpu
 RUN make setup TORCH=cpu && rm -rf /root/.cache /var/lib/apt/lists/*
-WORKDIR /work
+WORKDIR /app
 ENTRYPOINT ["embodied-rl"]
 CMD ["train"]
 
@@ -24,6 +24,6 @@ CMD ["train"]
 FROM system AS cuda
 RUN make setup && rm -rf /root/.cache /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,graphics
-WORKDIR /work
+WORKDIR /app
 ENTRYPOINT ["embodied-rl"]
 CMD ["train"]

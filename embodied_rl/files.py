@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -134,3 +137,41 @@ def next_free(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
     return candidate
+
+
+class RememberedAnswers:
+    """Small JSON values in a folder of the user's cache, each found again by what was asked; a damaged file counts as none.
+
+    Example: ``RememberedAnswers("workers").write("cartpole", [8, "host"], {"num_workers": 2})``.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: its name in ``~/.cache/embodied_rl``, or in ``$XDG_CACHE_HOME/embodied_rl``."""
+        self.folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "embodied_rl" / folder
+
+    def path(self, label: str, question: object) -> Path:
+        """The file: `label` for people, and a digest of the question's `repr`."""
+        digest = hashlib.blake2b(repr(question).encode(), digest_size=8).hexdigest()
+        return self.folder / f"{''.join(sign if sign.isalnum() or sign in '-_' else '_' for sign in label[:60])}-{digest}.json"
+
+    def read(self, label: str, question: object) -> dict[str, object] | None:
+        """What was answered; None: nothing that can be read."""
+        return _json_object(self.path(label, question))
+
+    def write(self, label: str, question: object, answer: object) -> None:
+        """Remember an answer. A folder that cannot be written keeps nothing: it is asked again next time."""
+        with suppress(UserError):
+            write_atomic(self.path(label, question), json.dumps(answer))
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        """Everything that can be read, by file name."""
+        for path in sorted(self.folder.glob("*.json")):
+            if (answer := _json_object(path)) is not None:
+                yield answer
+
+
+def _json_object(path: Path) -> dict[str, object] | None:
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else None
+    return None

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
-from embodied_rl.files import write_atomic
+from embodied_rl.files import RememberedAnswers
 from embodied_rl.sim.affinity import available_cores
 
 WORTH = 1.03
 """More workers take more memory: they must be so many times as fast."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
+_FOLDER = "workers"
 _MEASURED = 1
 """To be raised when the measurement changes, so that what is remembered is measured again."""
 
@@ -74,8 +72,9 @@ def candidates(num_slots: int) -> list[int]:
 
 def remembered(config: SimConfig, chunk_size: int = 1) -> WorkerChoice | None:
     """What was chosen for this simulator, these slots and this machine; None: it has not been measured."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        found = WorkerChoice(**json.loads(_file(config, chunk_size).read_text(encoding="utf-8")))
+    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size))
+    with suppress(ValueError, TypeError, KeyError, AttributeError):
+        found = WorkerChoice(**answer)
         known = {str(number) for number in candidates(config.num_slots)}
         if set(found.steps_per_s) == known and str(found.num_workers) in known and found.gain > 0:
             return found
@@ -84,8 +83,7 @@ def remembered(config: SimConfig, chunk_size: int = 1) -> WorkerChoice | None:
 
 def remember(config: SimConfig, choice: WorkerChoice, chunk_size: int = 1) -> None:
     """Keep a choice. A folder that cannot be written keeps nothing: it is measured again next time."""
-    with suppress(UserError):
-        write_atomic(_file(config, chunk_size), json.dumps(asdict(choice)))
+    RememberedAnswers(_FOLDER).write(*_question(config, chunk_size), asdict(choice))
 
 
 def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | None:
@@ -97,10 +95,7 @@ def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | No
     return None if number is None else min(number, num_slots)
 
 
-def _file(config: SimConfig, chunk_size: int) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "embodied_rl" / "workers"
+def _question(config: SimConfig, chunk_size: int) -> tuple[str, object]:
     simulator = [config.target, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, config.pipeline_groups, chunk_size]
     machine = [platform.node(), platform.machine(), available_cores(), config.placement]
-    digest = hashlib.blake2b(repr([_MEASURED, simulator, machine]).encode(), digest_size=8).hexdigest()
-    name = "".join(sign if sign.isalnum() or sign in "-_" else "_" for sign in config.name[:60])
-    return folder / f"{name}-{digest}.json"
+    return config.name, [_MEASURED, simulator, machine]

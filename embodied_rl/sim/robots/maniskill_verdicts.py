@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from embodied_rl.errors import UserError
-from embodied_rl.files import write_atomic
+from embodied_rl.files import RememberedAnswers
 
 BATCH_FROM = 16
 """Environments in a simulator from which they are stepped as a batch without being asked to."""
 WRITTEN_FOR = {"mani-skill": "3.0.", "sapien": "3.0."}
 """Versions whose inside we know; others are not tried."""
+_FOLDER = "maniskill_batch"
 _CHECK = 1
 """To be raised when the batch or its check changes, so that what is remembered is asked again."""
 
@@ -68,17 +64,17 @@ def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM)
     for name, known in WRITTEN_FOR.items():
         if not versions[name].startswith(known):
             return Verdict(task, False, f"batches are written for {name} {known}x, and this is {versions[name]}", versions)
-    path = _file(task, {**arguments, "num_envs": num_envs}, versions)
-    with suppress(OSError, ValueError, TypeError):
-        remembered = Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    answers, question = RememberedAnswers(_FOLDER), _question(task, {**arguments, "num_envs": num_envs}, versions)
+    answer: Any = answers.read(task, question)
+    with suppress(TypeError):
+        remembered = Verdict(**answer)
         if remembered.task == task and type(remembered.equal) is bool:
             return remembered
     from embodied_rl.sim.robots.maniskill_batch.check import difference
 
     reason = difference(task, arguments, num_envs)
     found = Verdict(task, reason is None, reason or "", versions)
-    with suppress(UserError):  # a folder that cannot be written: it is asked again next time
-        write_atomic(path, json.dumps(asdict(found)))
+    answers.write(task, question, asdict(found))
     return found
 
 
@@ -86,25 +82,21 @@ def remembered() -> list[Verdict]:
     """What is remembered of the versions installed now, by task; a task with several arguments several times."""
     versions = {name: version(name) for name in WRITTEN_FOR}
     found = []
-    for path in sorted(_folder().glob("*.json")):
-        with suppress(OSError, ValueError, TypeError):
-            one = Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    answer: Any
+    for answer in RememberedAnswers(_FOLDER):
+        with suppress(TypeError):
+            one = Verdict(**answer)
             if one.versions == versions:
                 found.append(one)
     return found
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "embodied_rl" / "maniskill_batch"
-
-
-def _file(task: str, arguments: Mapping[str, Any], versions: Mapping[str, str]) -> Path:
+def _question(task: str, arguments: Mapping[str, Any], versions: Mapping[str, str]) -> object:
     import torch
 
     # The last bits of torch's sums depend on its version and on the processor's vectors.
     asked = [_CHECK, sorted(versions.items()), torch.__version__, torch.backends.cpu.get_cpu_capability(), sorted(arguments.items())]
-    digest = hashlib.blake2b(repr([task, asked]).encode(), digest_size=8).hexdigest()
-    return _folder() / f"{task}-{digest}.json"
+    return [task, asked]
 
 
 def _say(task: str, reason: str) -> None:
