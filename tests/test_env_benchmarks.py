@@ -75,18 +75,31 @@ def test_prototype_takes_every_step_once_and_its_ratio_is_of_rounds(monkeypatch:
     assert rows["2"] == ["5.00", "4.00", "1.50x", "kept"]
 
 
-def test_auto_is_held_against_the_best_fixed_number() -> None:
+def test_auto_is_held_against_the_best_fixed_setting() -> None:
     import auto_workers
+    from auto_workers import Setting
 
+    one, two, bound = Setting(1, 2), Setting(2, 2), Setting(1, 1, "spread")
     rows = [
-        auto_workers.Row("quick", 8, {1: 200.0, 2: 100.0}, chosen=1, start_s=3.5, plain_start_s=2.0),
-        auto_workers.Row("slow", 16, {1: 100.0, 2: 160.0}, chosen=1, start_s=9.0, plain_start_s=9.0),
+        auto_workers.Row("quick", 8, {one: 200.0, two: 100.0, bound: 250.0}, chosen=one, start_s=3.5, plain_start_s=2.0),
+        auto_workers.Row("slow", 16, {one: 100.0, two: 160.0, bound: 80.0}, chosen=one, start_s=9.0, plain_start_s=9.0),
     ]
     text = auto_workers.report(rows)
     found = columns(text.splitlines(), below="simulator")
-    assert found["quick"] == ["8", "200", "100", "1", "1.00", "1.5"]
-    assert found["slow"] == ["16", "100", "160", "1", "0.62", "0.0"]  # 100 / 160
-    assert text.endswith("figure: auto reaches 95% of the best fixed number with 1 of 2 simulators")
+    assert found["quick"] == ["8", "1 × 1, bound: 250", "1 × 2: 200", "2 × 2: 100", "1 × 2", "1.00", "1 × 1, bound", "0.80", "1.5"]
+    assert found["slow"] == ["16", "1 × 1, bound: 80", "1 × 2: 100", "2 × 2: 160", "1 × 2", "0.62", "2 × 2", "0.62", "0.0"]  # 100 / 160
+    assert "95% of the best fixed number of workers with 1 of 2 simulators, of the best fixed setting of all with 0" in text
+
+
+def test_every_setting_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import auto_workers
+    from auto_workers import Setting
+
+    from embodied_rl.config import SimConfig
+
+    monkeypatch.setattr(auto_workers, "candidates", lambda num_slots: [1, 2])
+    found = auto_workers.settings_of(SimConfig("any", "any:thing", num_slots=3), chosen=2)
+    assert found == [Setting(1, 2), Setting(2, 1), Setting(2, 2), Setting(2, 2, "spread")]  # four groups of three slots are none
 
 
 def test_default_is_what_a_user_gets_who_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
