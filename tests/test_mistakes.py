@@ -14,9 +14,9 @@ from embodied_rl.commands.cli import run_command
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.learning.devices import resolve_device
-from embodied_rl.learning.offline_learner import OfflineLearner
 from embodied_rl.policies import actor_critic
 from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 SPEC = SimSpec("t", {"state": TensorSpec((8,))}, ActionSpec.discrete(3))
@@ -67,7 +67,7 @@ def test_critics_larger_than_the_machine_say_how_large_they_would_be() -> None:
     with pytest.raises(
         UserError, match=rf"^algorithm\.off_policy: .* takes {critics:,.0f} GiB .* weights\.1 \[2, 999999, 999999\]"
     ) as caught:
-        OfflineLearner(actor_critic.build_policy(config.policy, SPEC), config.algorithm)  # type: ignore[arg-type]
+        ActorWithCritics(actor_critic.build_policy(config.policy, SPEC), config.algorithm.off_policy)  # type: ignore[arg-type]
     assert len(str(caught.value)) <= 400
 
     nothing = torch.zeros(2, dtype=torch.int64)

@@ -6,16 +6,14 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-_OBSERVATION = "observation."
-
 
 class Rows(ABC):
-    """Rows of one kind: decisions (`Batch`), whole episodes, or texts of tokens."""
+    """Rows of one kind: decisions (`Batch`), stored steps, whole episodes, or texts of tokens."""
 
     @property
     @abstractmethod
@@ -51,8 +49,67 @@ class Rows(ABC):
         return self
 
 
+class TensorRows(Rows):
+    """A data class of tensors [B, ...], of which some may be None, and of dictionaries of such."""
+
+    of_all: ClassVar[frozenset[str]] = frozenset()
+    """Fields that belong to all rows together, without a dimension B."""
+
+    def replaced(self, **changes: Tensor | None) -> Self:
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor of rows changed."""
+        return self.of_tensors({name: tensor if name in self.of_all else change(tensor) for name, tensor in self.tensors().items()})
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where all of it lies."""
+
+    def chosen(self, rows: Tensor) -> Self:
+        """See `Rows.chosen`."""
+        numbers = rows.to(self.device, non_blocking=True)
+        return self.mapped(lambda tensor: tensor.index_select(0, numbers))
+
+    def moved(self, device: torch.device) -> Self:
+        """See `Rows.moved`."""
+        if self.device == device:
+            return self
+        return self.of_tensors({name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()})
+
+    def staged(self, device: torch.device) -> Self:
+        """See `Rows.staged`."""
+        return self.moved(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `Rows.tensors`: the fields that are there, and ``observation.<key>``."""
+        found: dict[str, Tensor] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value: Tensor | dict[str, Tensor] | None = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                found[field.name] = value
+            elif value is not None:
+                found |= {f"{field.name}.{key}": part for key, part in value.items()}
+        return found
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """See `Rows.of_tensors`."""
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        fields: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            own, _, key = name.partition(".")
+            if name in known:
+                fields[name] = tensor
+            else:
+                fields.setdefault(own, {})[key] = tensor
+        return cls(**fields)
+
+
 @dataclass(frozen=True)
-class Batch(Rows):
+class Batch(TensorRows):
     """Transitions of one or more rollouts as flat rows (B = T·N, time-major)."""
 
     observation: dict[str, Tensor]
@@ -78,18 +135,10 @@ class Batch(Rows):
     def num_rows(self) -> int:
         return int(self.advantage.shape[0])
 
-    def replaced(self, **changes: Any) -> Batch:
-        """The same with other fields."""
-        return dataclasses.replace(self, **changes)
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same with every tensor changed."""
-        return Batch.of_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
-
-    def chosen(self, rows: Tensor) -> Batch:
-        """See `Rows.chosen`."""
-        numbers = rows.to(self.advantage.device, non_blocking=True)
-        return self.mapped(lambda tensor: tensor.index_select(0, numbers))
+    @property
+    def device(self) -> torch.device:
+        """See `TensorRows.device`."""
+        return self.advantage.device
 
     def filler(self) -> Batch:
         """See `Rows.filler`."""
@@ -103,23 +152,3 @@ class Batch(Rows):
         if self.mask is None:
             return self
         return self.replaced(mask=None).chosen(self.mask.nonzero().squeeze(-1).cpu())
-
-    def moved(self, device: torch.device) -> Batch:
-        """See `Rows.moved`."""
-        return self if self.action.device == device else self.mapped(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def staged(self, device: torch.device) -> Batch:
-        """See `Rows.staged`."""
-        return self.moved(device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """See `Rows.tensors`: the fields that are there, and ``observation.<key>``."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "observation"}
-        named = {name: tensor for name, tensor in fields.items() if tensor is not None}
-        return {**named, **{f"{_OBSERVATION}{key}": part for key, part in self.observation.items()}}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Batch:
-        """See `Rows.of_tensors`."""
-        fields: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OBSERVATION)}
-        return cls({name.removeprefix(_OBSERVATION): part for name, part in tensors.items() if name.startswith(_OBSERVATION)}, **fields)

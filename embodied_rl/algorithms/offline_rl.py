@@ -1,13 +1,16 @@
 """Learning with critics of actions Q(s, a) from stored steps: implicit Q-learning, advantage-weighted and soft actor-critic.
 
-Shapes: B rows, E critics of an ensemble. Losses are means over an explicit number of entries; targets are constants, no gradient flows
-through them. Notation of the papers: r reward, γ discount, π the policy, Q̄ the target critics.
+Shapes: B rows, E critics of an ensemble. Losses are sums over the rows of `mask` [B] (None: all), divided by `denominator` rows (None: as
+many); targets are constants, no gradient flows through them. Notation of the papers: r reward, γ discount, π the policy, Q̄ the target
+critics.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from embodied_rl.algorithms.aggregation import masked_mean
 
 Metrics = dict[str, Tensor]
 """Scalars without gradient."""
@@ -41,7 +44,7 @@ def soft_value(*, value: Tensor, log_prob: Tensor, entropy_coef: Tensor | float)
     return value - entropy_coef * log_prob
 
 
-def critic_loss(*, values: Tensor, target: Tensor) -> tuple[Tensor, Metrics]:
+def critic_loss(*, values: Tensor, target: Tensor, mask: Tensor | None = None, denominator: float | None = None) -> tuple[Tensor, Metrics]:
     """Mean over the ensemble and the rows of (Q(s, a) - target)² (Haarnoja et al. 2018, eq. 5, without its factor 1/2).
 
     Args:
@@ -53,13 +56,16 @@ def critic_loss(*, values: Tensor, target: Tensor) -> tuple[Tensor, Metrics]:
     """
     if values.dim() != 2 or target.shape != values.shape[1:]:
         raise ValueError(f"values must be [E, B] and target [B], got {tuple(values.shape)} and {tuple(target.shape)}.")
-    loss = (values - target.detach()).square().mean()
+    every, entries = (None if mask is None else mask.expand_as(values)), (None if denominator is None else len(values) * denominator)
+    loss = masked_mean((values - target.detach()).square(), every, entries)
     with torch.no_grad():
-        spread = values.std(dim=0, correction=0).mean()
-    return loss, {"critic_loss": loss.detach(), "q_mean": values.detach().mean(), "q_spread": spread}
+        mean, spread = masked_mean(values, every, entries), masked_mean(values.std(dim=0, correction=0), mask, denominator)
+    return loss, {"critic_loss": loss.detach(), "q_mean": mean, "q_spread": spread}
 
 
-def expectile_loss(*, value: Tensor, target: Tensor, expectile: float) -> tuple[Tensor, Metrics]:
+def expectile_loss(
+    *, value: Tensor, target: Tensor, expectile: float, mask: Tensor | None = None, denominator: float | None = None
+) -> tuple[Tensor, Metrics]:
     """Mean of |τ - 1(u < 0)| u² with u = target - V: implicit Q-learning's state value (Kostrikov et al. 2021, arXiv:2110.06169, eq. 5).
 
     τ = 0.5 is half the mean squared error; towards 1, V tends to the largest target that the data support.
@@ -73,11 +79,13 @@ def expectile_loss(*, value: Tensor, target: Tensor, expectile: float) -> tuple[
         raise ValueError(f"expectile must be between 0 and 1, got {expectile}.")
     difference = target.detach() - value
     weight = torch.where(difference < 0, 1.0 - expectile, expectile).to(value.dtype)
-    loss = (weight * difference.square()).mean()
-    return loss, {"value_loss": loss.detach(), "value_mean": value.detach().mean()}
+    loss = masked_mean(weight * difference.square(), mask, denominator)
+    return loss, {"value_loss": loss.detach(), "value_mean": masked_mean(value.detach(), mask, denominator)}
 
 
-def advantage_weights(*, advantage: Tensor, temperature: float, max_weight: float) -> tuple[Tensor, Metrics]:
+def advantage_weights(
+    *, advantage: Tensor, temperature: float, max_weight: float, mask: Tensor | None = None, denominator: float | None = None
+) -> tuple[Tensor, Metrics]:
     """exp(A / λ) [B], at most `max_weight`, detached: what recorded actions are imitated by.
 
     Advantage-weighted regression (Peng et al. 2019, arXiv:1910.00177, algorithm 1); in AWAC (Nair et al. 2020, arXiv:2006.09359,
@@ -93,11 +101,13 @@ def advantage_weights(*, advantage: Tensor, temperature: float, max_weight: floa
     bound = torch.log(torch.as_tensor(max_weight, dtype=advantage.dtype, device=advantage.device))
     exponent = advantage.detach() / temperature
     weight = torch.minimum(exponent, bound).exp()
-    bounded = (exponent >= bound).to(weight.dtype).mean()
-    return weight, {"weight_mean": weight.mean(), "weight_bounded_fraction": bounded, "advantage_mean": advantage.detach().mean()}
+    figures = {"weight_mean": weight, "weight_bounded_fraction": (exponent >= bound).to(weight.dtype), "advantage_mean": advantage.detach()}
+    return weight, {name: masked_mean(figure, mask, denominator) for name, figure in figures.items()}
 
 
-def soft_policy_loss(*, values: Tensor, log_prob: Tensor, entropy_coef: Tensor | float) -> tuple[Tensor, Metrics]:
+def soft_policy_loss(
+    *, values: Tensor, log_prob: Tensor, entropy_coef: Tensor | float, mask: Tensor | None = None, denominator: float | None = None
+) -> tuple[Tensor, Metrics]:
     """Mean of α log π(a|s) - Q(s, a), a drawn from π by reparametrisation (Haarnoja et al. 2018, eq. 7).
 
     Args:
@@ -106,20 +116,26 @@ def soft_policy_loss(*, values: Tensor, log_prob: Tensor, entropy_coef: Tensor |
     """
     _check_rows(values=values, log_prob=log_prob)
     coefficient = entropy_coef.detach() if isinstance(entropy_coef, Tensor) else entropy_coef
-    loss = (coefficient * log_prob - values).mean()
-    return loss, {"policy_loss": loss.detach(), "entropy": -log_prob.detach().mean()}
+    loss = masked_mean(coefficient * log_prob - values, mask, denominator)
+    return loss, {"policy_loss": loss.detach(), "entropy": -masked_mean(log_prob.detach(), mask, denominator)}
 
 
-def entropy_coef_loss(*, log_coef: Tensor, log_prob: Tensor, target_entropy: float) -> tuple[Tensor, Metrics]:
+def entropy_coef_loss(
+    *, log_coef: Tensor, log_prob: Tensor, target_entropy: float, mask: Tensor | None = None, denominator: float | None = None
+) -> tuple[Tensor, Metrics]:
     """α (H - target) in expectation, H = -log π: minimising it raises α where the entropy is too small (Haarnoja et al. 2018, eq. 18).
 
     Args:
         log_coef: [] log α, in training.
         log_prob: [B], a constant.
         target_entropy: nats.
+
+    Returns:
+        The loss, and ``entropy_coef``: α times the share of the `denominator` rows that are here, so that parts add up to α.
     """
-    loss = (log_coef.exp() * (-log_prob.detach() - target_entropy)).mean()
-    return loss, {"entropy_coef": log_coef.detach().exp()}
+    loss = masked_mean(log_coef.exp() * (-log_prob.detach() - target_entropy), mask, denominator)
+    rows = len(log_prob) if mask is None else int(mask.sum())
+    return loss, {"entropy_coef": log_coef.detach().exp() * (rows / (denominator or max(rows, 1)))}
 
 
 def _check_rows(**tensors: Tensor) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import nn
+
 from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.hybrid.engine import HybridEngine
+from embodied_rl.hybrid.engine import HybridEngine, TrainedCopy
 from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
+from embodied_rl.learning.learner import Learner
+from embodied_rl.learning.ranks import RankExecutor
 
 
 class Simulators(Protocol):
@@ -19,29 +23,35 @@ class Simulators(Protocol):
     def onload(self) -> None: ...
 
 
-def make_engine(config: HybridConfig, policy: Any, generator: Generator, method: Any, simulators: Simulators) -> HybridEngine:
-    """Engine with residency for a method's learner.
+class Trains(Protocol):
+    """What a `Method` says of where training happens."""
 
-    Args:
-        method: its ``sharded`` (a `RankExecutor`) or ``trained_copy`` (a `TrainedCopy` elsewhere), where it has one, trains; else its
-            ``learner``.
+    @property
+    def learner(self) -> Learner | None: ...
+
+    @property
+    def sharded(self) -> RankExecutor | None: ...
+
+    @property
+    def trained_copy(self) -> TrainedCopy | None: ...
+
+
+def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, method: Trains, simulators: Simulators) -> HybridEngine:
+    """Engine with residency for a method's learner.
 
     Raises:
         UserError: the method has nothing of what `config` wants to move, or cannot train on several ranks.
     """
-    sharded = getattr(method, "sharded", None)
+    sharded = method.sharded
     if config.sharding is not None and sharded is None:
-        raise UserError(
-            f"hybrid.sharding: {type(method).__name__} trains in one process alone. "
-            "Set hybrid=local, or choose PPO on rollouts or a method on groups (algorithm=ppo, algorithm=grpo, …)."
-        )
+        raise UserError(f"hybrid.sharding: {type(method).__name__} has no policy that is divided over ranks. Set hybrid=local.")
     residency = Residency()
     if "simulators" in config.offload:
         residency.register("simulators", Hooks(simulators.offload, simulators.onload))
     if "kv_cache" in config.offload:
         residency.register("kv_cache", _cache_of(generator))
     # Several domains without ranks have several learners.
-    trains = getattr(method, "learner", None) if sharded is None else sharded
+    trains = method.learner if sharded is None else sharded
     parameters = list(policy.parameters()) if trains is None else trains.trained()
     if "parameters" in config.offload:
         residency.register("parameters", Tensors(lambda: parameters))
@@ -53,9 +63,9 @@ def make_engine(config: HybridConfig, policy: Any, generator: Generator, method:
                 "hybrid.offload=[optimizer]: this learner keeps its optimizer's state in arrays of its own on the CPU (small networks). "
                 "Leave it out; there is nothing to gain."
             )
-        residency.register("optimizer", Tensors(trains.optimizer_tensors))
-    elsewhere = getattr(method, "trained_copy", None)
-    return HybridEngine(policy, generator, trained=sharded if elsewhere is None else elsewhere, residency=residency)
+        optimizer_tensors = trains.optimizer_tensors
+        residency.register("optimizer", Tensors(lambda: optimizer_tensors() or ()))
+    return HybridEngine(policy, generator, trained=method.trained_copy, residency=residency)
 
 
 def _cache_of(generator: Any) -> Hooks:

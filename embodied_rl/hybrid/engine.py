@@ -12,9 +12,9 @@ from embodied_rl.learning.devices import compute_threads
 
 
 class TrainedCopy(Protocol):
-    """Where training happens on a copy of the policy (`RankExecutor`)."""
+    """Where training happens on a copy of the policy (`RankExecutor`, or a process of its own)."""
 
-    def write_back(self, policy: Any) -> None:
+    def write_back(self) -> None:
         """Bring the trained weights into the policy."""
         ...
 
@@ -62,7 +62,7 @@ class HybridEngine:
         """Hand the policy's present weights to the generator, as `version`."""
         if self.trained is not None:
             self.residency.onload("parameters")
-            self.trained.write_back(self.policy)
+            self.trained.write_back()
         self.generator.publish(version)
 
     def metrics(self) -> dict[str, float]:

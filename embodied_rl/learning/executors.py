@@ -9,29 +9,27 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Precision
-from embodied_rl.learning.optimizer import Optimizer
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.learning.optimizer import Optimizer, Optimizers
+from embodied_rl.policies.base import TrainedModule
 
 Figures = dict[str, float]
 """Of a step: the objective's metrics, ``loss``, and ``grad_norm`` before clipping."""
-_NETWORK_ROWS, _ROWS = 4096, 512
-_ROWS_STEP = 256
 
 
 def take_step(
-    policy: Any,
-    optimizer: Optimizer,
+    policy: nn.Module,
+    optimizers: Mapping[str, Optimizer],
     losses: Sequence[Callable[[], tuple[Tensor, Metrics]]],
     learning_rate: float,
     *,
@@ -40,9 +38,10 @@ def take_step(
 ) -> Figures:
     """One step on a minibatch, in micro-batches that each give loss and metrics; on ranks a collective call.
 
-    Nothing is stepped where the loss or the gradient's norm is not finite: the caller looks at both.
+    Nothing is stepped where the loss or a gradient's norm is not finite: the caller looks at both.
 
     Args:
+        optimizers: {group: of the parameters that are stepped}; each is clipped by itself.
         losses: one of each micro-batch, already divided by the counts of the whole minibatch, and evaluated when its turn comes.
         summed: adds up figures [k] over the ranks that train on other rows.
         frees_gradients: when the step is taken; else before the next one.
@@ -56,25 +55,35 @@ def take_step(
             sums[name] = sums[name] + value if name in sums else value
         return loss
 
-    optimizer.zero_grad()
-    fsdp.accumulate(policy, [functools.partial(loss_of, compute) for compute in losses], optimizer.inputs)
-    norm = optimizer.clip()
+    owners = list(optimizers.values())
+    for optimizer in owners:
+        optimizer.zero_grad()
+    inputs = [parameter for optimizer in owners for parameter in optimizer.inputs or ()]
+    fsdp.accumulate(policy, [functools.partial(loss_of, compute) for compute in losses], inputs or None)
+    norms = [optimizer.clip() for optimizer in owners]
     names = sorted(sums)
     totals = summed(torch.stack([sums[name] for name in names]))
     # One transfer for all numbers; it also shows whether this step may be taken.
-    *values, grad_norm = torch.cat([totals, norm.to(totals)[None]]).tolist()
-    figures = {**dict(zip(names, values, strict=True)), "grad_norm": grad_norm}
+    values = torch.cat([totals, *(norm.to(totals)[None] for norm in norms)]).tolist()
+    figures = dict(zip([*names, *(norm_name(group) for group in optimizers)], values, strict=True))
     if is_finite(figures):
-        optimizer.step(learning_rate)
+        for optimizer in owners:
+            optimizer.step(learning_rate)
     if frees_gradients:
-        optimizer.zero_grad()
+        for optimizer in owners:
+            optimizer.zero_grad()
     return figures
+
+
+def norm_name(group: str) -> str:
+    """Under which a step's figures have the norm of a parameter group's gradient."""
+    return f"grad_norm_{group}" if group else "grad_norm"
 
 
 def objective_step(
     objective: Objective[Any],
-    policy: Any,
-    optimizer: Optimizer,
+    policy: TrainedModule,
+    optimizers: Optimizers,
     rows: Rows,
     micro: list[list[int]],
     numbers: Numbers,
@@ -88,18 +97,22 @@ def objective_step(
         return objective(policy, rows_at(rows, places).moved(device), numbers)
 
     losses = [functools.partial(loss_of, places) for places in micro]
-    return take_step(policy, optimizer, losses, learning_rate, summed=summed, frees_gradients=objective.frees_gradients)
+    stepped = {group: optimizers.groups[group] for group in objective.groups}
+    figures = take_step(policy, stepped, losses, learning_rate, summed=summed, frees_gradients=objective.frees_gradients)
+    if is_finite(figures):
+        objective.stepped(policy)
+    return figures
 
 
 def is_finite(figures: Figures) -> bool:
     """Whether a step with these figures was taken."""
-    return math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
+    return all(math.isfinite(value) for name, value in figures.items() if name == "loss" or name.startswith(norm_name("")))
 
 
 class Executor(ABC):
     """Owns the optimizer of a policy and takes its steps."""
 
-    def __init__(self, policy: Any, config: AlgorithmConfig, device: torch.device) -> None:
+    def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device) -> None:
         self.policy, self.config, self.device = policy, config, device
 
     # ---- steps ------------------------------------------------------------------------------------------------------
@@ -109,8 +122,8 @@ class Executor(ABC):
         """Take the rows of one update. Statistics of observations do not change until the next `begin`."""
 
     @abstractmethod
-    def step(self, chosen: np.ndarray, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
-        """Step on the minibatch of these rows [n]; nothing is stepped where the figures are not finite."""
+    def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+        """Step on the minibatch of these rows [n], or of all; nothing is stepped where the figures are not finite."""
 
     @abstractmethod
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
@@ -140,8 +153,11 @@ class Executor(ABC):
 
     # ---- a copy that is trained elsewhere ---------------------------------------------------------------------------
 
-    def write_back(self, policy: Any) -> None:  # noqa: B027  # a default
+    def write_back(self) -> None:  # noqa: B027  # a default
         """Bring the trained weights into the whole policy; nothing to do where it is what is trained."""
+
+    def take_weights(self) -> None:  # noqa: B027  # a default
+        """Train on from the whole policy's present weights."""
 
     def close(self) -> None:  # noqa: B027  # a default
         """End what the executor started. May be called twice."""
@@ -150,9 +166,9 @@ class Executor(ABC):
 class LocalExecutor(Executor):
     """Autograd in this process, for any policy on any device."""
 
-    def __init__(self, policy: Any, config: AlgorithmConfig, device: torch.device, optimizer: Optimizer, precision: Precision) -> None:
+    def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device, precision: Precision) -> None:
         super().__init__(policy, config, device)
-        self.optimizer, self._precision = optimizer, precision
+        self.optimizer, self._precision = Optimizers(policy, config), precision
         self._objective: Objective[Any] | None = None
         self._rows: Rows | None = None
 
@@ -160,23 +176,23 @@ class LocalExecutor(Executor):
         """See `Executor.begin`."""
         self._objective, self._rows = objective, rows.staged(self.device)
 
-    def step(self, chosen: np.ndarray, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+    def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
         """See `Executor.step`."""
         assert self._objective is not None, "begin comes first"
         assert self._rows is not None, "begin comes first"
-        minibatch, numbers = self._objective.begin(self._rows.chosen(torch.from_numpy(chosen)), kl_coef=kl_coef)
+        rows = self._rows if chosen is None else self._rows.chosen(torch.from_numpy(chosen))
+        minibatch, numbers = self._objective.begin(rows, kl_coef=kl_coef)
         (part,) = self._objective.divide(self.policy, minibatch, 1, self.config.micro_batch_size)
         return objective_step(self._objective, self.policy, self.optimizer, minibatch, part.micro, numbers, learning_rate, self.device)
 
     @torch.no_grad()
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         """See `Executor.values`."""
-        size, parts = forward_rows(self.policy, self.config), []
+        size, even, parts = forward_rows(self.policy, self.config), self.policy.even_rows, []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
             for part in forwards(ready, size):
                 count = len(next(iter(part.values())))
-                if isinstance(self.policy, ActorCritic):
-                    part = {key: _filled_up(tensor, -count % _ROWS_STEP) for key, tensor in part.items()}
+                part = {key: _filled_up(tensor, -count % even) for key, tensor in part.items()}
                 moved = {key: tensor.to(self.device) for key, tensor in part.items()}
                 parts.append(self.policy.value(moved).float().cpu().numpy()[:count])
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
@@ -205,9 +221,9 @@ def rows_at(rows: Rows, places: list[int]) -> Rows:
     return rows if places == list(range(rows.num_rows)) else rows.chosen(torch.tensor(places))
 
 
-def forward_rows(policy: Any, config: AlgorithmConfig) -> int:
-    """Rows of one forward without gradients at most: bounds the memory that images take."""
-    return config.micro_batch_size or (_NETWORK_ROWS if isinstance(policy, ActorCritic) else _ROWS)
+def forward_rows(policy: TrainedModule, config: AlgorithmConfig) -> int:
+    """Rows of one forward without gradients at most: `algorithm.micro_batch_size`, else the policy's own limit."""
+    return config.micro_batch_size or policy.forward_rows
 
 
 def forwards(ready: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
@@ -217,5 +233,5 @@ def forwards(ready: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]
 
 
 def _filled_up(tensor: Tensor, num_rows: int) -> Tensor:
-    """With `num_rows` further rows, copies of the first: a CPU's convolutions keep buffers for every number of rows they ever see."""
+    """With `num_rows` further rows, copies of the first."""
     return torch.cat([tensor, tensor[:1].expand(num_rows, *tensor.shape[1:])]) if num_rows else tensor

@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from embodied_rl.config import ShardingConfig
 from embodied_rl.errors import UserError
 
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MESH = ("replicate", "shard", "tensor")
-FORWARD_METHODS = ("evaluate", "value", "act", "features")
+FORWARD_METHODS = ("evaluate", "value", "act", "features", "cloning_loss", "gathered")
 """Methods of a policy that compute with its parameters; FSDP gathers them before and frees them after."""
 
 
@@ -68,7 +69,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return [block for block in found if any(True for _ in block.parameters())]
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, config: ShardingConfig) -> nn.Module:
+def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyModule:
     """Cut a module's parameters over the mesh, in place; returns it. All ranks call it with equal parameters.
 
     Frozen and trained parameters (LoRA) may be mixed. Make the optimizer afterwards: its parameters are the local parts.

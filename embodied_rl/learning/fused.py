@@ -193,8 +193,9 @@ class FusedExecutor(Executor):
         self._rows = [np.ascontiguousarray(column.numpy()) for column in columns]
         self._minibatch = [column[:0] for column in self._rows]
 
-    def step(self, chosen: np.ndarray, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+    def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
         """See `Executor.step`; rollouts have no KL term."""
+        chosen = np.arange(len(self._rows[0])) if chosen is None else chosen
         config, n = self.config, len(chosen)
         if n > len(self._minibatch[0]):
             self._minibatch = [np.empty((n, *column.shape[1:]), column.dtype) for column in self._rows]

@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +21,13 @@ from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.learning.devices import compute_threads, num_cores, resolve_device
-from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite
+from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
 from embodied_rl.learning.heap import keep_freed_memory
 from embodied_rl.learning.objectives import ActingObjective, Objective, RolloutObjective, TokenCloning
-from embodied_rl.learning.optimizer import make_optimizer
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.packing import TokenSequence
 
 WIDE_LAYER = 128
@@ -76,24 +74,18 @@ def scheduled(config: AlgorithmConfig, progress: float) -> float:
     return config.learning_rate * (max(1.0 - progress, 0.0) if config.lr_schedule == "linear" else 1.0)
 
 
-def checked(figures: Figures, what: str, unit: str, rows: np.ndarray, minibatch: Callable[[], Mapping[str, np.ndarray]]) -> Figures:
-    """The figures of a step that was taken, on `rows` [n] that are each a `unit`. Raises NonFiniteLossError with the minibatch else."""
-    if is_finite(figures):
-        return figures
-    text = f"The {what} is {figures['loss']} and its gradient's norm {figures['grad_norm']} on {len(rows)} {unit}."
-    raise NonFiniteLossError(text, rows, minibatch())
-
-
 class Learner:
     """Trains a policy with Adam on minibatches of rows, by an objective, through an executor."""
 
-    def __init__(self, policy: Any, config: AlgorithmConfig, objective: Objective[Any], executor: Executor, compute_threads: int) -> None:
+    def __init__(
+        self, policy: TrainedModule, config: AlgorithmConfig, objective: Objective[Any], executor: Executor, compute_threads: int
+    ) -> None:
         """`compute_threads`: of one operation on the CPU. See `make_learner`."""
         self.policy, self.config, self.objective, self.executor = policy, config, objective, executor
         self.compute_threads = compute_threads
         self.device = executor.device
-        self._reference: Any = None
-        """The policy that a KL term compares with; of language the policy itself, which keeps it."""
+        self.has_reference = False
+        """Whether a KL term has something to compare with: the policy keeps it."""
 
     # ---- the update -------------------------------------------------------------------------------------------------
 
@@ -146,17 +138,39 @@ class Learner:
                 rates = [learning_rate * (1.0 - 0.9 * (epoch * len(chosen) + done) / total) for done in range(len(chosen))]
                 losses = [self._step(objective, rows, own, rate, 0.0)["loss"] for own, rate in zip(chosen, rates, strict=True)]
         self.executor.forget()
-        self.executor.write_back(self.policy)
+        self.executor.write_back()
         return float(np.mean(losses))
 
-    def _step(self, objective: Objective[Any], rows: Rows, chosen: np.ndarray, rate: float, kl_coef: float) -> Figures:
+    def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any]] = ()) -> Figures:
+        """One step of each of the objectives, in their order, on all of these rows: what a stream of minibatches is learned with.
+
+        Args:
+            objectives: empty: the learner's own.
+
+        Returns:
+            The figures of all; ``loss`` only where an objective shows it.
+
+        Raises:
+            NonFiniteLossError: as `update`; the steps before it were taken.
+        """
+        taken: Figures = {}
+        with compute_threads(self.compute_threads):
+            for objective in objectives or (self.objective,):
+                self.executor.begin(objective, rows)
+                taken |= self._step(objective, rows, None, learning_rate, 0.0)
+                if not objective.shows_loss:
+                    del taken["loss"]
+        return taken
+
+    def _step(self, objective: Objective[Any], rows: Rows, chosen: np.ndarray | None, rate: float, kl_coef: float) -> Figures:
         figures = self.executor.step(chosen, rate, kl_coef=kl_coef)
-        what = "cross-entropy" if isinstance(objective, TokenCloning) else f"{self.config.loss} loss"
-
-        def minibatch() -> dict[str, np.ndarray]:
-            return {name: tensor.cpu().numpy() for name, tensor in rows.chosen(torch.from_numpy(chosen)).tensors().items()}
-
-        return checked(figures, what, objective.unit, chosen, minibatch)
+        if is_finite(figures):
+            return figures
+        own = np.arange(rows.num_rows) if chosen is None else chosen
+        norms = " and ".join(str(figures[norm_name(group)]) for group in objective.groups)
+        text = f"The {objective.what} is {figures['loss']} and its gradient's norm {norms} on {len(own)} {objective.unit}."
+        minibatch = rows.chosen(torch.from_numpy(own)).tensors()
+        raise NonFiniteLossError(text, own, {name: tensor.cpu().numpy() for name, tensor in minibatch.items()})
 
     # ---- without gradients ------------------------------------------------------------------------------------------
 
@@ -168,7 +182,7 @@ class Learner:
     def log_probs(self, ready: dict[str, Tensor], action: Tensor, *, of_reference: bool = False) -> Tensor:
         """[B, L] float32 of actions under the present policy, or under the reference."""
         assert isinstance(self.objective, ActingObjective), "tokens have `token_log_probs`"
-        policy = self._reference if of_reference else self.policy
+        policy: Any = self.policy.reference[0] if of_reference else self.policy
         parts = []
         with torch.no_grad(), compute_threads(self.compute_threads):
             for part in forwards({**ready, "": action}, forward_rows(policy, self.config)):
@@ -178,10 +192,10 @@ class Learner:
 
     def token_log_probs(self, sequences: Sequence[TokenSequence], *, of_reference: bool = False) -> Tensor:
         """[R, S] float32 of tokens under the present policy, or under the reference."""
+        policy: Any = self.policy
         with torch.no_grad(), compute_threads(self.compute_threads):
-            if of_reference:
-                return self._reference.reference_log_prob(sequences).cpu()
-            return self.policy.evaluate(sequences).log_prob.cpu()
+            found: Tensor = policy.reference_log_prob(sequences) if of_reference else policy.evaluate(sequences).log_prob
+            return found.cpu()
 
     # ---- the reference ----------------------------------------------------------------------------------------------
 
@@ -195,33 +209,12 @@ class Learner:
         """Whether an update reads log-probabilities of the policy as it is when the update begins."""
         return self.objective.needs_present or self.has_reference
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether a KL term has something to compare with."""
-        return self._reference is not None
-
     def keep_reference(self) -> None:
         """Take the present weights as the reference of the KL term, where there is one and none was kept yet."""
         if self.config.kl.coef == 0 or self.has_reference:
             return
-        if isinstance(self.policy, LanguagePolicy):
-            self.policy.keep_reference()
-            self._reference = self.policy
-        else:
-            self._reference = copy.deepcopy(self.policy).eval()
-
-    def _reference_tensors(self) -> dict[str, Tensor]:
-        if self._reference is None:
-            return {}
-        kept = self.policy.reference_state() if self._reference is self.policy else self._reference.state_dict()
-        return {f"{_REFERENCE}{name}": value.clone() for name, value in kept.items()}
-
-    def _take_reference(self, kept: dict[str, Tensor]) -> None:
-        self.keep_reference()
-        if self._reference is self.policy:
-            self.policy.load_reference_state(kept)
-        elif self._reference is not None:
-            self._reference.load_state_dict(kept)
+        self.policy.keep_reference()
+        self.has_reference = True
 
     # ---- for the engine ---------------------------------------------------------------------------------------------
 
@@ -236,21 +229,39 @@ class Learner:
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Adam's state (``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``), and ``reference.<name>`` where one is kept."""
-        return {**self.executor.state_tensors(), **self._reference_tensors()}
+        """Adam's state (``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``), what the module has `beside` its policy, and
+        ``reference.<name>`` where one is kept."""
+        beside = {}
+        if self.policy.beside():
+            self.executor.write_back()
+            beside = {name: tensor.detach().cpu().clone() for name, tensor in self.policy.beside().items()}
+        return {
+            **beside,
+            **self.executor.state_tensors(),
+            **{f"{_REFERENCE}{name}": value for name, value in self.policy.reference_state().items()},
+        }
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly. Raises IncompatibleCheckpointError when names or shapes are not this policy's."""
         if self.config.kl.coef > 0:
-            self._take_reference({name.removeprefix(_REFERENCE): value for name, value in state.items() if name.startswith(_REFERENCE)})
+            self.keep_reference()
+            kept = {name.removeprefix(_REFERENCE): value for name, value in state.items() if name.startswith(_REFERENCE)}
+            self.policy.load_reference_state(kept)
         own = {name: value for name, value in state.items() if not name.startswith(_REFERENCE)}
-        shapes = [{name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (self.executor.state_tensors(), own)]
+        beside = self.policy.beside()
+        wanted = {**beside, **self.executor.state_tensors()}
+        # Until November 2026 the entropy's coefficient had no dimension.
+        own |= {name: own[name].reshape(1) for name, here in wanted.items() if name in own and here.dim() == 1 and own[name].dim() == 0}
+        shapes = [{name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (wanted, own)]
         if shapes[0] != shapes[1]:
             wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
             raise IncompatibleCheckpointError(
                 f"The optimizer state is not that of this policy: {', '.join(wrong[:4])} differ (of {len(wrong)}). "
                 "Resume with the policy configuration that the checkpoint was made with."
             )
+        with torch.no_grad():
+            for name, tensor in beside.items():
+                tensor.copy_(own.pop(name))
         self.executor.load_state_tensors(own)
 
 
@@ -288,7 +299,7 @@ def make_learner(
         executor = fused
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
     else:
-        executor = LocalExecutor(policy, config, device, make_optimizer(policy, config), objective.precision)
+        executor = LocalExecutor(policy, config, device, objective.precision)
         if isinstance(policy, ActorCritic) and policy.trunk is None and widest < WIDE_LAYER:
             # Threads that small operations do not repay only wait for one another.
             num_threads = 1

@@ -142,12 +142,21 @@ class Objective(ABC, Generic[AnyRows]):
     rows: type[AnyRows]
     shows_loss: ClassVar[bool] = False
     """Whether ``loss`` is among an update's figures."""
+    groups: ClassVar[tuple[str, ...]] = ("",)
+    """Of `TrainedModule.parameter_groups`, those that its steps change."""
+    draws: ClassVar[bool] = False
+    """Whether some policies' losses draw from torch's global generators."""
     frees_gradients: ClassVar[bool] = False
     """Whether gradients are freed after a step, not before the next: those of a language model take as much room as the model."""
 
     def __init__(self, policy: Any, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         """`policy` says what its decisions are made of; which one is evaluated comes with each call."""
         self.config, self.precision = config, precision
+
+    @property
+    def what(self) -> str:
+        """What is minimised, for messages."""
+        return f"{self.config.loss} loss"
 
     @property
     def needs_present(self) -> bool:
@@ -161,6 +170,9 @@ class Objective(ABC, Generic[AnyRows]):
     @abstractmethod
     def __call__(self, policy: Any, rows: AnyRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
         """What these rows add to the loss and to the metrics of their minibatch."""
+
+    def stepped(self, policy: Any) -> None:
+        """What follows each step, on every rank."""
 
     def divide(self, policy: Any, rows: AnyRows, num_parts: int, size: int | None) -> list[Part]:
         """One part for each rank, side by side, in micro-batches of about `size` rows; None: each part whole."""
@@ -417,6 +429,11 @@ class TokenCloning(TokenObjective):
 
     name = "token_cloning"
 
+    @property
+    def what(self) -> str:
+        """See `Objective.what`."""
+        return "cross-entropy"
+
     def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
         """See `Objective.begin`."""
         return rows, {"entries": float(rows.mask.sum())}
@@ -426,9 +443,3 @@ class TokenCloning(TokenObjective):
         found = policy.evaluate(list(rows.sequences))
         mask = rows.mask[:, : found.log_prob.shape[1]].to(found.log_prob.device)
         return behaviour_cloning_loss(log_prob=found.log_prob, mask=mask, denominator=numbers["entries"])
-
-
-OBJECTIVES: dict[str, type[RolloutObjective | EpisodeObjective | TokenObjective]] = {
-    objective.name: objective for objective in (RolloutObjective, EpisodeObjective, TokenObjective, TokenCloning)
-}
-"""{name: class} of what ranks compute."""

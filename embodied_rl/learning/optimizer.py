@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning import fsdp
-from embodied_rl.policies.base import Policy, Role
+from embodied_rl.policies.base import Role, TrainedModule
 
 BETAS = (0.9, 0.999)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -126,24 +126,74 @@ class Optimizer:
         return step.to(_local(parameter).device, torch.float32).clone()
 
 
-def make_optimizer(policy: Policy, config: AlgorithmConfig, *, weight_decay: float = 0.0, fused: bool = True) -> Optimizer:
-    """Of all that is trained of a policy, each part with its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`)."""
-    rates: dict[Role, float | None] = {"backbone": None, "head": config.head_learning_rate, "value": config.value_learning_rate}
-    role_of = getattr(policy, "role_of", _role_of_actor_critic)
-    parameters = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    return Optimizer(
-        parameters,
-        learning_rate=config.learning_rate,
-        eps=config.adam_eps,
-        max_grad_norm=config.max_grad_norm,
-        weight_decay=weight_decay,
-        scales={name: (rates[role_of(name)] or config.learning_rate) / config.learning_rate for name in parameters},
-        fused=fused,
-    )
+class Optimizers:
+    """One optimizer for each of a module's parameter groups; which of them step, an objective says.
+
+    The state is theirs: under their names for the group ``""``, under ``adam.<group>.<name>`` for others.
+    """
+
+    def __init__(self, module: TrainedModule, config: AlgorithmConfig, *, fused: bool = True) -> None:
+        """Each part of a policy has its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`)."""
+        rates: dict[Role, float | None] = {"backbone": None, "head": config.head_learning_rate, "value": config.value_learning_rate}
+        self.groups = {
+            group: Optimizer(
+                parameters,
+                learning_rate=config.learning_rate,
+                eps=config.adam_eps,
+                max_grad_norm=config.max_grad_norm,
+                weight_decay=0.0 if config.cloning is None else config.cloning.weight_decay,
+                scales={name: (rates[module.role_of(name)] or config.learning_rate) / config.learning_rate for name in parameters},
+                fused=fused,
+                only=group != "",
+            )
+            for group, parameters in module.parameter_groups().items()
+        }
+
+    def zero_grad(self) -> None:
+        """Free all gradients."""
+        for optimizer in self.groups.values():
+            optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Begin all anew."""
+        for optimizer in self.groups.values():
+            optimizer.forget()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the state, for moving them."""
+        return [tensor for optimizer in self.groups.values() for tensor in optimizer.tensors()]
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """See `Optimizer.state_tensors`."""
+        return self._named(lambda optimizer: optimizer.state_tensors())
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """See `Optimizer.load_state_tensors`."""
+        for prefix, optimizer in self._prefixed():
+            optimizer.load_state_tensors(_below(state, prefix))
+
+    def parts(self) -> dict[str, Tensor]:
+        """See `Optimizer.parts`."""
+        return self._named(lambda optimizer: optimizer.parts())
+
+    def blank_parts(self) -> dict[str, Tensor]:
+        """See `Optimizer.blank_parts`."""
+        return self._named(lambda optimizer: optimizer.blank_parts())
+
+    def take_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """See `Optimizer.take_parts`."""
+        for prefix, optimizer in self._prefixed():
+            optimizer.take_parts(_below(parts, prefix))
+
+    def _named(self, read: Callable[[Optimizer], dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {f"{prefix}{name}": tensor for prefix, optimizer in self._prefixed() for name, tensor in read(optimizer).items()}
+
+    def _prefixed(self) -> Iterator[tuple[str, Optimizer]]:
+        return ((f"adam.{group}." if group else "", optimizer) for group, optimizer in self.groups.items())
 
 
-def _role_of_actor_critic(name: str) -> Role:
-    return "value" if name.startswith("critic") else "backbone"
+def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
  RankExecutor.step ─ divides the minibatch ─ socket (JSON, safetensors) ▶ Rank.step: the same objective on other rows
         │  forward, backward ◀════ FSDP2: gather parameters, sum gradients ════▶  forward, backward
         │  clip by the global norm, Adam on the own part                          the same
- write_back(policy) ◀═════════════ gather, parameter by parameter ═══════════▶
+write_back() ◀═════════════ gather, parameter by parameter ═══════════▶
  save_parts(folder) ── each rank writes its own file ────────────────▶
 ```
 """
@@ -34,27 +34,33 @@ from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
 from embodied_rl.learning.link import LinkClosed
-from embodied_rl.learning.objectives import OBJECTIVES, Numbers, Objective
-from embodied_rl.learning.optimizer import make_optimizer
+from embodied_rl.learning.objectives import EpisodeObjective, Numbers, Objective, RolloutObjective, TokenCloning, TokenObjective
+from embodied_rl.learning.optimizer import Optimizers
 from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, make_host, open_store
+from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective
 from embodied_rl.learning.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
 from embodied_rl.learning.tensor_parallel import check_plan
-from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.policies.base import TrainedModule
 
 _END_S = 10.0
 _CLOSED_S = 60.0
+_KINDS: tuple[type[Objective[Any]], ...] = (
+    *(RolloutObjective, EpisodeObjective, TokenObjective, TokenCloning),
+    *(CloningObjective, CriticsObjective, StateValueObjective, ImitationObjective, SoftPolicyObjective),
+)
+OBJECTIVES: dict[str, type[Objective[Any]]] = {kind.name: kind for kind in _KINDS}
+"""{name: class} of what ranks compute."""
 
 
 class Rank:
     """One rank: a part of a policy on the mesh with its optimizer. Every method is collective: each rank calls it, in the same order."""
 
-    def __init__(self, policy: Any, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
+    def __init__(self, policy: TrainedModule, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
         """Cut `policy`, in place; all ranks give equal ones. Raises UserError as `fsdp.shard` does."""
         self.config, self.device = config, device
         self.mesh = fsdp.make_mesh(sharding, device.type)
-        sharded: Any = fsdp.shard(policy.to(device), self.mesh, sharding)
-        self.policy = sharded
-        self.optimizer = make_optimizer(sharded, config, fused=not (sharding.cpu_offload and device.type == "cuda"))
+        self.policy = fsdp.shard(policy.to(device), self.mesh, sharding)
+        self.optimizer = Optimizers(self.policy, config, fused=not (sharding.cpu_offload and device.type == "cuda"))
         self.saving: SavingCheckpoint | None = None
         self._data_group = None if sharding.num_tensor_shards == 1 else self.mesh["replicate", "shard"]._flatten("data").get_group()
         self._made: dict[str, Objective[Any]] = {}
@@ -65,12 +71,20 @@ class Rank:
             self._made[name] = OBJECTIVES[name](self.policy, self.config)
         return self._made[name]
 
-    def step(self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float) -> Figures:
-        """One step on this rank's rows in these micro-batches (`Part`); figures of the whole minibatch."""
+    def step(
+        self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float, seed: int | None = None
+    ) -> Figures:
+        """One step on this rank's rows in these micro-batches (`Part`); figures of the whole minibatch.
+
+        `seed`: of what the policy's loss draws from torch's global generators, which are left as they were.
+        """
         own, device = rows.staged(self.device), self.device
-        return objective_step(
-            self.objective(objective), self.policy, self.optimizer, own, micro, numbers, learning_rate, device, self._summed
-        )
+        with torch.random.fork_rng(enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return objective_step(
+                self.objective(objective), self.policy, self.optimizer, own, micro, numbers, learning_rate, device, self._summed
+            )
 
     def _summed(self, totals: Tensor) -> Tensor:
         """The sum over the ranks that train other rows."""
@@ -96,8 +110,8 @@ class Rank:
             own[name].copy_(value)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of what is trained, one at a time."""
-        return fsdp.gather_named(self.policy, self.optimizer.parameters.keys())
+        """(name, whole tensor) of what learning changes, one at a time."""
+        return fsdp.gather_named(self.policy, self.policy.changing())
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take whole tensors; no rank talks to another."""
@@ -137,7 +151,7 @@ class RankExecutor(Executor):
     brings its weights over.
     """
 
-    def __init__(self, policy: Any, algorithm: AlgorithmConfig, config: HybridConfig, device: torch.device) -> None:
+    def __init__(self, policy: TrainedModule, algorithm: AlgorithmConfig, config: HybridConfig, device: torch.device) -> None:
         """Start the ranks.
 
         Raises:
@@ -171,7 +185,7 @@ class RankExecutor(Executor):
             "num_threads": config.rank_threads or 1,
             "sharding": dataclasses.asdict(sharding),
             "algorithm": dataclasses.asdict(self.config),
-            **description_of(self.policy),
+            **self.policy.describe(),
         }
         state = self.policy.state_dict()
         with self._blaming_workers():
@@ -199,19 +213,21 @@ class RankExecutor(Executor):
         self._send_buffers()
         self._objective, self._rows = objective, rows
 
-    def step(self, chosen: np.ndarray, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+    def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
         """See `Executor.step`: each rank gets its rows of the minibatch, and the counts of the whole one."""
         objective, rows = self._objective, self._rows
         assert objective is not None, "begin comes first"
         assert rows is not None, "begin comes first"
-        minibatch, numbers = objective.begin(rows.chosen(torch.from_numpy(chosen)), kl_coef=kl_coef)
+        minibatch, numbers = objective.begin(rows if chosen is None else rows.chosen(torch.from_numpy(chosen)), kl_coef=kl_coef)
         parts = objective.divide(self.policy, minibatch, self.num_parts, self.sharding.micro_batch_size or self.config.micro_batch_size)
         own = [minibatch.chosen(torch.from_numpy(part.rows)) if len(part.rows) else minibatch.filler() for part in parts]
         message = {"do": "step", "objective": objective.name, "numbers": numbers, "learning_rate": learning_rate}
+        seed = int(torch.randint(2**62, ())) if objective.draws else None
         for index, link in self._links():
-            self._send(link, {**message, "micro": parts[index].micro}, own[index].tensors())
+            drawn = None if seed is None else seed + index
+            self._send(link, {**message, "micro": parts[index].micro, "seed": drawn}, own[index].tensors())
         with self._blaming_workers():
-            return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate)
+            return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate, seed)
 
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         """See `Executor.values`: each rank computes as many rows."""
@@ -245,17 +261,16 @@ class RankExecutor(Executor):
     # ---- the trained weights ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def write_back(self, policy: Any) -> None:
+    def write_back(self) -> None:
         """See `Executor.write_back`: one parameter at a time; frozen ones and statistics stay as they are."""
         self._tell({"do": "weights"})
-        own = dict(policy.named_parameters())
+        own = dict(self.policy.named_parameters())
         with self._blaming_workers():
             for name, tensor in self.rank.weights():
-                if name in own:
-                    own[name].copy_(tensor)
+                own[name].copy_(tensor)
 
     def take_weights(self) -> None:
-        """Let the ranks train on from the whole policy's present weights."""
+        """See `Executor.take_weights`."""
         weights = self.policy.state_dict()
         self._tell({"do": "load_weights"}, weights)
         self.rank.load_weights(weights)
@@ -349,14 +364,6 @@ class RankExecutor(Executor):
                 self._tell({"do": "leave"})
             dist.destroy_process_group()
         self._finalizer()
-
-
-def description_of(policy: Any) -> dict[str, Any]:
-    """What another process builds the policy from, JSON-able (see `train_worker.build_described`)."""
-    if isinstance(policy, LanguagePolicy):
-        return {"policy": dataclasses.asdict(policy.config), "layout": policy.layout}
-    config = getattr(policy, "built_from", None) or policy.config
-    return {"policy": dataclasses.asdict(config), "spec": policy.spec.to_dict()}
 
 
 def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.device, timeout_s: float) -> None:

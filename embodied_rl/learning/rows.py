@@ -1,20 +1,86 @@
-"""Rows that are no single decisions: whole episodes, and texts of tokens."""
+"""Rows beside a rollout's decisions (`algorithms.batch.Batch`): stored steps, whole episodes, and texts of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.batch import Rows
+from embodied_rl.algorithms.batch import Rows, TensorRows
 from embodied_rl.policies.packing import TokenSequence
 
 _INPUT, _OBSERVATION, _IMAGE = "input.", "observation.", "image."
 OF_DECISIONS = ("value", "returns", "decisions")
 """Inputs of episodes that stay [B, T] whatever a ratio belongs to."""
+
+
+class StoredRows(TensorRows):
+    """Stored steps, each with an action."""
+
+    action: Tensor
+    mask: Tensor | None
+    """[B] bool: rows that count; None: all."""
+
+    @property
+    def num_rows(self) -> int:
+        """B"""
+        return int(self.action.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """See `TensorRows.device`."""
+        return self.action.device
+
+    def filler(self) -> Self:
+        """See `Rows.filler`."""
+        first = self.mapped(lambda tensor: tensor[:1])
+        return first.replaced(mask=torch.zeros(1, dtype=torch.bool, device=self.device))
+
+    def counted(self) -> Self:
+        """See `Rows.counted`."""
+        return self if self.mask is None else self.chosen(self.mask.nonzero().squeeze(-1).cpu())
+
+
+@dataclass(frozen=True)
+class StepRows(StoredRows):
+    """B steps whose actions are imitated."""
+
+    observation: dict[str, Tensor]
+    """{key: [B, ...]} as the policy prepared it."""
+    action: Tensor
+    """[B, A] normalised, int64 [B, 1] for discrete; chunks [B, K, A]."""
+    executed: Tensor | None = None
+    """[B, K] bool: of chunks, the steps that exist; None: all."""
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TransitionRows(StoredRows):
+    """B steps with what came of them, and the random numbers of one update."""
+
+    observation: dict[str, Tensor]
+    """{key: [B, ...]}"""
+    next_observation: dict[str, Tensor]
+    """{key: [B, ...]}; not looked at where `discount` is 0."""
+    action: Tensor
+    """[B, A] normalised, int64 [B, 1] for discrete."""
+    reward: Tensor
+    """[B] discounted sum until the next observation."""
+    discount: Tensor
+    """[B] of what comes after, 0 after a terminated step."""
+    members: Tensor
+    """[M] int64: the critics whose smallest value is the target."""
+    noise: Tensor | None = None
+    """[B, A] of the policy's actions; None: no action is drawn."""
+    next_noise: Tensor | None = None
+    """[B, A] of its actions after `next_observation`."""
+    mask: Tensor | None = None
+
+    of_all: ClassVar[frozenset[str]] = frozenset({"members"})
 
 
 @dataclass(frozen=True)

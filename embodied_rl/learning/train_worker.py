@@ -20,8 +20,11 @@ from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, LanguageConfig,
 from embodied_rl.config.building import build, convert
 from embodied_rl.learning.link import Link, LinkClosed
 from embodied_rl.learning.ranks import Rank, join
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import build_language_policy
+from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.types import SimSpec
 
 
@@ -43,7 +46,8 @@ class RankServer:
 
     def __init__(self) -> None:
         self._setup: dict[str, Any] = {}
-        self._policy: Any = None
+        self._policy: TrainedModule | None = None
+        self._algorithm: AlgorithmConfig | None = None
         self._rank: Rank | None = None
 
     def do(self, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
@@ -60,26 +64,33 @@ class RankServer:
 
     def _build(self, setup: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         torch.set_num_threads(setup["num_threads"])
-        self._setup, self._policy = dict(setup), build_described(setup)
+        self._setup, self._algorithm = dict(setup), build(AlgorithmConfig, setup["algorithm"], "algorithm")
+        self._policy = build_described(setup, self._algorithm)
         self._policy.load_state_dict(dict(weights))
 
     def _join(self, store: str) -> None:
         setup, policy, self._policy = self._setup, self._policy, None
+        assert policy is not None, "build comes first"
+        assert self._algorithm is not None, "build comes first"
         sharding = build(ShardingConfig, setup["sharding"], "hybrid.sharding")
         device = torch.device("cuda", int(setup["device_index"])) if setup["device"] == "cuda" else torch.device("cpu")
         join(store, int(setup["rank"]), sharding.num_ranks, device, setup["timeout_s"])
-        self._rank = Rank(policy, build(AlgorithmConfig, setup["algorithm"], "algorithm"), sharding, device)
+        self._rank = Rank(policy, self._algorithm, sharding, device)
 
 
-def build_described(description: Mapping[str, Any]) -> Any:
-    """The policy that `ranks.description_of` described, with weights that are to be replaced. Raises UserError."""
+def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) -> TrainedModule:
+    """The module that `TrainedModule.describe` described, with weights that are to be replaced. Raises UserError."""
     config = convert(AnyPolicyConfig, description["policy"], "policy")
     if isinstance(config, LanguageConfig):
-        policy = build_language_policy(config, weights=False)
+        language = build_language_policy(config, weights=False)
         # Whether a model keeps packed sequences apart was tried with the real weights.
-        policy.layout = description["layout"]
+        language.layout = description["layout"]
+        return language
+    policy = build_policy(config, SimSpec.from_dict(description["spec"]))
+    if algorithm.off_policy is None:
         return policy
-    return build_policy(config, SimSpec.from_dict(description["spec"]))
+    assert isinstance(policy, ActorCritic), "critics of actions stand beside actor-critics"
+    return ActorWithCritics(policy, algorithm.off_policy)
 
 
 def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
@@ -87,7 +98,7 @@ def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) ->
     what = message["do"]
     if what == "step":
         rows = rank.objective(message["objective"]).rows.of_tensors(tensors)
-        rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"])
+        rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"], message["seed"])
     elif what == "buffers":
         rank.set_buffers(tensors)
     elif what == "values":

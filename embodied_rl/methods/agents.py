@@ -52,6 +52,8 @@ class PreparedTurns:
 class AgentMethod(Method):
     """Groups of text episodes → credit of turns → tokens."""
 
+    learner: Learner
+
     def __init__(self, config: TrainConfig, manager: Simulators, policy: LanguagePolicy, generator: Any, run_dir: Path) -> None:
         """
         Args:
@@ -66,7 +68,6 @@ class AgentMethod(Method):
         # In the same precision by the same code, of the weights of this very version.
         self._trust_sampled = config.generation.backend == "tokens_torch" and groups.max_staleness == 0
         self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid)
-        self.sharded = self.learner.ranks
         self._queue_config = queue_config(groups)
         self._filters = build_filters(groups.filters)
         self._domains = DomainMixture.single(manager.spec.task)

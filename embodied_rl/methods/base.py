@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from embodied_rl.config import SimConfig
+from embodied_rl.learning.learner import Learner
+from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.policies.base import TensorObservation
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.types import SimSpec
@@ -28,27 +28,11 @@ class Experience:
     data: Any
 
 
-class Ranks(Protocol):
-    """The processes that a policy is divided over (`hybrid.sharding`), as the engine and checkpoints know them."""
+class TrainedCopy(Protocol):
+    """Where training happens on a copy of the policy: on ranks, or in another process."""
 
-    def take_weights(self) -> None:
-        """Train on with the weights of the whole policy in this process."""
-        ...
-
-    def save_parts(self, folder: Path) -> Callable[[], Path]:
-        """Have every rank write its part; returns what waits for them."""
-        ...
-
-    def load_parts(self, folder: Path) -> None:
-        """Have every rank read what `save_parts` wrote, by any number of ranks."""
-        ...
-
-    def apart(self) -> AbstractContextManager[object]:
-        """Within it `Method.state_tensors` leaves out what the ranks keep themselves."""
-        ...
-
-    def write_back(self, policy: Any) -> None:
-        """Bring the trained weights into the whole policy."""
+    def write_back(self) -> None:
+        """Bring the trained weights into the policy."""
         ...
 
     def close(self) -> None: ...
@@ -82,14 +66,21 @@ class Recordable:
 class Method:
     """How experience is collected and learned from; one iteration is `collect`, `prepare`, `update`."""
 
-    learner: Any = None
+    learner: Learner | None = None
+    """Trains the one policy; None: several learners do, or none in this process."""
     collector: Any = None
     """A `Collector` of the method's kind of experience; None: nothing is played, or the player that connects sets it."""
-    sharded: Ranks | None = None
-    """The ranks that train; None: training happens in this process."""
-    trained_copy: Any = None
-    """Where the trained weights come from when they are in another process (`TrainedCopy`)."""
     warm_start: WarmStarts | None = None
+
+    @property
+    def sharded(self) -> RankExecutor | None:
+        """The ranks that train; None: training happens in one process."""
+        return None if self.learner is None else self.learner.ranks
+
+    @property
+    def trained_copy(self) -> TrainedCopy | None:
+        """Where the trained weights come from when the policy of this process is not what is trained."""
+        return self.sharded
 
     @property
     def finished(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset, split_episodes
 from embodied_rl.episodes.transitions import Transitions, normalise_actions
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.learning.cloning_learner import CloningLearner
+from embodied_rl.learning.devices import compute_threads
+from embodied_rl.learning.executors import Figures
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.recorded import CloningObjective, step_rows
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
 from embodied_rl.policies.base import Policy, layout_of
-from embodied_rl.policies.heads import SquashedGaussian
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.instrumented import EXPERT
 from embodied_rl.sim.simulators import Simulators
@@ -29,6 +33,20 @@ from embodied_rl.types import Rollout
 
 _LABELS = 17
 """Stream of randomness."""
+_VALIDATION_ROWS = 4096
+_BEST, _BEST_LOSS = "best.", "best_loss"
+"""Names of tensors."""
+
+
+def single_threaded(hybrid: HybridConfig) -> HybridConfig:
+    """With one thread where no number is given: minibatches of recorded steps are small."""
+    return dataclasses.replace(hybrid, num_threads=hybrid.num_threads or 1)
+
+
+def mean_figures(taken: Sequence[Figures]) -> dict[str, float]:
+    """The mean of each figure over the steps that have it."""
+    names = dict.fromkeys(name for figures in taken for name in figures)
+    return {name: float(np.mean([figures[name] for figures in taken if name in figures])) for name in names}
 
 
 class CloningMethod(Method):
@@ -37,13 +55,21 @@ class CloningMethod(Method):
     One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations.
     """
 
+    learner: Learner
+
     def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         cloning = config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
             raise UserError("algorithm.cloning.loss=mse is for continuous actions; those of this task are choices: set loss=nll.")
+        if cloning.loss == "mse" and policy.translates:
+            raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has a cloning loss of its own: set loss=nll.")
         self.config, self.policy, self.options = config, policy, cloning
-        self.learner = CloningLearner(policy, config.algorithm, config.hybrid.device, config.hybrid.num_threads)
+        self.objective = CloningObjective(policy, config.algorithm, config.hybrid.precision)
+        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid))
+        self.best_loss = math.inf
+        """Lowest validation loss so far."""
+        self._best: dict[str, Tensor] = {}
         self.demonstrations = Demonstrations(config, manager, policy, run_dir)
         self.train: EpisodeDataset | None = None
         self.validation: EpisodeDataset | None = None
@@ -68,13 +94,18 @@ class CloningMethod(Method):
         rate = algorithm.learning_rate * max(share, 0.0)
         figures = []
         for _ in range(algorithm.num_epochs):
-            figures.append(self.learner.epoch(self._minibatches(self._epochs), rate))
+            figures.append(self._epoch(rate))
             self._epochs += 1
             figures[-1] |= self._validate()
             if self._finished:
                 break
         means = {name: float(np.mean([figure[name] for figure in figures])) for name in figures[-1]}
         return {**means, "learning_rate": rate, "epochs": float(self._epochs)}
+
+    def _epoch(self, rate: float) -> dict[str, float]:
+        """One step for each minibatch; figures averaged over them, and their number."""
+        taken = [self.learner.step(step_rows(self.policy, batch), rate) for batch in self._minibatches(self._epochs)]
+        return {**mean_figures(taken), "minibatches": float(len(taken))}
 
     def _minibatches(self, epoch: int) -> Iterator[Transitions]:
         assert self.train is not None
@@ -84,22 +115,35 @@ class CloningMethod(Method):
         """Figures of the episodes that are not trained on; with patience, the best weights are kept, and the end is seen."""
         if self.validation is None:
             return {}
-        figures = self.learner.validate(self.validation.epoch(0, 4096))
+        learner = self.learner
+        learner.executor.write_back()
+        held = (step_rows(self.policy, batch).moved(learner.device) for batch in self.validation.epoch(0, _VALIDATION_ROWS))
+        with compute_threads(learner.compute_threads):
+            figures = self.objective.validate(self.policy, held)
         if self.options.patience is not None:
-            self._waited = 0 if self.learner.keep_if_best(figures["validation_loss"]) else self._waited + 1
+            self._waited = 0 if self._keep_if_best(figures["validation_loss"]) else self._waited + 1
             self._finished = self._waited >= self.options.patience
         return figures
 
+    def _keep_if_best(self, loss: float) -> bool:
+        """Remember the present weights where no validation loss was lower."""
+        if loss >= self.best_loss:
+            return False
+        self.best_loss = loss
+        self._best = {name: value.detach().cpu().clone() for name, value in self.policy.state_dict().items()}
+        return True
+
     def finish(self) -> None:
         """Take the weights with the lowest validation loss."""
-        self.learner.restore_best()
+        if self._best:
+            self.policy.load_state_dict(self._best)
+            self.learner.executor.take_weights()
 
     def restart(self, iteration: int) -> None:
         if self.train is not None:
             return
         recorded, config = self.config.algorithm.recorded, self.config
-        squashed = isinstance(getattr(self.policy, "head", None), SquashedGaussian)
-        options = self.demonstrations.options(action_margin=self.options.action_margin if squashed else 0.0)
+        options = self.demonstrations.options(action_margin=self.options.action_margin if self.policy.squashed else 0.0)
         episodes, held = split_episodes(self.demonstrations.load(), self.options.validation_share, seed=config.seed)
 
         def dataset(chosen: list) -> EpisodeDataset:
@@ -122,10 +166,15 @@ class CloningMethod(Method):
         return sum(part.num_steps for part in (self.train, self.validation) if part is not None)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return self.learner.state_tensors()
+        """The optimizer's, and the weights that validated best."""
+        best = {f"{_BEST}{name}": value.clone() for name, value in self._best.items()}
+        return {**self.learner.state_tensors(), **best, _BEST_LOSS: torch.tensor(self.best_loss, dtype=torch.float64)}
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        self.learner.load_state_tensors(state)
+        self.best_loss = float(state[_BEST_LOSS])
+        self._best = {name.removeprefix(_BEST): value.clone() for name, value in state.items() if name.startswith(_BEST)}
+        own = {name: value for name, value in state.items() if name != _BEST_LOSS and not name.startswith(_BEST)}
+        self.learner.load_state_tensors(own)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self._epochs, "waited": self._waited, "finished": self._finished}

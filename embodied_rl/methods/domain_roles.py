@@ -31,7 +31,7 @@ class Role(Protocol):
 
     policy: Any
     domains: tuple[str, ...]
-    ranks: RoleRanks | None
+    ranks: RankExecutor | None
     """Where `hybrid.sharding` divides the policy."""
 
     def publish(self, version: int) -> None:
@@ -66,21 +66,6 @@ class Role(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class RoleRanks:
-    """The ranks of one role's policy among several, as the engine and checkpoints know those of a run."""
-
-    def __init__(self, group: RankExecutor, policy: Any) -> None:
-        """`policy`: the role's own, whole."""
-        self.group, self._policy = group, policy
-        self.rank, self.close, self.apart = group.rank, group.close, group.apart
-        self.trained, self.optimizer_tensors = group.trained, group.optimizer_tensors
-        self.take_weights, self.save_parts, self.load_parts = group.take_weights, group.save_parts, group.load_parts
-
-    def write_back(self, policy: Any) -> None:
-        """See `RankExecutor.write_back`: `policy` is that of all roles, whose others train where they are."""
-        self.group.write_back(self._policy)
-
-
 class LanguageRole:
     """One language policy that plays several domains of text; each domain's episodes are valued in its own way. Implements `Role`."""
 
@@ -100,7 +85,7 @@ class LanguageRole:
         self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
         self._trust_sampled = trust_sampled
         self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid)
-        self.ranks = None if self.learner.ranks is None else RoleRanks(self.learner.ranks, policy)
+        self.ranks = self.learner.ranks
         """Where `hybrid.sharding` divides the policy."""
 
     def needs_of(self, domain: str) -> frozenset[str]:
@@ -204,7 +189,7 @@ class OwnRole:
     def __init__(self, domain: str, config: TrainConfig, policy: Any, generator: Generator | None, method: GroupMethod) -> None:
         """`config`: the domain's own; `method`: its learner; `generator`: None where a player in another process acts."""
         self.domains: tuple[str, ...] = (domain,)
-        self.ranks: RoleRanks | None = None
+        self.ranks: RankExecutor | None = None
         self.config, self.policy, self.generator, self.method = config, policy, generator, method
 
     def publish(self, version: int) -> None:

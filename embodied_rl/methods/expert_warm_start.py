@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.config import CloningConfig, RecordedConfig, TrainConfig, WarmStartConfig
+from embodied_rl.config import CloningConfig, HybridConfig, RecordedConfig, TrainConfig, WarmStartConfig
 from embodied_rl.episodes.dataset import EpisodeDataset
-from embodied_rl.learning.cloning_learner import CloningLearner
+from embodied_rl.learning.learner import make_learner
+from embodied_rl.learning.recorded import CloningObjective, step_rows
+from embodied_rl.methods.cloning import mean_figures
 from embodied_rl.methods.demonstrations import Demonstrations, expert_of
 from embodied_rl.policies.base import Policy
 from embodied_rl.progress import progress_bar
@@ -43,22 +45,24 @@ def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path, is_over: Ca
         episodes = demonstrations.load()
     # Nothing is left out: the success on held-out seeds says how well it went.
     data = EpisodeDataset(episodes, demonstrations.spec, demonstrations.options(), seed=config.seed)
-    learner = CloningLearner(policy, cloning.algorithm, config.hybrid.device, config.hybrid.num_threads)
+    hybrid = HybridConfig(device=config.hybrid.device, num_threads=config.hybrid.num_threads or 1)  # here: the run's own ranks wait
+    learner = make_learner(CloningObjective(policy, cloning.algorithm), policy, cloning.algorithm, hybrid)
     figures: dict[str, float] = {}
-    minibatches = 0.0
+    minibatches = 0
     with progress_bar("cloning, epochs", options.num_epochs, shown=shown) as advance:
         for epoch in range(options.num_epochs):
             if epoch > 0 and is_over():
                 break
             share = 1.0 - 0.9 * epoch / max(options.num_epochs - 1, 1)
-            figures = learner.epoch(data.epoch(epoch, options.minibatch_rows), share * options.learning_rate)
-            minibatches += figures["minibatches"]
+            rate, batches = share * options.learning_rate, data.epoch(epoch, options.minibatch_rows)
+            taken = [learner.step(step_rows(policy, batch), rate) for batch in batches]
+            figures, minibatches = mean_figures(taken), minibatches + len(taken)
             advance(1, f"loss {figures['imitation_loss']:.4g}")
     return {
         "loss": figures["imitation_loss"],
         "episodes": float(data.num_episodes),
         "steps": float(data.num_steps),
-        "minibatches": minibatches,
+        "minibatches": float(minibatches),
     }
 
 

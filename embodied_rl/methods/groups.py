@@ -55,6 +55,8 @@ class PreparedEpisodes:
 class GroupMethod(Method):
     """Any advantage and loss of the tables, on whole episodes in groups."""
 
+    learner: Learner
+
     def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator) -> None:
         assert config.algorithm.groups is not None, "RolloutMethod is for runs without groups"
         self.config = config
@@ -62,7 +64,6 @@ class GroupMethod(Method):
         objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
         self.learner = make_learner(objective, policy, config.algorithm, config.hybrid)
         self.learner.keep_reference()
-        self.sharded = self.learner.ranks
         self._prepare = functools.partial(prepare_observation, policy)
         self._task = manager.spec.task
         self.queue = self._new_queue()

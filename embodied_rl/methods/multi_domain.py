@@ -21,6 +21,7 @@ from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.methods.agents import DIALOGUES
 from embodied_rl.methods.base import Experience, Method, Recordable
 from embodied_rl.methods.domain_roles import Role, RolePolicies, RoleWarmStarts, domain_of
@@ -165,7 +166,6 @@ class DomainsMethod(Method):
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.roles = config, roles
-        self.sharded = next((role.ranks for role in roles.values() if role.ranks is not None), None)
         self._seats = {seat.name: seat for seat in seats}
         self.warm_start: RoleWarmStarts = RoleWarmStarts(list(roles.values()))
         self._run_dir = run_dir
@@ -174,6 +174,11 @@ class DomainsMethod(Method):
             self.collector = make_domain_collector(config, seats, self.queue)
         self._figures: dict[str, float] = {}
         self._last: dict[str, list[AgentEpisode]] = defaultdict(list)
+
+    @property
+    def sharded(self) -> RankExecutor | None:
+        """See `Method.sharded`: of the language policy, which alone has ranks."""
+        return next((role.ranks for role in self.roles.values() if role.ranks is not None), None)
 
     @property
     def own_seats(self) -> list[Seat]:

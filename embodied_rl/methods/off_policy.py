@@ -15,11 +15,15 @@ from embodied_rl.episodes.replay_buffer import ReplayBuffer
 from embodied_rl.episodes.transitions import Transitions, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.learning.offline_learner import OfflineLearner
+from embodied_rl.learning.executors import Figures
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.recorded import CriticsObjective, steps_of, transition_rows
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
+from embodied_rl.methods.cloning import mean_figures, single_threaded
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
 from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Rollout
@@ -36,13 +40,20 @@ class OfflineMethod(Method):
     recorded observations.
     """
 
+    learner: Learner
+
     def __init__(self, config: TrainConfig, manager: Simulators, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
         options = config.algorithm.off_policy
         assert options is not None, "the configuration was checked"
         if options.reward == "success" and not manager.spec.reports_success:
             raise UserError(f"Task '{manager.spec.task}' does not report success: set algorithm.off_policy.reward=recorded.")
         self.config, self.policy, self.options = config, policy, options
-        self.learner = OfflineLearner(policy, config.algorithm, config.hybrid.device, config.hybrid.num_threads)
+        self.networks = ActorWithCritics(policy, options)
+        self._objectives = {
+            kind: kind(self.networks, config.algorithm) for with_policy in (True, False) for kind in self._steps(with_policy)
+        }
+        learn = self._objectives[CriticsObjective]
+        self.learner = make_learner(learn, self.networks, config.algorithm, single_threaded(config.hybrid))
         learns = config.algorithm.learns_from_recordings
         self.demonstrations = Demonstrations(config, manager, policy, run_dir) if learns else None
         self.recorded: EpisodeDataset | None = None
@@ -60,15 +71,19 @@ class OfflineMethod(Method):
         algorithm = self.config.algorithm
         share = 1.0 - steps / self.config.total_steps if algorithm.lr_schedule == "linear" else 1.0
         rate = algorithm.learning_rate * max(share, 0.0)
-        totals: dict[str, list[float]] = {}
-        for _ in range(prepared):
-            rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, self._updates, _UPDATE]))
-            with_policy = self._updates % self.options.policy_every == 0
-            figures = self.learner.update(self._minibatch(self._updates), rng, learning_rate=rate, with_policy=with_policy)
-            self._updates += 1
-            for name, value in figures.items():
-                totals.setdefault(name, []).append(value)
-        return {**{name: float(np.mean(values)) for name, values in totals.items()}, "learning_rate": rate, "updates": float(self._updates)}
+        taken = [self._step(rate) for _ in range(prepared)]
+        return {**mean_figures(taken), "learning_rate": rate, "updates": float(self._updates)}
+
+    def _steps(self, with_policy: bool) -> tuple[type[CriticsObjective], ...]:
+        return steps_of(self.options, with_policy=with_policy)
+
+    def _step(self, rate: float) -> Figures:
+        """One step of critics and state value, of the policy every `policy_every` updates, and of the targets."""
+        rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, self._updates, _UPDATE]))
+        with_policy = self._updates % self.options.policy_every == 0
+        rows = transition_rows(self.networks, self._minibatch(self._updates), rng, with_policy=with_policy)
+        self._updates += 1
+        return self.learner.step(rows, rate, [self._objectives[kind] for kind in self._steps(with_policy)])
 
     def _minibatch(self, number: int) -> Transitions:
         assert self.recorded is not None, "restart() comes first"

@@ -27,13 +27,14 @@ from embodied_rl.types import ActionLayout, Rollout
 class RolloutMethod(Method):
     """PPO on `rollout_steps` of every slot."""
 
+    learner: Learner
+
     def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator) -> None:
         compose(config.algorithm)
         self.config = config
         self.learner = make_learner(
             RolloutObjective(policy, config.algorithm, config.hybrid.precision), policy, config.algorithm, config.hybrid
         )
-        self.sharded = self.learner.ranks
         self._policy, self._algorithm = policy, PPO(config.algorithm)
         self._ages: dict[str, float] = {}
         """Of the last rollout."""

@@ -20,9 +20,12 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "el
 class ActorCritic(Policy):
     """Small networks for vectors or images. Built by `build_policy`."""
 
+    forward_rows = 4096
+    even_rows = 256  # a CPU's convolutions keep buffers for every number of rows they ever see
+
     def __init__(self, config: PolicyConfig, spec: SimSpec) -> None:
         super().__init__()
-        self.config = config
+        self.config = self.built_from = config
         self.spec = spec
         self.head: Head = _make_head(config, spec.action)
         self._keys = _keys_read(config, spec)
@@ -42,6 +45,10 @@ class ActorCritic(Policy):
     @property
     def observation_keys(self) -> tuple[str, ...]:
         return self._keys
+
+    @property
+    def squashed(self) -> bool:
+        return self.head.squashed
 
     def features(self, observation: TensorObservation) -> Tensor:
         """[B, D] what actor and critic read: the normalised state, or the trunk's features."""
@@ -70,6 +77,13 @@ class ActorCritic(Policy):
             self.trunk.update_statistics(observation)
         elif self.normalizer is not None:
             self.normalizer.update(observation[self.config.observation_key].flatten(0, -2))
+
+    @torch.no_grad()
+    def limit_noise(self, smallest: float) -> None:
+        """See `Policy.limit_noise`."""
+        for name, parameter in self.head.named_parameters():
+            if name.endswith("log_std"):
+                parameter.clamp_(min=smallest)
 
 
 class ImageTrunk(nn.Module):

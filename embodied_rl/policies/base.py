@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodied_rl.config import AnyPolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import ActionLayout, SimSpec, TensorSpec
 
@@ -45,8 +48,15 @@ class Evaluation:
 
 
 class TrainedModule(nn.Module):
-    """What a run trains, as checkpoints and the publication of weights know it: a policy, a language policy, or those of all domains."""
+    """What a run trains, as learners, checkpoints and the publication of weights know it: a policy, a language policy, or those of all
+    domains."""
 
+    forward_rows: int = 512
+    """Rows of one forward without gradients at most: bounds the memory that images take."""
+    reference: tuple[nn.Module, ...] = ()
+    """What `keep_reference` kept; in a tuple, so that it is neither a submodule, nor saved, nor moved to be trained."""
+    even_rows: int = 1
+    """Such forwards are filled up to a multiple of so many rows."""
     has_description: bool = False
     """Whether `save_description` writes what the module is built from."""
 
@@ -69,16 +79,60 @@ class TrainedModule(nn.Module):
         """{tensor of the state: (file of the folder ``model``, name in it)}: what other tools read there. All else is our own file's."""
         return {}
 
+    # ---- for the learner --------------------------------------------------------------------------------------------
+
+    def value(self, observation: TensorObservation) -> Tensor:
+        """[B] state values, or [B, K] of each step of a chunk."""
+        raise NotImplementedError
+
+    @staticmethod
+    def role_of(name: str) -> Role:
+        """What a parameter belongs to, for separate learning rates."""
+        return "value" if name.startswith("critic") else "backbone"
+
+    def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
+        """{group: {name in the optimizer's state: parameter}}: each group has an optimizer of its own, which an objective steps.
+
+        By default one group, ``""``, of all that is trained.
+        """
+        return {"": {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}}
+
+    def changing(self) -> set[str]:
+        """Names of the parameters that learning changes."""
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def beside(self) -> dict[str, Tensor]:
+        """What a resumed run needs of the module and no policy's checkpoint holds; the tensors themselves."""
+        return {}
+
+    def describe(self) -> dict[str, Any]:
+        """What another process builds the module from, JSON-able (see `embodied_rl.learning.train_worker`)."""
+        raise NotImplementedError
+
+    def keep_reference(self) -> None:
+        """Keep the present weights as those that a KL term compares with."""
+        self.reference = (copy.deepcopy(self).eval(),)
+
+    def reference_state(self) -> dict[str, Tensor]:
+        """Copies of the tensors of the kept reference."""
+        return {name: tensor.detach().clone() for reference in self.reference for name, tensor in reference.state_dict().items()}
+
+    def load_reference_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `reference_state` gave, after `keep_reference`."""
+        for reference in self.reference:
+            reference.load_state_dict(state)
+
 
 class Policy(TrainedModule):
     """A torch module that acts. `evaluate` on what `act` produced gives the same log-probabilities.
 
     By default an action is the simulator's own, normalised, for one step. A policy whose actions are its own (tokens, a denoising, a
-    chunk) says so with `translates`, and how many units they have. Beside this base one may have ``cloning_loss(observation,
-    action [B, K, A], mask [B, K]) -> [B]``, what imitation minimises, and ``role_of(name) -> Role``, which learning rate a parameter has.
+    chunk) says so with `translates`, and how many units they have; it has a `cloning_loss` of its own.
     """
 
     spec: SimSpec
+    built_from: AnyPolicyConfig
+    """Its configuration; `build_policy` notes it."""
     translates: bool = False
     """Whether `simulator_action` turns recorded actions into the simulator's."""
     action_units: Literal["normalised", "simulator"] = "simulator"
@@ -92,6 +146,11 @@ class Policy(TrainedModule):
     def observation_keys(self) -> tuple[str, ...]:
         """The parts of an observation that the policy reads."""
         raise NotImplementedError
+
+    @property
+    def squashed(self) -> bool:
+        """Whether actions come close to the simulator's bounds and never reach them."""
+        return False
 
     @property
     def chunk_size(self) -> int:
@@ -143,9 +202,22 @@ class Policy(TrainedModule):
         """Log-probabilities, entropies and values of recorded actions, with gradients."""
         raise NotImplementedError
 
-    def value(self, observation: TensorObservation) -> Tensor:
-        """[B] state values."""
-        raise NotImplementedError
+    def cloning_loss(self, observation: TensorObservation, action: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[B] what imitation minimises, with gradients: by default -log π of recorded actions.
+
+        Args:
+            action: [B, A] normalised, int64 [B, 1] for discrete; [B, K, A] of a policy that `translates`.
+            mask: [B, K] bool, steps of chunks that exist; None: all.
+        """
+        assert mask is None, "a policy that acts in chunks has a cloning loss of its own"
+        return -self.evaluate(observation, action).log_prob.sum(-1)
+
+    def limit_noise(self, smallest: float) -> None:
+        """Keep log standard deviations of actions above a bound: data without noise would drive them to minus infinity."""
+
+    def describe(self) -> dict[str, Any]:
+        """See `TrainedModule.describe`."""
+        return {"policy": dataclasses.asdict(self.built_from), "spec": self.spec.to_dict()}
 
 
 def layout_of(policy: Policy) -> ActionLayout:

@@ -22,8 +22,8 @@ def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
     """
     if config.name in _MADE_OF_SIZES:
         _require_memory(config, spec)
-    policy: Any = BUILDERS[config.name](config, spec)
-    policy.built_from = config  # another process builds the same (`embodied_rl.learning.ranks`)
+    policy = BUILDERS[config.name](config, spec)
+    policy.built_from = config
     return policy
 
 
@@ -79,5 +79,5 @@ def _require_memory(config: AnyPolicyConfig, spec: SimSpec) -> None:
     import torch
 
     with torch.device("meta"):  # shapes without memory, and without drawing random numbers
-        policy: Any = BUILDERS[config.name](config, spec)
+        policy = BUILDERS[config.name](config, spec)
     require_memory(f"policy.name={config.name} with these sizes", parameter_bytes(policy), "policy.hidden_sizes, or policy.width,")

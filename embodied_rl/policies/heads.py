@@ -22,6 +22,8 @@ class Head(nn.Module):
 
     num_outputs: int
     """K: network outputs that the head reads."""
+    squashed: bool = False
+    """Whether actions come close to the simulator's bounds and never reach them."""
 
     def sample(self, outputs: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Actions [B, A] and their log-probabilities [B, L]; without noise, the mode."""
@@ -65,6 +67,8 @@ class SquashedGaussian(Head):
     The action is tanh(u), what the simulator gets and what is recorded. `sample` and `log_prob` both recover u from it
     by atanh in float64, so that they agree although tanh rounds: near ±1 many u share one float32 action.
     """
+
+    squashed = True
 
     def __init__(self, dim: int, init_log_std: float, num_nodes: int = 32) -> None:
         super().__init__()

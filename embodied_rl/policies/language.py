@@ -6,6 +6,7 @@ Shape legend: B sequences of at most S tokens; E evaluated tokens of one forward
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,10 +69,13 @@ class LanguagePolicy(TrainedModule):
         self.tokenizer = tokenizer
         self.vision = vision
         self.value_head = _make_value_head(config.value_head, int(text_config(self.hf_config).hidden_size))
-        self._reference: tuple[nn.Module, ...] = ()
         if config.gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.layout: Layout = self._choose_layout()
+
+    def describe(self) -> dict[str, Any]:
+        """See `TrainedModule.describe`. Whether a model keeps packed sequences apart was tried with the real weights."""
+        return {"policy": dataclasses.asdict(self.config), "layout": self.layout}
 
     @property
     def base(self) -> Any:
@@ -124,17 +128,7 @@ class LanguagePolicy(TrainedModule):
     def keep_reference(self) -> None:
         """Keep the present weights as the reference. With LoRA nothing is copied: the reference is the model without it."""
         if not self.has_lora:
-            # In a tuple, so that it is neither a submodule, nor saved, nor moved to be trained.
-            self._reference = (copy.deepcopy(self.model).eval().requires_grad_(False),)
-
-    def reference_state(self) -> dict[str, Tensor]:
-        """Copies of the tensors of the kept reference; none where it is the model without its LoRA."""
-        return {name: tensor.detach().clone() for reference in self._reference for name, tensor in reference.state_dict().items()}
-
-    def load_reference_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `reference_state` gave, after `keep_reference`."""
-        for reference in self._reference:
-            reference.load_state_dict(state)
+            self.reference = (copy.deepcopy(self.model).eval().requires_grad_(False),)
 
     def update_statistics(self, observation: Mapping[str, Tensor]) -> None:
         """See `Policy`: texts have none."""
@@ -234,8 +228,8 @@ class LanguagePolicy(TrainedModule):
         if self.has_lora:
             with self.model.disable_adapter():
                 yield self.model
-        elif self._reference:
-            yield self._reference[0]
+        elif self.reference:
+            yield self.reference[0]
         else:
             raise UserError("There is no reference policy: train with policy.lora_rank > 0, or call keep_reference() before training.")
 

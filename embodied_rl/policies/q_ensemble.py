@@ -1,13 +1,23 @@
-"""Critics of actions: an ensemble of networks Q(s, a), evaluated together."""
+"""Critics of actions: an ensemble of networks Q(s, a), evaluated together, and a policy that learns with one."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from embodied_rl.config import OffPolicyConfig
+from embodied_rl.memory import TRAINED, parameter_bytes, require_memory
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.types import ActionSpec
+
+Result = TypeVar("Result")
 
 
 class QEnsemble(nn.Module):
@@ -49,3 +59,70 @@ class QEnsemble(nn.Module):
                     x = torch.addcmul(self.shifts[layer], nn.functional.layer_norm(x, x.shape[-1:]), self.scales[layer])
                 x = torch.relu(x)
         return x.squeeze(-1)
+
+
+class ActorWithCritics(TrainedModule):
+    """A policy with critics Q(s, a) of its actions, the targets that follow them, and the entropy's coefficient.
+
+    The critics read what the policy reads (normalised state, or the trunk's features, which the critics' loss trains). The policy's own
+    critic V(s) is implicit Q-learning's state value; the other updates have no use for it.
+    """
+
+    def __init__(self, policy: ActorCritic, options: OffPolicyConfig) -> None:
+        """The critics' weights are drawn from torch's global generator. Raises UserError where they take more memory than there is."""
+        super().__init__()
+        self.policy, self.options = policy, options
+        action = policy.spec.action
+        size = int(next(layer.in_features for layer in policy.actor if isinstance(layer, nn.Linear)))
+
+        def critics() -> QEnsemble:
+            return QEnsemble(size, action, options.hidden_sizes, options.num_critics, layer_norm=options.layer_norm)
+
+        with torch.device("meta"):  # shapes without memory, and without drawing random numbers
+            parts = parameter_bytes(critics(), copies=TRAINED + 1)  # and the targets
+        require_memory(f"algorithm.off_policy: critics of hidden_sizes={list(options.hidden_sizes)}", parts, "hidden_sizes or num_critics")
+        self.critics = critics()
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_entropy_coef = nn.Parameter(torch.tensor([math.log(options.init_entropy_coef)]))
+        self.target_entropy = -float(action.dim) if options.target_entropy is None else options.target_entropy
+
+    def gathered(self, compute: Callable[[], Result]) -> Result:
+        """What `compute` gives of these networks. On ranks their parts are gathered for it (`embodied_rl.learning.fsdp`)."""
+        return compute()
+
+    @torch.no_grad()
+    def move_targets(self) -> None:
+        """Let the targets go `target_rate` of the way towards the critics."""
+        torch._foreach_lerp_(_local(self.targets), _local(self.critics), self.options.target_rate)
+
+    def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
+        """See `TrainedModule.parameter_groups`: critics, policy, value, entropy, as far as the update has them."""
+        policy, update = self.policy, self.options.update
+        groups: dict[str, dict[str, nn.Parameter]] = {
+            "critics": {**_named("critics", self.critics), **({} if policy.trunk is None else _named("trunk", policy.trunk))},
+            "policy": {**_named("actor", policy.actor), **_named("head", policy.head)},
+            "value": _named("critic", policy.critic) if update == "iql" else {},
+            "entropy": {"log_entropy_coef": self.log_entropy_coef} if update == "sac" else {},
+        }
+        return {group: parameters for group, parameters in groups.items() if parameters}
+
+    def changing(self) -> set[str]:
+        """See `TrainedModule.changing`."""
+        return super().changing() | {f"targets.{name}" for name, _ in self.targets.named_parameters()}
+
+    def beside(self) -> dict[str, Tensor]:
+        """See `TrainedModule.beside`."""
+        return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("policy.")}
+
+    def describe(self) -> dict[str, Any]:
+        """See `TrainedModule.describe`: the policy's, whose algorithm has `off_policy`."""
+        return self.policy.describe()
+
+
+def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    return {f"{prefix}.{name}": parameter for name, parameter in module.named_parameters()}
+
+
+def _local(module: nn.Module) -> list[Tensor]:
+    """The parameters as they lie in this process: targets are cut over ranks as the critics are."""
+    return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in module.parameters()]

@@ -81,6 +81,7 @@ class TinyVLAPolicy(Policy):
                 f"Task '{spec.task}' takes {spec.action.kind} actions; policy.name=tiny_vla gives continuous ones: use policy=mlp."
             )
         self.config, self.spec, self.temperature = config, spec, config.temperature
+        self.built_from = config
         self._has_words = config.instruction is None and config.instruction_key in spec.variables
         if config.instruction is None and not self._has_words and spec.instruction is None:
             raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='reach the …'.")

@@ -99,7 +99,7 @@ class TrainWorker:
 
         def publish() -> list[Any]:
             if self._ranks is not None:
-                self._ranks.write_back(self.policy)
+                self._ranks.write_back()
             self._publisher.publish(version, self.policy.state_dict().items())
             return self._publisher.message[1]
 
@@ -125,8 +125,6 @@ class TrainedApart(Method):
         self.inner, self._config = method, config
         self.learner = method.learner
         """Of this process; it has nothing to do."""
-        self.trained_copy = self
-        """See `HybridEngine.publish`: this is where the trained weights come from."""
         assert player.policy is not None, "take_policy comes first"
         self._policy = player.policy
         num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
@@ -143,6 +141,11 @@ class TrainedApart(Method):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def trained_copy(self) -> TrainedApart:
+        """See `Method.trained_copy`."""
+        return self
 
     @property
     def finished(self) -> bool:
@@ -163,10 +166,10 @@ class TrainedApart(Method):
         stats: dict[str, float] = self._ask(self._worker.update.remote(prepared, iteration, steps))
         return stats
 
-    def write_back(self, policy: Any) -> None:
+    def write_back(self) -> None:
         """Bring the trained weights and statistics into the whole policy of this process."""
         references = self._ask(self._worker.weights.remote(0))
-        policy.load_state_dict(dict(ray_tensors(references)))
+        self._policy.load_state_dict(dict(ray_tensors(references)))
 
     def published(self, version: int) -> None:
         self.inner.published(version)

@@ -19,12 +19,13 @@ from embodied_rl.hybrid.engine import HybridEngine
 from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.optimizer import Optimizer
+from embodied_rl.methods.base import Method
 from tests.learning.samples import CONFIG, make_batch, make_policy, parameters, rollout_learner, update
 from tests.policies.language_models import load, tiny
 
 
-class FakeMethod:
-    """What `make_engine` looks at."""
+class Trains(Method):
+    """What the engine asks of a method."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -82,7 +83,7 @@ def test_training_goes_on_bit_for_bit(offload: tuple[str, ...]) -> None:
     def run(config: HybridConfig) -> tuple[dict[str, torch.Tensor], HybridEngine, Simulators]:
         policy = make_policy()
         learner, simulators = rollout_learner(policy, CONFIG, allow_fused=False, num_threads=1), Simulators()
-        engine = make_engine(config, policy, TorchGenerator(policy), FakeMethod(learner), simulators)
+        engine = make_engine(config, policy, TorchGenerator(policy), Trains(learner), simulators)
         batch = make_batch(policy)
         engine.publish(0)
         for iteration in range(3):
@@ -136,7 +137,7 @@ def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
     def run(config: HybridConfig) -> tuple[dict[int, Any], list[int]]:
         backend = backends.TorchTokens(model, max_batch=3)
         policy = make_policy()
-        engine = make_engine(config, policy, backend, FakeMethod(rollout_learner(policy, CONFIG, num_threads=1)), Simulators())
+        engine = make_engine(config, policy, backend, Trains(rollout_learner(policy, CONFIG, num_threads=1)), Simulators())
         backend.submit(asked)
         sizes, found = [], []
         for turn in range(3):
@@ -175,7 +176,7 @@ def test_impossible_settings_are_refused() -> None:
     with pytest.raises(UserError, match=r"hybrid\.precision must be float32 with hybrid\.sharding"):
         HybridConfig(precision="bfloat16", sharding=ShardingConfig())
     policy = make_policy()
-    fused = FakeMethod(rollout_learner(policy))
+    fused = Trains(rollout_learner(policy))
     with pytest.raises(UserError, match="TorchGenerator keeps no cache"):
         make_engine(HybridConfig(device="cpu", offload=("kv_cache",)), policy, TorchGenerator(policy), fused, Simulators())
     with pytest.raises(UserError, match="arrays of its own"):

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.config import AlgorithmConfig, HybridConfig, PolicyConfig, ShardingConfig
+from embodied_rl.episodes.transitions import Transitions
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Precision, RolloutObjective
+from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, step_rows, steps_of, transition_rows
+from embodied_rl.methods.cloning import mean_figures
 from embodied_rl.policies.actor_critic import ActorCritic, build_policy
+from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 SPEC = SimSpec("Toy-v0", {"state": TensorSpec((11,)), "unread": TensorSpec((2,))}, ActionSpec.continuous([-1.0] * 3, [1.0] * 3))
@@ -72,3 +77,34 @@ def update(learner: Learner, batch: Batch, iteration: int = 0, num_iterations: i
     """One iteration of PPO."""
     size = learner.config.minibatch_size
     return learner.update(batch, minibatch_rows=size, progress=iteration / num_iterations, seed=[seed, iteration])
+
+
+class Cloner:
+    """Cloning as `CloningMethod` does it, on given minibatches."""
+
+    def __init__(self, policy: ActorCritic, config: AlgorithmConfig, sharding: ShardingConfig | None = None) -> None:
+        self.policy, self.objective = policy, CloningObjective(policy, config)
+        self.learner = make_learner(self.objective, policy, config, HybridConfig(device="cpu", num_threads=1, sharding=sharding))
+
+    def epoch(self, minibatches: list[Transitions], learning_rate: float) -> dict[str, float]:
+        return mean_figures([self.learner.step(step_rows(self.policy, batch), learning_rate) for batch in minibatches])
+
+    def validate(self, minibatches: list[Transitions]) -> dict[str, float]:
+        return self.objective.validate(self.policy, (step_rows(self.policy, batch) for batch in minibatches))
+
+
+class Critics:
+    """An update of critics as `OfflineMethod` does it, on given steps."""
+
+    def __init__(self, policy: ActorCritic, config: AlgorithmConfig, sharding: ShardingConfig | None = None) -> None:
+        assert config.off_policy is not None
+        self.policy, self.config, self.options = policy, config, config.off_policy
+        self.networks = ActorWithCritics(policy, config.off_policy)
+        hybrid = HybridConfig(device="cpu", num_threads=1, sharding=sharding)
+        self.learner = make_learner(CriticsObjective(self.networks, config), self.networks, config, hybrid)
+        self.state_tensors, self.load_state_tensors = self.learner.state_tensors, self.learner.load_state_tensors
+
+    def update(self, batch: Transitions, rng: np.random.Generator, *, learning_rate: float, with_policy: bool = True) -> dict[str, float]:
+        rows = transition_rows(self.networks, batch, rng, with_policy=with_policy)
+        steps = [kind(self.networks, self.config) for kind in steps_of(self.options, with_policy=with_policy)]
+        return self.learner.step(rows, learning_rate, steps)

@@ -24,7 +24,7 @@ def test_gradients_of_channels_last_images_reach_the_weights_they_belong_to() ->
     adam = Optimizer(dict(network.named_parameters()), learning_rate=1e-2, eps=1e-8, max_grad_norm=0.5)
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-8, weight_decay=0.0, fused=False, foreach=False)
     for _ in range(3):
-        take_step(network, adam, [lambda: ((network(image) - target).square().sum(), {})], 1e-2)
+        take_step(network, {"": adam}, [lambda: ((network(image) - target).square().sum(), {})], 1e-2)
         plain.zero_grad()
         (reference(image) - target).square().sum().backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)

@@ -11,13 +11,13 @@ import torch
 
 from embodied_rl.config import AlgorithmConfig, CloningConfig, OffPolicyConfig
 from embodied_rl.episodes.transitions import Transitions
-from embodied_rl.learning.cloning_learner import CloningLearner
-from embodied_rl.learning.executors import Figures, take_step
+from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.learning.executors import Figures, LocalExecutor, take_step
 from embodied_rl.learning.learner import NonFiniteLossError
-from embodied_rl.learning.offline_learner import OfflineLearner
 from embodied_rl.learning.optimizer import Optimizer
+from embodied_rl.learning.recorded import CriticsObjective, transition_rows
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
-from tests.learning.samples import make_policy, parameters
+from tests.learning.samples import Cloner, Critics, make_policy, parameters
 
 SPEC = SimSpec("Bandit-v0", {"state": TensorSpec((1,))}, ActionSpec.continuous([-1.0], [1.0]))
 CHOICES = SimSpec("Choice-v0", {"state": TensorSpec((1,))}, ActionSpec.discrete(3))
@@ -47,7 +47,7 @@ def rows(state: np.ndarray, action: np.ndarray, reward: np.ndarray | None = None
 
 def test_the_optimizer_is_adam_by_hand() -> None:
     def step(adam: Optimizer, loss: torch.Tensor) -> Figures:
-        return take_step(torch.nn.Module(), adam, [lambda: (loss, {})], 0.1)
+        return take_step(torch.nn.Module(), {"": adam}, [lambda: (loss, {})], 0.1)
 
     parameter = torch.nn.Parameter(torch.tensor([1.0]))
     adam = Optimizer({"x": parameter}, learning_rate=0.1, eps=1e-8, max_grad_norm=100.0)
@@ -70,7 +70,7 @@ def test_the_optimizer_is_adam_by_hand() -> None:
 def test_an_optimizer_of_some_parameters_leaves_the_others_without_gradients() -> None:
     own, other = (torch.nn.Parameter(torch.tensor([2.0])) for _ in range(2))
     adam = Optimizer({"own": own}, learning_rate=0.1, eps=1e-8, max_grad_norm=100.0, only=True)
-    take_step(torch.nn.Module(), adam, [lambda: ((own * other).sum(), {})], 0.1)
+    take_step(torch.nn.Module(), {"": adam}, [lambda: ((own * other).sum(), {})], 0.1)
     assert own.item() == pytest.approx(1.9, abs=1e-6)
     assert other.grad is None
 
@@ -86,7 +86,7 @@ def test_cloning_finds_the_function_and_its_noise(distribution: str, loss: str) 
     noise = 0.1 * rng.standard_normal(2000) if (distribution, loss) == ("gaussian", "nll") else 0.0
     data = rows(state, 0.6 * np.sin(3 * state) + noise)
     policy = make_policy(SPEC, distribution=distribution, hidden_sizes=(32, 32))
-    learner = CloningLearner(policy, cloning(loss=loss))
+    learner = Cloner(policy, cloning(loss=loss))
     before = parameters(policy)
     for _ in range(500):
         chosen = rng.integers(2000, size=128)
@@ -107,7 +107,7 @@ def test_cloning_of_choices_reaches_their_entropy() -> None:
     """Choice 2 in three of four cases where s > 0, else always 0: cross-entropies 0.5623 (= -¾ log ¾ - ¼ log ¼) and 0."""
     state = np.tile([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0], 16)
     action = np.tile([2, 2, 2, 1, 0, 0, 0, 0], 16)
-    learner = CloningLearner(make_policy(CHOICES), cloning())
+    learner = Cloner(make_policy(CHOICES), cloning())
     for _ in range(200):
         learner.epoch([rows(state, action)], 1e-2)
     figures = learner.validate([rows(state, action)])
@@ -117,39 +117,22 @@ def test_cloning_of_choices_reaches_their_entropy() -> None:
 
 def test_noise_free_actions_stop_at_the_smallest_deviation() -> None:
     policy = make_policy(SPEC)
-    learner = CloningLearner(policy, cloning(min_log_std=-1.5))
+    learner = Cloner(policy, cloning(min_log_std=-1.5))
     state = np.linspace(-1, 1, 64)
     for _ in range(400):
         learner.epoch([rows(state, 0.5 * state)], 1e-2)
     assert policy.head.log_std.item() == pytest.approx(-1.5, abs=0.02)  # type: ignore[operator]
 
 
-def test_the_best_weights_come_back() -> None:
-    policy = make_policy(SPEC)
-    learner = CloningLearner(policy, cloning())
-    state = np.linspace(-1, 1, 64)
-    data = rows(state, 0.5 * state)
-    assert learner.keep_if_best(2.0)
-    best = parameters(policy)
-    learner.epoch([data] * 3, 1e-2)
-    assert not learner.keep_if_best(2.0)
-    copy = CloningLearner(make_policy(SPEC), cloning())
-    copy.load_state_tensors(learner.state_tensors())
-    assert copy.best_loss == 2.0
-    for one in (learner, copy):
-        one.restore_best()
-        assert all(torch.equal(best[name], value) for name, value in parameters(one.policy).items())
-
-
 def test_a_loss_that_is_not_finite_stops_with_its_rows() -> None:
     policy = make_policy(SPEC)
-    learner = CloningLearner(policy, cloning())
+    learner = Cloner(policy, cloning())
     before = parameters(policy)
     with pytest.raises(NonFiniteLossError, match="cloning loss is nan") as caught:
         learner.epoch([rows(np.array([np.nan]), np.array([0.0]))], 1e-3)
     assert np.isnan(caught.value.batch["observation.state"]).all()
     assert all(torch.equal(before[name], value) for name, value in parameters(policy).items())
-    critics = OfflineLearner(make_policy(SPEC), off_policy(update="awac"))
+    critics = Critics(make_policy(SPEC), off_policy(update="awac"))
     with pytest.raises(NonFiniteLossError, match="on 2 steps"):
         critics.update(rows(np.zeros(2), np.zeros(2), np.array([np.inf, 0.0])), np.random.default_rng(0), learning_rate=1e-3)
 
@@ -168,14 +151,14 @@ def test_the_best_action_of_a_bandit(update: str, distribution: str) -> None:
     """Behaviour cloning would answer 0, the mean of what was recorded."""
     options = {"update": update, "fresh": update == "sac", "temperature": 0.05, "expectile": 0.9, "target_entropy": -2.0}
     policy = make_policy(SPEC, distribution=distribution, hidden_sizes=(32, 32))
-    learner = OfflineLearner(policy, off_policy(**options))
+    learner = Critics(policy, off_policy(**options))
     rng = np.random.default_rng(1)
     for number in range(500):
         learner.update(bandit(rng, 64), rng, learning_rate=1e-2 if number < 350 else 1e-3)
     state = torch.linspace(-0.9, 0.9, 20)[:, None]
     with torch.no_grad():
         mode = policy.act({"state": state}, None).action
-        value = learner.critics(state, 0.6 * state).mean(0)
+        value = learner.networks.critics(state, 0.6 * state).mean(0)
     torch.testing.assert_close(mode, 0.6 * state, atol=0.13, rtol=0.0)
     torch.testing.assert_close(value, torch.ones(20), atol=0.06, rtol=0.0)
 
@@ -183,36 +166,36 @@ def test_the_best_action_of_a_bandit(update: str, distribution: str) -> None:
 def test_weights_of_choices() -> None:
     """Three choices worth 0, 1 and 0.5, recorded equally often: the policy takes the best, and the critics know all."""
     policy = make_policy(CHOICES)
-    learner = OfflineLearner(policy, off_policy(update="awac", fresh=False, temperature=0.1))
+    learner = Critics(policy, off_policy(update="awac", fresh=False, temperature=0.1))
     rng = np.random.default_rng(0)
     for _ in range(200):
         action = rng.integers(3, size=64)
         learner.update(rows(np.zeros(64), action, np.array([0.0, 1.0, 0.5])[action]), rng, learning_rate=1e-2)
     with torch.no_grad():
         assert policy.act({"state": torch.zeros(1, 1)}, None).action.item() == 1
-        values = learner.critics(torch.zeros(3, 1), torch.arange(3)[:, None]).mean(0)
+        values = learner.networks.critics(torch.zeros(3, 1), torch.arange(3)[:, None]).mean(0)
     torch.testing.assert_close(values, torch.tensor([0.0, 1.0, 0.5]), atol=0.05, rtol=0.0)
 
 
 def test_a_reward_that_goes_on_is_worth_its_geometric_sum() -> None:
     """Reward 1 for ever with γ = 0.8: Q = 1 / (1 - 0.8) = 5, whatever is done."""
-    learner = OfflineLearner(make_policy(SPEC), off_policy(update="iql", fresh=False, target_rate=0.1))
+    learner = Critics(make_policy(SPEC), off_policy(update="iql", fresh=False, target_rate=0.1))
     rng = np.random.default_rng(0)
     for _ in range(400):
         learner.update(rows(rng.uniform(-1, 1, 64), rng.uniform(-1, 1, 64), np.ones(64), discount=0.8), rng, learning_rate=1e-2)
     with torch.no_grad():
-        values = learner.critics(torch.zeros(5, 1), torch.linspace(-1, 1, 5)[:, None])
+        values = learner.networks.critics(torch.zeros(5, 1), torch.linspace(-1, 1, 5)[:, None])
     torch.testing.assert_close(values, torch.full((2, 5), 5.0), atol=0.25, rtol=0.0)
 
 
 def test_the_policy_waits_where_it_is_told_to_and_targets_follow() -> None:
     policy = make_policy(SPEC, distribution="squashed")
-    learner = OfflineLearner(policy, off_policy(target_rate=0.25))
-    before, old = parameters(policy), learner.targets.weights[0].clone()
+    learner = Critics(policy, off_policy(target_rate=0.25))
+    before, old = parameters(policy), learner.networks.targets.weights[0].clone()
     rng = np.random.default_rng(0)
     learner.update(bandit(rng, 32), rng, learning_rate=1e-2, with_policy=False)
     assert all(torch.equal(before[name], value) for name, value in parameters(policy).items())
-    torch.testing.assert_close(learner.targets.weights[0], 0.75 * old + 0.25 * learner.critics.weights[0])
+    torch.testing.assert_close(learner.networks.targets.weights[0], 0.75 * old + 0.25 * learner.networks.critics.weights[0])
     learner.update(bandit(rng, 32), rng, learning_rate=1e-2)
     moved = {name.split(".")[0] for name, value in parameters(policy).items() if not torch.equal(before[name], value)}
     assert moved == {"actor", "head"}
@@ -222,7 +205,7 @@ def test_the_trunk_of_images_learns_from_the_critics_alone() -> None:
     policy = make_policy(
         IMAGES, encoder="cnn", observation_key="rgb", hidden_sizes=(16,), cnn_channels=(4,), cnn_kernels=(4,), cnn_strides=(2,)
     )
-    learner = OfflineLearner(policy, off_policy(update="iql", fresh=False))
+    learner = Critics(policy, off_policy(update="iql", fresh=False))
     rng = np.random.default_rng(0)
     seen = {"rgb": rng.integers(0, 256, (32, 16, 16, 3), np.uint8)}
     data = Transitions(seen, rng.uniform(-1, 1, (32, 1)).astype(np.float32), np.ones(32, np.float32), np.zeros(32, np.float32), seen)
@@ -230,7 +213,9 @@ def test_the_trunk_of_images_learns_from_the_critics_alone() -> None:
     learner.update(data, rng, learning_rate=1e-3)
     moved = {name.split(".")[0] for name, value in parameters(policy).items() if not torch.equal(before[name], value)}
     assert moved == {"trunk", "actor", "head", "critic"}
-    assert not [name for name in learner._optimizers["policy"].parameters if name.startswith("trunk")]
+    executor = learner.learner.executor
+    assert isinstance(executor, LocalExecutor)
+    assert not [name for name in executor.optimizer.groups["policy"].parameters if name.startswith("trunk")]
 
 
 def test_entropy_in_the_target_or_not() -> None:
@@ -239,8 +224,9 @@ def test_entropy_in_the_target_or_not() -> None:
     for counted in (True, False):
         policy = make_policy(SPEC, distribution="squashed")
         torch.manual_seed(0)
-        learner = OfflineLearner(policy, off_policy(entropy_in_target=counted, init_entropy_coef=0.5))
-        values.append(learner._next_value(learner._rows(bandit(np.random.default_rng(0), 16)), np.random.default_rng(1)).detach())
+        learner = Critics(policy, off_policy(entropy_in_target=counted, init_entropy_coef=0.5))
+        rows_ = transition_rows(learner.networks, bandit(np.random.default_rng(0), 16), np.random.default_rng(1), with_policy=False)
+        values.append(CriticsObjective(learner.networks, learner.config).next_value(learner.networks, rows_).detach())
     state = torch.from_numpy(bandit(np.random.default_rng(0), 16).next_observation["state"])
     noise = torch.from_numpy(np.random.default_rng(1).standard_normal((16, 1), np.float32))
     log_prob = policy.act({"state": state}, noise).log_prob.sum(-1).detach()
@@ -254,7 +240,7 @@ def test_critics_continue_exactly(update: str) -> None:
     for seed in (0, 1):
         policy = make_policy(SPEC, distribution="squashed")
         torch.manual_seed(seed)
-        learners.append(OfflineLearner(policy, config))
+        learners.append(Critics(policy, config))
     first, second = learners
     for number in range(3):
         first.update(bandit(np.random.default_rng(number), 32), np.random.default_rng(number), learning_rate=1e-3)
@@ -264,8 +250,12 @@ def test_critics_continue_exactly(update: str) -> None:
     assert figures[0] == figures[1]
     for name, value in first.state_tensors().items():
         assert torch.equal(value, second.state_tensors()[name]), name
-    smaller = OfflineLearner(
+    # A checkpoint of October 2026 holds the entropy's coefficient as a number.
+    old = {name: value.squeeze() if "log_entropy_coef" in name else value for name, value in first.state_tensors().items()}
+    second.load_state_tensors(old)
+    assert torch.equal(second.networks.log_entropy_coef, first.networks.log_entropy_coef)
+    smaller = Critics(
         make_policy(SPEC, distribution="squashed"), off_policy(update=update, fresh=update == "sac", num_critics=4, hidden_sizes=(8,))
     )
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(IncompatibleCheckpointError, match="critics"):
         smaller.load_state_tensors(first.state_tensors())

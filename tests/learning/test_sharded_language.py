@@ -104,7 +104,7 @@ def test_two_ranks_train_as_one_process(folder: Path, options: dict[str, Any], t
         for step in range(2):
             wanted, found = learn(plain, batch, step), learn(learner, batch, step)
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
-            ranks.write_back(together)
+            ranks.write_back()
             for name, parameter in alone.named_parameters():
                 torch.testing.assert_close(dict(together.named_parameters())[name], parameter, rtol=0, atol=1e-5, msg=name)
         state = plain.state_tensors()

@@ -20,6 +20,7 @@ from embodied_rl.learning.learner import Learner, NonFiniteLossError
 from embodied_rl.learning.objectives import RolloutObjective, divide
 from embodied_rl.learning.rank_hosts import TrainWorkerError
 from embodied_rl.learning.ranks import RankExecutor
+from embodied_rl.methods.base import Method
 from embodied_rl.policies.actor_critic import ActorCritic
 from tests.learning.samples import make_batch, make_policy, parameters, rollout_learner, update
 from tests.short_run import train_shortly
@@ -91,7 +92,7 @@ def test_two_ranks_train_as_one_process_and_go_on_from_its_state() -> None:
         learner.load_state_tensors(changed)
         assert all(torch.equal(tensor, changed[name]) for name, tensor in learner.state_tensors().items())
         together.load_state_dict(make_policy().state_dict())
-        updater.write_back(together)
+        updater.write_back()
         assert all(torch.equal(parameters(other)[name], tensor) for name, tensor in parameters(together).items())
         # What is not finite is said, and not stepped with.
         bad = dataclasses.replace(batch, advantage=torch.where(torch.arange(ROWS) == 7, torch.nan, batch.advantage))
@@ -120,7 +121,7 @@ def test_one_rank_is_the_plain_learner_and_bfloat16_is_near() -> None:
         learner, updater = sharded(policy, 1, precision=precision)
         try:
             found = update(learner, batch, 0, 5, 0)
-            updater.write_back(policy)
+            updater.write_back()
         finally:
             updater.close()
         assert found["policy_loss"] == pytest.approx(wanted["policy_loss"], rel=tolerance, abs=tolerance)
@@ -138,7 +139,7 @@ def test_offloading_to_the_host_changes_nothing_on_a_processor() -> None:
         learner = Learner(policy, CONFIG, RolloutObjective(policy, CONFIG), updater, 1)
         try:
             update(learner, batch, 0, 5, 0)
-            updater.write_back(policy)
+            updater.write_back()
         finally:
             updater.close()
     for name, parameter in parameters(policies[0]).items():
@@ -155,7 +156,7 @@ def test_offloading_to_the_host_keeps_what_is_trained_there_and_trains_the_same(
         assert updater is not None
         try:
             update(learner, batch, 0, 5, 0)
-            updater.write_back(policy)
+            updater.write_back()
             optimizer = updater.rank.optimizer
             held = [*optimizer.parameters.values(), *(part for name, part in optimizer.parts().items() if name != "step")]
             assert {tensor.device.type for tensor in held} == {"cpu" if offload else "cuda"}
@@ -168,11 +169,8 @@ def test_offloading_to_the_host_keeps_what_is_trained_there_and_trains_the_same(
 def test_what_cannot_train_on_ranks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy()
 
-    class Method:
-        learner = None
-
     config = HybridConfig(device="cpu", sharding=ShardingConfig(num_shards=2))
-    with pytest.raises(UserError, match="Method trains in one process alone"):
+    with pytest.raises(UserError, match="Method has no policy that is divided"):
         make_engine(config, policy, TorchGenerator(policy), Method(), None)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"hybrid\.sharding has 2 ranks, and this machine 1 GPUs"):

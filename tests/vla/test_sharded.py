@@ -46,7 +46,7 @@ def check_rollouts(policies: list[Any], config: AlgorithmConfig, batch: Batch, h
         for iteration in range(2):
             wanted, found = (update(each, batch, iteration, 9) for each in (plain, learner))
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
-        learner.executor.write_back(policies[1])
+        learner.executor.write_back()
         same_weights(policies)
         with torch.no_grad():
             torch.testing.assert_close(
@@ -94,7 +94,7 @@ def test_episodes_of_chunks(changes: dict[str, Any]) -> None:
     learner = episode_learner(policies[1], config, two_ranks(micro_batch_size=1))
     try:
         found = learn(learner, batch)
-        learner.executor.write_back(policies[1])
+        learner.executor.write_back()
     finally:
         learner.executor.close()
     assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)

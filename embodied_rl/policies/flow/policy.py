@@ -195,9 +195,10 @@ class FlowPolicy(Policy):
         self,
         observation: Mapping[str, Any],
         action: Tensor,
+        mask: Tensor | None = None,
+        *,
         noise: Tensor | None = None,
         t: Tensor | None = None,
-        mask: Tensor | None = None,
     ) -> Tensor:
         """Flow-matching loss [B] of recorded chunks; see `matching.flow_matching_loss`.
 

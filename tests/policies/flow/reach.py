@@ -80,7 +80,7 @@ def clone(policy: FlowPolicy, steps: int = 1500) -> float:
         sign = torch.randint(0, 2, (256,), generator=generator) * 2.0 - 1.0
         action = side(place, sign * ANGLE) + SPREAD * torch.randn(256, 2, generator=generator)
         noise, t = torch.randn(256, 1, 2, generator=generator), sample_times(256, "uniform", generator)
-        loss = policy.cloning_loss({"state": place}, action[:, None], noise, t).mean()
+        loss = policy.cloning_loss({"state": place}, action[:, None], noise=noise, t=t).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -162,7 +162,7 @@ def test_the_cloning_loss_is_transformers_own(folder: Path) -> None:
             attention_mask=ready["attention_mask"],
             actions=torch.nn.functional.pad(action, (0, D - 3)),
         ).loss
-        got = policy.cloning_loss(ready, action, noise, t)
+        got = policy.cloning_loss(ready, action, noise=noise, t=t)
     torch.testing.assert_close(got.mean(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -1,0 +1,267 @@
+"""Objectives on stored steps: imitation of their actions, and critics of actions with the policy that follows them.
+
+Of critics, an update is several steps on the same rows, each of its own objective and of its own parameters (`steps_of`): implicit
+Q-learning steps the state value, the policy and the critics; AWAC the policy and the critics; soft actor-critic the critics, and the policy
+with the entropy's coefficient. The targets follow after the critics' step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms import offline_rl
+from embodied_rl.algorithms.aggregation import masked_mean
+from embodied_rl.algorithms.losses import behaviour_cloning_loss
+from embodied_rl.config import CloningConfig, OffPolicyConfig
+from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.learning.objectives import Metrics, Numbers, Objective
+from embodied_rl.learning.rows import StepRows, StoredRows, TransitionRows
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy, prepare_observation
+from embodied_rl.policies.q_ensemble import ActorWithCritics
+
+Stored = TypeVar("Stored", bound=StoredRows)
+
+
+class StoredObjective(Objective[Stored]):
+    """Of stored steps; every mean is over the steps of the whole minibatch."""
+
+    unit = "steps"
+
+    def begin(self, rows: Stored, *, kl_coef: float) -> tuple[Stored, Numbers]:
+        """See `Objective.begin`."""
+        return rows, {"entries": float(rows.num_rows if rows.mask is None else int(rows.mask.sum()))}
+
+
+# ---- imitation ----------------------------------------------------------------------------------------------------------
+
+
+class CloningObjective(StoredObjective[StepRows]):
+    """Maximum likelihood of recorded actions, or the loss that the policy has for them; the critic is left as it is."""
+
+    name, rows, draws = "cloning", StepRows, True
+
+    @property
+    def options(self) -> CloningConfig:
+        """`algorithm.cloning`."""
+        assert self.config.cloning is not None, "the algorithm clones"
+        return self.config.cloning
+
+    @property
+    def what(self) -> str:
+        """See `Objective.what`."""
+        return "cloning loss"
+
+    def __call__(self, policy: Policy, rows: StepRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """See `Objective.__call__`."""
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            if self.options.loss == "mse":
+                each = (policy.act(rows.observation, None).action - rows.action).square().mean(-1)
+            else:
+                each = policy.cloning_loss(rows.observation, rows.action, mask=rows.executed)
+        loss = masked_mean(each.float(), rows.mask, numbers["entries"])
+        return loss, {"imitation_loss": loss.detach()}
+
+    def stepped(self, policy: Policy) -> None:
+        """See `Objective.stepped`."""
+        policy.limit_noise(self.options.min_log_std)
+
+    @torch.no_grad()
+    def validate(self, policy: Policy, batches: Iterable[StepRows]) -> dict[str, float]:
+        """``validation_loss``, and how far the policy's mode is from the recorded actions: ``validation_mae`` (normalised units), or
+        ``validation_accuracy`` of choices; means over all rows. Of a policy that `translates`, only the loss."""
+        discrete = policy.spec.action.kind == "discrete"
+        total, away, count = 0.0, 0.0, 0
+        for rows in batches:
+            total += float(self(policy, *self.begin(rows, kl_coef=0.0))[0]) * rows.num_rows
+            count += rows.num_rows
+            if not policy.translates:
+                mode = policy.act(rows.observation, None).action
+                off = (mode == rows.action).float() if discrete else (mode.clamp(-1.0, 1.0) - rows.action).abs().mean(-1)
+                away += float(off.sum())
+        if policy.translates:
+            return {"validation_loss": total / count}
+        return {"validation_loss": total / count, ("validation_accuracy" if discrete else "validation_mae"): away / count}
+
+
+def step_rows(policy: Policy, batch: Transitions) -> StepRows:
+    """Steps as `CloningObjective` takes them."""
+    executed = None if batch.executed is None else torch.from_numpy(batch.executed)
+    return StepRows(prepare_observation(policy, batch.observation), torch.from_numpy(batch.action), executed)
+
+
+# ---- critics ------------------------------------------------------------------------------------------------------------
+
+
+class CriticsObjective(StoredObjective[TransitionRows]):
+    """The critics' error: Q(s, a) follows r + γ V(s'). The trunk of images learns from it, and from nothing else."""
+
+    name, rows = "critics", TransitionRows
+    groups: ClassVar[tuple[str, ...]] = ("critics",)
+
+    @property
+    def options(self) -> OffPolicyConfig:
+        """`algorithm.off_policy`."""
+        assert self.config.off_policy is not None, "the algorithm learns off policy"
+        return self.config.off_policy
+
+    @property
+    def what(self) -> str:
+        """See `Objective.what`."""
+        return f"loss of {' and '.join(self.groups)}"
+
+    def __call__(self, policy: ActorWithCritics, rows: TransitionRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
+        """See `Objective.__call__`."""
+        return policy.gathered(lambda: self.terms(policy, rows, numbers["entries"]))
+
+    def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
+        """Loss and metrics of these rows, divided by the `entries` of the whole minibatch."""
+        features = networks.policy.features(rows.observation)
+        with torch.no_grad():
+            target = offline_rl.td_target(reward=rows.reward, discount=rows.discount, next_value=self.next_value(networks, rows))
+        return offline_rl.critic_loss(values=networks.critics(features, rows.action), target=target, mask=rows.mask, denominator=entries)
+
+    def next_value(self, networks: ActorWithCritics, rows: TransitionRows) -> Tensor:
+        """[B] of the next observation: of a sampled action by the target critics, or implicit Q-learning's own."""
+        features = networks.policy.features(rows.next_observation)
+        if self.options.update == "iql":
+            value: Tensor = networks.policy.critic(features).squeeze(-1)
+            return value
+        acted, log_prob = acting(networks.policy, features, rows.next_noise)
+        value = offline_rl.smallest_of(networks.targets(features, acted), rows.members)
+        if self.options.update == "awac" or not self.options.entropy_in_target:
+            return value
+        return offline_rl.soft_value(value=value, log_prob=log_prob.sum(-1), entropy_coef=networks.log_entropy_coef.exp())
+
+    def stepped(self, policy: ActorWithCritics) -> None:
+        """See `Objective.stepped`."""
+        policy.move_targets()
+
+
+class StateValueObjective(CriticsObjective):
+    """Implicit Q-learning: V follows an expectile of Q̄ at recorded actions."""
+
+    name = "state_value"
+    groups: ClassVar[tuple[str, ...]] = ("value",)
+
+    def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
+        """See `CriticsObjective.terms`."""
+        with torch.no_grad():
+            features = networks.policy.features(rows.observation)
+            recorded = offline_rl.smallest_of(networks.targets(features, rows.action))
+        value = networks.policy.critic(features).squeeze(-1)
+        expectile = self.options.expectile
+        return offline_rl.expectile_loss(value=value, target=recorded, expectile=expectile, mask=rows.mask, denominator=entries)
+
+    def stepped(self, policy: ActorWithCritics) -> None:
+        """See `Objective.stepped`."""
+
+
+class ImitationObjective(CriticsObjective):
+    """Recorded actions are imitated by how much better than V(s) they are."""
+
+    name = "imitation"
+    groups: ClassVar[tuple[str, ...]] = ("policy",)
+
+    def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
+        """See `CriticsObjective.terms`."""
+        policy, options = networks.policy, self.options
+        with torch.no_grad():
+            features = policy.features(rows.observation)
+            if options.update == "iql":
+                advantage = offline_rl.smallest_of(networks.targets(features, rows.action)) - policy.critic(features).squeeze(-1)
+            else:
+                acted, _ = acting(policy, features, rows.noise)
+                baseline = offline_rl.smallest_of(networks.critics(features, acted))
+                advantage = offline_rl.smallest_of(networks.critics(features, rows.action)) - baseline
+            weight, metrics = offline_rl.advantage_weights(
+                advantage=advantage,
+                temperature=options.temperature,
+                max_weight=options.max_weight,
+                mask=rows.mask,
+                denominator=entries,
+            )
+        log_prob = policy.head.log_prob(policy.actor(features), rows.action).sum(-1)
+        loss, imitation = behaviour_cloning_loss(log_prob=log_prob, weight=weight, mask=rows.mask, denominator=entries)
+        return loss, metrics | imitation
+
+    def stepped(self, policy: ActorWithCritics) -> None:
+        """See `Objective.stepped`."""
+        policy.policy.limit_noise(self.options.min_log_std)
+
+
+class SoftPolicyObjective(ImitationObjective):
+    """Soft actor-critic: the policy follows the critics, and the coefficient keeps its entropy where it is wanted."""
+
+    name = "soft_policy"
+    groups: ClassVar[tuple[str, ...]] = ("policy", "entropy")
+
+    def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
+        """See `CriticsObjective.terms`."""
+        with torch.no_grad():
+            features = networks.policy.features(rows.observation)
+        acted, log_prob = acting(networks.policy, features, rows.noise)
+        values = networks.critics(features, acted)
+        # Two critics: the smaller (Haarnoja et al. 2018); a larger ensemble: the mean (Ball et al. 2023).
+        followed = offline_rl.smallest_of(values) if self.options.num_critics == 2 else values.mean(dim=0)
+        of_action, coefficient = log_prob.sum(-1), networks.log_entropy_coef
+        loss, metrics = offline_rl.soft_policy_loss(
+            values=followed, log_prob=of_action, entropy_coef=coefficient.exp(), mask=rows.mask, denominator=entries
+        )
+        entropy_loss, entropy = offline_rl.entropy_coef_loss(
+            log_coef=coefficient.squeeze(), log_prob=of_action, target_entropy=networks.target_entropy, mask=rows.mask, denominator=entries
+        )
+        return loss + entropy_loss, metrics | entropy
+
+
+def steps_of(options: OffPolicyConfig, *, with_policy: bool) -> tuple[type[CriticsObjective], ...]:
+    """Whose steps one update takes, in their order."""
+    if options.update == "sac":
+        return (CriticsObjective, SoftPolicyObjective) if with_policy else (CriticsObjective,)
+    value, policy = (StateValueObjective,) if options.update == "iql" else (), (ImitationObjective,) if with_policy else ()
+    return (*value, *policy, CriticsObjective)
+
+
+def transition_rows(networks: ActorWithCritics, batch: Transitions, rng: np.random.Generator, *, with_policy: bool) -> TransitionRows:
+    """Steps as the objectives of critics take them, with all that is random in their update.
+
+    Args:
+        rng: of the policy's noise and the choice of critics.
+    """
+    policy, options = networks.policy, networks.options
+    shape = (batch.num_rows, policy.spec.action.dim)
+
+    def drawn() -> Tensor:
+        discrete = policy.spec.action.kind == "discrete"
+        return torch.from_numpy(rng.random(shape, np.float32) if discrete else rng.standard_normal(shape, np.float32))
+
+    def read(observation: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        return {key: torch.from_numpy(observation[key]) for key in policy.observation_keys}
+
+    noise = drawn() if with_policy and options.update == "awac" else None
+    next_noise = None if options.update == "iql" else drawn()
+    members = np.arange(0) if options.update == "iql" else rng.permutation(options.num_critics)[: options.target_critics]
+    noise = drawn() if with_policy and options.update == "sac" else noise
+    return TransitionRows(
+        observation=read(batch.observation),
+        next_observation=read(batch.next_observation),
+        action=torch.from_numpy(batch.action),
+        reward=torch.from_numpy(batch.reward),
+        discount=torch.from_numpy(batch.discount),
+        members=torch.from_numpy(members),
+        noise=noise,
+        next_noise=next_noise,
+    )
+
+
+def acting(policy: ActorCritic, features: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Actions of the policy within the simulator's bounds, and their log-probabilities [B, L]."""
+    assert noise is not None, "the rows of an update that draws actions hold their noise"
+    acted, log_prob = policy.head.sample(policy.actor(features), noise)
+    bounded = policy.squashed or policy.spec.action.kind == "discrete"
+    return (acted if bounded else acted.clamp(-1.0, 1.0)), log_prob
