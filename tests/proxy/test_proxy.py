@@ -238,10 +238,10 @@ async def _with_key(client: OpenAITokens, key: str) -> None:
         ({"temperatur": 1}, 400, "unknown_parameter", "Did you mean 'temperature'"),
         ({"temperature": -1}, 400, "invalid_request", "'temperature' must be a number between 0 and"),
         ({"max_tokens": 0}, 400, "invalid_request", "'max_tokens' must be a whole number between 1"),
-        ({"n": 2}, 400, "unsupported_parameter", "'n' can only be 1"),
+        ({"n": 0}, 400, "invalid_request", "'n' must be a whole number between 1"),
         ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
         ({"tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice"),
-        ({"stop": ["and a long text"]}, 400, "unsupported_parameter", "a text of one token"),
+        ({"stop": ["and a long text", ""]}, 400, "invalid_request", "none of them empty"),
         ({"model": "gpt"}, 404, "model_not_found", "'gpt' is not served"),
     ],
 )

@@ -24,6 +24,7 @@ from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.serving.agents.app import AgentProxy
 from embodied_rl.serving.agents.chat import ChatStream
+from embodied_rl.serving.agents.stop_texts import StopTexts
 from tests.proxy.test_proxy import END, chat, serving, user
 from tests.proxy.test_proxy import folder as folder
 from tests.proxy.test_proxy import tokenizer as tokenizer
@@ -139,7 +140,7 @@ def test_a_stream_that_nobody_reads_any_more_is_aborted(tokenizer: ChatTokenizer
     ],
 )
 def test_what_is_not_certain_yet_is_held_back(growing: tuple[str, ...], tools: bool, pieces: tuple[str, ...]) -> None:
-    stream = ChatStream("chatcmpl-1", "tiny", tools)
+    stream = ChatStream("chatcmpl-1", "tiny", tools, StopTexts((), str))
     sent = [stream.grown(text) for text in growing]
     assert tuple(json.loads(piece[6:])["choices"][0]["delta"]["content"] for piece in sent if piece is not None) == pieces
 

@@ -7,10 +7,12 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -18,9 +20,20 @@ from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.serving.agents.captured import CapturedSession
-from embodied_rl.serving.agents.chat import ChatAnswer, ChatRequest, ChatStream, answer_message, openai_error, plain_message, read_chat, sse
+from embodied_rl.serving.agents.chat import (
+    ChatAnswer,
+    ChatRequest,
+    ChatStream,
+    answer_message,
+    openai_error,
+    plain_message,
+    read_chat,
+    sse,
+    whole,
+)
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
 from embodied_rl.serving.agents.sessions import Prompt, Session, SessionBook, SessionLimits, SessionSampling
+from embodied_rl.serving.agents.stop_texts import StopTexts
 from embodied_rl.serving.http_server import (
     EventStream,
     HttpProblem,
@@ -39,6 +52,7 @@ TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable with the token that opens, rewards and ends sessions."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MODEL = "/v1/models/"
 _SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/(reward|end))?")
 _FAILED = {"prompt_too_long": (400, "context_length_exceeded"), "rejected": (400, "invalid_request"), "rate_limited": (429, "rate_limited")}
 
@@ -169,6 +183,8 @@ class AgentProxy:
             return route(request)
         if (match := _SESSION.fullmatch(request.path)) is not None:
             return self._of_session(request, match[1], match[2])
+        if request.path.startswith(_MODEL) and request.method == "GET":
+            return self._model(request)
         paths = sorted({path for _, path in self._routes})
         if request.path in paths:
             raise wrong_method(request, [method for method, path in self._routes if path == request.path])
@@ -177,19 +193,29 @@ class AgentProxy:
     def _models(self, request: HttpRequest) -> Reply:
         if self._token is not None and not same_token(request.bearer, self._token):
             self._book.by_key(request.bearer)
-        return Reply({"object": "list", "data": [{"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}]})
+        return Reply({"object": "list", "data": [self._told_model()]})
+
+    def _model(self, request: HttpRequest) -> Reply:
+        listed = self._models(request)  # asks for a key
+        self._require_model(unquote(request.path.removeprefix(_MODEL)))
+        return Reply(listed.body["data"][0])
+
+    def _told_model(self) -> dict[str, Any]:
+        return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
+
+    def _require_model(self, name: Any) -> None:
+        if name != self._options.model:
+            raise HttpProblem(404, "model_not_found", f"Model {name!r:.80} is not served here.", choices=[self._options.model])
 
     def _chat(self, request: HttpRequest) -> Reply | EventStream:
         self._end_idle()
         session = self._session_of_key(request.bearer)
         chat = read_chat(request.body)
-        model = request.body.get("model", self._options.model)
-        if model != self._options.model:
-            raise HttpProblem(404, "model_not_found", f"Model {model!r} is not served here.", choices=[self._options.model])
+        self._require_model(request.body.get("model", self._options.model))
         session.begin()
         if not chat.stream:
             try:
-                return Reply(self._sample(session, chat, request.client_gone).whole())
+                return Reply(whole(self._sample(session, chat, request.client_gone)))
             finally:
                 session.release()
         events = self._streamed(session, chat, request.client_gone)
@@ -197,17 +223,27 @@ class AgentProxy:
         return EventStream(_begun(next(events), events))
 
     def _streamed(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
-        """Events of an answer while it is sampled. With logprobs, which are sent together, its content is one piece."""
-        stream = ChatStream(f"chatcmpl-{secrets.token_hex(12)}", self._options.model, chat.tools is not None)
+        """Events of an answer while it is sampled. Several choices come whole, and so does the content of one with logprobs."""
+        stop = self._stop_texts(chat)
+        stream = ChatStream(_new_id(), self._options.model, chat.tools is not None, stop)
         begun = False
         try:
-            prompt, request = self._asked(session, chat)
-            for found in self._stream_of(request, gone):
+            if chat.num_choices > 1:
+                answers = self._sample(session, chat, gone)
+                for answer in answers:
+                    choice = replace(stream, completion_id=answers[0].completion_id, index=answer.index)
+                    yield choice.begin()
+                    yield from choice.end(answer)
+                yield from choice.done(answers, chat.include_usage)
+                return
+            prompt, (request,) = self._asked(session, chat)
+            for found in self._stream_of(request, stop, gone):
                 if isinstance(found, Completion):
                     answer = self._kept(session, chat, prompt, self._whole(found), request.stop_ids, stream.completion_id)
                     if not begun:
                         yield stream.begin()
-                    yield from stream.end(answer, chat.include_usage)
+                    yield from stream.end(answer)
+                    yield from stream.done([answer], chat.include_usage)
                 elif not chat.logprobs:
                     piece = stream.grown(self._text(found, request.stop_ids))
                     if piece is not None and not begun:
@@ -222,9 +258,18 @@ class AgentProxy:
         finally:
             session.release()
 
-    def _stream_of(self, request: GenerationRequest, gone: Callable[[], bool]) -> Iterator[list[int] | Completion]:
-        with closing(self._pump.stream(request, gone)) as pieces, _refused():
-            yield from pieces
+    def _stream_of(self, request: GenerationRequest, stop: StopTexts, gone: Callable[[], bool]) -> Iterator[list[int] | Completion]:
+        """Its tokens while they grow, then the completion, cut behind the first stop text; the backend ends soon after that text."""
+        num_seen = 0
+
+        def enough(tokens: list[int]) -> bool:
+            nonlocal num_seen
+            seen, num_seen = num_seen, len(tokens)
+            return bool(stop.texts) and stop.reached(tokens, seen)
+
+        with closing(self._pump.stream(request, gone, enough)) as pieces, _refused():
+            for found in pieces:
+                yield stop.cut(found) if isinstance(found, Completion) else found
 
     def _session_of_key(self, key: str | None) -> Session:
         if self._book.open_to_any_key and key is not None and not _NAME.fullmatch(key):
@@ -273,11 +318,27 @@ class AgentProxy:
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
-    def _sample(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> ChatAnswer:
-        prompt, request = self._asked(session, chat)
-        with _refused():
-            completion = self._pump.complete(request, gone)
-        return self._kept(session, chat, prompt, self._whole(completion), request.stop_ids, f"chatcmpl-{secrets.token_hex(12)}")
+    def _sample(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> list[ChatAnswer]:
+        """All choices, sampled side by side and captured in their order."""
+        prompt, requests = self._asked(session, chat)
+        stop = self._stop_texts(chat)
+
+        def complete(request: GenerationRequest) -> Completion:
+            if stop.texts:
+                *_, last = self._stream_of(request, stop, gone)
+                assert isinstance(last, Completion), "a stream ends with it"
+                return self._whole(last)
+            with _refused():
+                return self._whole(self._pump.complete(request, gone))
+
+        if len(requests) == 1:
+            completions = [complete(requests[0])]
+        else:
+            with ThreadPoolExecutor(len(requests), "choice") as threads:
+                completions = list(threads.map(complete, requests))
+        name, stop_ids = _new_id(), requests[0].stop_ids
+        names = [name if index == 0 else f"{name}:{index}" for index in range(len(requests))]
+        return [self._kept(session, chat, prompt, found, stop_ids, names[index], index) for index, found in enumerate(completions)]
 
     def _prompt(self, session: Session, chat: ChatRequest) -> Prompt:
         try:
@@ -285,26 +346,40 @@ class AgentProxy:
         except UserError as error:
             raise HttpProblem(400, "invalid_request", str(error)) from error
 
-    def _stop_id(self, text: str) -> int:
-        found = self._tokenizer.encode(text)
-        if len(found) != 1:
-            raise HttpProblem(400, "unsupported_parameter", f"'stop' must be a text of one token here; {text!r} has {len(found)}.")
-        return int(found[0])
+    def _stop_texts(self, chat: ChatRequest) -> StopTexts:
+        return StopTexts(chat.stop, self._decoded)
 
-    def _asked(self, session: Session, chat: ChatRequest) -> tuple[Prompt, GenerationRequest]:
-        """What a chat asks of the backend."""
+    def _decoded(self, token_ids: Sequence[int] | np.ndarray) -> str:
         with self._tokenizer_lock:  # fast tokenizers are not for several threads at once
+            return self._tokenizer.decode(token_ids)
+
+    def _stop_ids(self, text: str) -> list[int]:
+        """Of a stop text that is a token, which then ends an answer at once, and may be a special one."""
+        found = self._tokenizer.encode(text).tolist()
+        return found if len(found) == 1 and self._tokenizer.decode(found, skip_special_tokens=False) == text else []
+
+    def _asked(self, session: Session, chat: ChatRequest) -> tuple[Prompt, list[GenerationRequest]]:
+        """What a chat asks of the backend: a request for each choice."""
+        with self._tokenizer_lock:
             prompt = self._prompt(session, chat)
-            stop_ids = (*self._options.stop_ids, *(self._stop_id(text) for text in chat.stop))
+            stop_ids = (*self._options.stop_ids, *(token for text in chat.stop for token in self._stop_ids(text)))
+        requests = [self._request(session, chat, prompt, stop_ids, number) for number in range(chat.num_choices)]
+        return prompt, requests
+
+    def _request(self, session: Session, chat: ChatRequest, prompt: Prompt, stop_ids: tuple[int, ...], number: int) -> GenerationRequest:
+        """Of choice `number`. A client's seed is that of the first; those behind it have seeds that follow from it."""
+        asked_seed = chat.seed
+        if chat.seed is not None and number > 0:
+            asked_seed = SessionSampling(chat.seed).request_seed(number)
         options, fixed = self._options, session.sampling
-        asked = (chat.temperature, chat.top_p, chat.top_k, chat.seed)
+        asked = (chat.temperature, chat.top_p, chat.top_k, asked_seed)
         if options.policy_sampling:
-            asked = (1.0, 1.0, 0, chat.seed)
+            asked = (1.0, 1.0, 0, asked_seed)
         if fixed is not None:
             cut = (1.0, 0) if fixed.temperature == 0 else (fixed.top_p, fixed.top_k)
             asked = (fixed.temperature, *cut, fixed.request_seed(session.next_request()))
         temperature, top_p, top_k, seed = asked
-        request = GenerationRequest(
+        return GenerationRequest(
             request_id=0,
             prompt_ids=prompt.token_ids,
             max_new_tokens=min(chat.max_new_tokens or options.max_new_tokens, options.max_new_tokens),
@@ -314,7 +389,6 @@ class AgentProxy:
             stop_ids=stop_ids,
             seed=seed,
         )
-        return prompt, request
 
     @staticmethod
     def _whole(completion: Completion) -> Completion:
@@ -329,21 +403,27 @@ class AgentProxy:
     def _text(self, sampled: Sequence[int] | np.ndarray, stop_ids: tuple[int, ...]) -> str:
         """Of sampled tokens, without the stop token at their end."""
         ended = len(sampled) > 0 and int(sampled[-1]) in stop_ids
-        with self._tokenizer_lock:
-            return self._tokenizer.decode(sampled[:-1] if ended else sampled)
+        return self._decoded(sampled[:-1] if ended else sampled)
 
     def _kept(
-        self, session: Session, chat: ChatRequest, prompt: Prompt, completion: Completion, stop_ids: tuple[int, ...], completion_id: str
+        self,
+        session: Session,
+        chat: ChatRequest,
+        prompt: Prompt,
+        completion: Completion,
+        stop_ids: tuple[int, ...],
+        completion_id: str,
+        index: int = 0,
     ) -> ChatAnswer:
         sampled = completion.token_ids
-        message = answer_message(self._text(sampled, stop_ids), chat.tools)
+        message = answer_message(self._stop_texts(chat).before(self._text(sampled, stop_ids)), chat.tools)
         session.add(completion_id, prompt, completion, chat.messages, plain_message(message, 0), chat.tools)
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
         logprobs = None
         if chat.logprobs:
             with self._tokenizer_lock:
                 logprobs = [self._logprob(int(token), float(value)) for token, value in zip(sampled, completion.log_prob, strict=True)]
-        return ChatAnswer(completion_id, self._options.model, message, reason, len(prompt.token_ids), len(sampled), logprobs)
+        return ChatAnswer(completion_id, self._options.model, message, reason, len(prompt.token_ids), len(sampled), logprobs, index)
 
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token], skip_special_tokens=False)
@@ -364,6 +444,10 @@ class AgentProxy:
             self._finished.append(captured)
         else:
             captured.save(self._options.output)
+
+
+def _new_id() -> str:
+    return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 def _only(body: Mapping[str, Any], *names: str) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodied_rl.errors import did_you_mean
+from embodied_rl.serving.agents.stop_texts import StopTexts
 from embodied_rl.serving.http_server import HttpProblem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _HARMLESS = frozenset({"user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Asked for by clients as a habit; they change nothing about what is sampled."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
     "top_logprobs": (0,),
@@ -41,7 +41,9 @@ _KNOWN = (
     "stream",
     "stream_options",
     "logprobs",
+    "n",
 )
+_MAX_CHOICES = 128
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
@@ -61,6 +63,8 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     logprobs: bool
+    num_choices: int
+    """n: answers, each sampled and captured separately."""
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
@@ -84,7 +88,6 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     if not isinstance(messages, list) or not messages:
         raise _bad("'messages' must be a list of at least one message.")
     limit = body.get("max_completion_tokens")
-    stop = body.get("stop")
     tools = _tools(body)
     options = body.get("stream_options")
     return ChatRequest(
@@ -95,10 +98,11 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
         top_p=_number(body, "top_p", float, 1.0, 1e-6, 1.0),
         top_k=max(_number(body, "top_k", int, 0, -1, 2**20), 0),
         seed=_number(body, "seed", int, None, 0, 2**63 - 1),
-        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(map(str, stop)) if isinstance(stop, list) else _bad_stop(),
+        stop=_stop(body.get("stop")),
         stream=bool(body.get("stream")),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
+        num_choices=_number(body, "n", int, 1, 1, _MAX_CHOICES),
     )
 
 
@@ -106,8 +110,11 @@ def _bad(message: str) -> HttpProblem:
     return HttpProblem(400, "invalid_request", message)
 
 
-def _bad_stop() -> tuple[str, ...]:
-    raise _bad("'stop' must be a text or a list of texts.")
+def _stop(stop: Any) -> tuple[str, ...]:
+    texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _bad("'stop' must be a text or a list of texts, none of them empty.")
+    return tuple(dict.fromkeys(texts))
 
 
 def _number(body: Mapping[str, Any], name: str, kind: type, default: Any, low: float, high: float) -> Any:
@@ -209,7 +216,7 @@ def _sampled_call(text: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What the client receives about one completion."""
+    """What the client receives about one completion: a choice of an answer."""
 
     completion_id: str
     model: str
@@ -218,22 +225,27 @@ class ChatAnswer:
     num_prompt_tokens: int
     num_sampled_tokens: int
     logprobs: list[dict[str, Any]] | None = None
+    index: int = 0
 
-    def whole(self) -> dict[str, Any]:
-        """``chat.completion``"""
-        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": self.told_logprobs()}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage()}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return _head(kind, self.completion_id, self.model)
-
-    def usage(self) -> dict[str, int]:
-        total = self.num_prompt_tokens + self.num_sampled_tokens
-        return {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": self.num_sampled_tokens, "total_tokens": total}
+    def choice(self) -> dict[str, Any]:
+        """One of ``choices``."""
+        return {"index": self.index, "message": self.message, "finish_reason": self.finish_reason, "logprobs": self.told_logprobs()}
 
     def told_logprobs(self) -> dict[str, Any] | None:
         """As a choice holds them."""
         return None if self.logprobs is None else {"content": self.logprobs}
+
+
+def whole(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+    """``chat.completion`` of all choices of a request."""
+    head = _head("chat.completion", answers[0].completion_id, answers[0].model)
+    return {**head, "choices": [answer.choice() for answer in answers], "usage": usage(answers)}
+
+
+def usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
+    """Tokens of one prompt and of all its choices."""
+    prompt, sampled = answers[0].num_prompt_tokens, sum(answer.num_sampled_tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _head(kind: str, completion_id: str, model: str) -> dict[str, Any]:
@@ -242,12 +254,16 @@ def _head(kind: str, completion_id: str, model: str) -> dict[str, Any]:
 
 @dataclass
 class ChatStream:
-    """An answer as ``chat.completion.chunk`` events while it grows: the role, pieces of the content, tool calls, the end, the usage."""
+    """A choice as ``chat.completion.chunk`` events while it grows: the role, pieces of the content, tool calls, the end; then, of all
+    choices, the usage."""
 
     completion_id: str
     model: str
     with_tools: bool
     """Whether a part of the text may become tool calls, and is held back."""
+    stop: StopTexts
+    """What may take back the end of the text, which is held back too."""
+    index: int = 0
     told: str = ""
     """Content that was sent."""
 
@@ -257,14 +273,14 @@ class ChatStream:
 
     def grown(self, text: str) -> bytes | None:
         """The answer's text so far; None: nothing new is certain yet."""
-        certain = _certain(text, self.with_tools)
+        certain = _certain(self.stop.certain(text), self.with_tools)
         if len(certain) <= len(self.told) or not certain.startswith(self.told):
             return None
         new, self.told = certain[len(self.told) :], certain
         return self._event({"content": new}, None)
 
-    def end(self, answer: ChatAnswer, include_usage: bool) -> Iterator[bytes]:
-        """What is left of the content, tool calls, the end, and the usage where it was asked for."""
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """What is left of the content, tool calls, and the end."""
         content = answer.message.get("content") or ""
         delta: dict[str, Any] = {}
         same = next((place for place, (a, b) in enumerate(zip(content, self.told, strict=False)) if a != b), len(self.told))
@@ -276,12 +292,15 @@ class ChatStream:
         if delta or logprobs is not None:
             yield self._event(delta, None, logprobs)
         yield self._event({}, answer.finish_reason)
+
+    def done(self, answers: Sequence[ChatAnswer], include_usage: bool) -> Iterator[bytes]:
+        """The usage, where it was asked for, and the last event."""
         if include_usage:
-            yield sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [], "usage": answer.usage()})
+            yield sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [], "usage": usage(answers)})
         yield b"data: [DONE]\n\n"
 
     def _event(self, delta: dict[str, Any], reason: str | None, logprobs: Any = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        choice = {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         return sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [choice]})
 
 

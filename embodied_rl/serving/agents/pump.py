@@ -80,10 +80,16 @@ class BackendPump:
             except CancelledError:
                 raise RuntimeError("The proxy was closed while a request was waiting.") from None
 
-    def stream(self, request: GenerationRequest, gone: Callable[[], bool] = lambda: False) -> Generator[list[int] | Completion]:
+    def stream(
+        self,
+        request: GenerationRequest,
+        gone: Callable[[], bool] = lambda: False,
+        enough: Callable[[list[int]], bool] = lambda tokens: False,
+    ) -> Generator[list[int] | Completion]:
         """As `complete`, while the answer grows: its token ids so far, again and again where the backend reports them; then the completion.
 
-        A caller that closes the generator before aborts the request. Raises as `complete` does.
+        When `enough` says True of the tokens so far the request is aborted. A caller that closes the generator before aborts it too. Raises
+        as `complete` does.
         """
         number = next(self._ids)
         told: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
@@ -103,6 +109,9 @@ class BackendPump:
                     continue
                 if tokens is None:
                     break
+                if not aborted and enough(tokens):
+                    aborted = True
+                    self.call(abort)
                 yield tokens
             yield future.result()
         except CancelledError:
