@@ -192,6 +192,27 @@ def test_tool_calls_pass_through(tokenizer: ChatTokenizer) -> None:
     assert second.prompt_ids.tolist() == [*first.prompt_ids, *first.sampled_ids, *tokenizer.encode(added)]
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["required", "named"])
+def test_a_tool_that_must_be_called(tokenizer: ChatTokenizer, named: bool) -> None:
+    """The answer begins with the call, as a part of the prompt: what is sampled, and trained, is the rest."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("add", "multiply")]
+    rest = ' {"a": 1}}\n</tool_call>' if named else 'multiply", "arguments": {"a": 1}}\n</tool_call>'
+    begun = '<tool_call>\n{"name": "multiply", "arguments":' if named else '<tool_call>\n{"name": "'
+    choice: Any = {"type": "function", "function": {"name": "multiply"}} if named else "required"
+    with serving(says(tokenizer, rest, "done"), tokenizer) as proxy:
+        messages: list[Any] = [user("How much?")]
+        answer = chat(proxy, messages, tools=tools, tool_choice=choice)["choices"][0]
+        assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", None)
+        (call,) = answer["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("multiply", {"a": 1})
+        messages += [answer["message"], {"role": "tool", "tool_call_id": call["id"], "content": "7"}]
+        chat(proxy, messages, tools=tools)
+        first, second = proxy._book.sessions["agent"].captured().turns
+        assert first.prompt_ids.tolist() == [*tokenizer.chat(messages[:1], tools=tools), *tokenizer.encode(begun)]
+        assert first.sampled_ids.tolist() == [*(int(token) for letter in rest for token in tokenizer.encode(letter)), END]
+        assert second.parent == 0
+
+
 def test_streams_are_server_sent_events(tokenizer: ChatTokenizer) -> None:
     with serving(says(tokenizer, "go left"), tokenizer) as proxy:
         body = {"model": "tiny", "messages": [user("Where?")], "stream": True, "stream_options": {"include_usage": True}}
@@ -240,7 +261,8 @@ async def _with_key(client: OpenAITokens, key: str) -> None:
         ({"max_tokens": 0}, 400, "invalid_request", "'max_tokens' must be a whole number between 1"),
         ({"n": 0}, 400, "invalid_request", "'n' must be a whole number between 1"),
         ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
-        ({"tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice"),
+        ({"tool_choice": "required"}, 400, "invalid_request", "and there are no 'tools'"),
+        ({"tool_choice": "any", "tools": [{"function": {"name": "add"}}]}, 400, "invalid_request", "must be 'auto', 'none', 'required' or"),
         ({"stop": ["and a long text", ""]}, 400, "invalid_request", "none of them empty"),
         ({"model": "gpt"}, 404, "model_not_found", "'gpt' is not served"),
     ],

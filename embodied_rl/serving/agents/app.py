@@ -245,7 +245,7 @@ class AgentProxy:
                     yield from stream.end(answer)
                     yield from stream.done([answer], chat.include_usage)
                 elif not chat.logprobs:
-                    piece = stream.grown(self._text(found, request.stop_ids))
+                    piece = stream.grown(chat.forced + self._text(found, request.stop_ids))
                     if piece is not None and not begun:
                         begun = True
                         yield stream.begin()
@@ -362,6 +362,8 @@ class AgentProxy:
         """What a chat asks of the backend: a request for each choice."""
         with self._tokenizer_lock:
             prompt = self._prompt(session, chat)
+            if chat.forced:
+                prompt = replace(prompt, token_ids=np.concatenate([prompt.token_ids, self._tokenizer.encode(chat.forced)]))
             stop_ids = (*self._options.stop_ids, *(token for text in chat.stop for token in self._stop_ids(text)))
         requests = [self._request(session, chat, prompt, stop_ids, number) for number in range(chat.num_choices)]
         return prompt, requests
@@ -416,7 +418,7 @@ class AgentProxy:
         index: int = 0,
     ) -> ChatAnswer:
         sampled = completion.token_ids
-        message = answer_message(self._stop_texts(chat).before(self._text(sampled, stop_ids)), chat.tools)
+        message = answer_message(chat.forced + self._stop_texts(chat).before(self._text(sampled, stop_ids)), chat.tools)
         session.add(completion_id, prompt, completion, chat.messages, plain_message(message, 0), chat.tools)
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
         logprobs = None

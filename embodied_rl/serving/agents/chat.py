@@ -65,6 +65,8 @@ class ChatRequest:
     logprobs: bool
     num_choices: int
     """n: answers, each sampled and captured separately."""
+    forced: str = ""
+    """How every answer begins (``tool_choice``). It is given to the model as the end of its prompt: nothing of it is sampled or trained."""
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
@@ -103,6 +105,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
         num_choices=_number(body, "n", int, 1, 1, _MAX_CHOICES),
+        forced=_forced(body.get("tool_choice"), tools),
     )
 
 
@@ -129,15 +132,30 @@ def _number(body: Mapping[str, Any], name: str, kind: type, default: Any, low: f
 
 def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
     tools, choice = body.get("tools"), body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise HttpProblem(
-            400, "unsupported_parameter", f"'tool_choice' can be 'auto' or 'none' here, got {choice!r:.80}: the model decides."
-        )
     if not tools or choice == "none":
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
         raise _bad("'tools' must be a list of objects with a 'function'.")
     return tuple(tools)
+
+
+def _forced(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """The beginning of a tool call that `tool_choice` asks for: up to the tool's name, or up to its arguments where the tool is known."""
+    if choice in (None, "auto", "none"):
+        return ""
+    names = [str(tool["function"].get("name")) for tool in tools or ()]
+    if choice == "required" and names:
+        return f'{_CALL}\n{{"name": "' if len(names) > 1 else _forced_call(names[0])
+    named = choice.get("function") if isinstance(choice, dict) else None
+    if isinstance(named, dict) and named.get("name") in names:
+        return _forced_call(str(named["name"]))
+    lacking = "" if names else ", and there are no 'tools'"
+    message = f"'tool_choice' must be 'auto', 'none', 'required' or the function of one of 'tools', got {choice!r:.80}{lacking}."
+    raise HttpProblem(400, "invalid_request", message, choices=names)
+
+
+def _forced_call(name: str) -> str:
+    return f'{_CALL}\n{{"name": {json.dumps(name)}, "arguments":'
 
 
 def plain_message(message: Any, place: int) -> dict[str, Any]:
