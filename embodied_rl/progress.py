@@ -96,7 +96,7 @@ class _Display:
         from rich.table import Table
 
         bars = Table.grid(padding=(0, 1))
-        # A run's table has a bar of its own.
+        # A run's table has its own bar.
         for phase in [phase for phase in self.phases[-1:] if self.board is None or phase.total is not None]:
             bar = ProgressBar(total=phase.total, completed=phase.done, pulse=phase.total is None, width=24)
             left = phase.left_s()

@@ -53,7 +53,7 @@ def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:
     folder = policy.base_folder
     if folder is None:
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{checkpoint.path}' holds an adapter alone, and the policy has none: policy.lora_rank differs. "
+            f"Checkpoint '{checkpoint.path}' holds only an adapter, and the policy has none: policy.lora_rank differs. "
             "Leave it as the checkpoint's configuration has it."
         )
     base_of(checkpoint, str(folder))

@@ -453,7 +453,7 @@ class EpisodeGroup:
         origins = {(episode.domain, episode.seed) for episode in self.episodes}
         if origins != {(self.domain, self.seed)}:
             raise ValueError(
-                f"Group {self.number} must hold episodes of domain '{self.domain}' and seed {self.seed} alone, got {sorted(origins)}."
+                f"Group {self.number} must hold episodes of domain '{self.domain}' and only seed {self.seed}, got {sorted(origins)}."
             )
 
     @property

@@ -502,7 +502,7 @@ def test_the_base_of_an_adapter_is_looked_for_and_compared(tmp_path: Path) -> No
     assert base_of(checkpoint) == base.resolve()
     base.rename(tmp_path / "moved")
     with pytest.raises(
-        IncompatibleCheckpointError, match=r"holds an adapter alone, and its base model is not there: .*/base'.*policy.model"
+        IncompatibleCheckpointError, match=r"holds only an adapter, and its base model is not there: .*/base'.*policy.model"
     ):
         base_of(checkpoint)
     assert base_of(checkpoint, str(tmp_path / "moved")) == tmp_path / "moved"

@@ -38,6 +38,7 @@ class AdvantageInfo(MethodInfo):
 _TIME = ("terminated", "truncated")
 _GAE = ("reward", "value", "last_value", *_TIME, "final_value")
 _GROUP = frozenset[Need]({"groups"})
+_SINGLE = ("alone",)
 _GROUPED = "embodied_rl.algorithms.grouped"
 _OVER_TIME = "embodied_rl.algorithms.advantages"
 
@@ -121,7 +122,7 @@ _ADVANTAGES = (
         summary="s - mean of the group, whitened over the batch",
         source="Hu et al. 2025, arXiv:2501.03262",
         inputs=("score", "group", "mask"),
-        options=("alone",),
+        options=_SINGLE,
         needs=_GROUP,
     ),
     AdvantageInfo(
@@ -131,7 +132,7 @@ _ADVANTAGES = (
         source="Shao et al. 2024, arXiv:2402.03300",
         inputs=("score", "group"),
         optional_inputs=("mask",),
-        options=("alone",),
+        options=_SINGLE,
         fixed={"std": True},
         needs=_GROUP,
     ),
@@ -142,7 +143,7 @@ _ADVANTAGES = (
         source="Liu et al. 2025, arXiv:2503.20783",
         inputs=("score", "group"),
         optional_inputs=("mask",),
-        options=("alone",),
+        options=_SINGLE,
         fixed={"std": False},
         needs=_GROUP,
     ),
@@ -153,7 +154,7 @@ _ADVANTAGES = (
         source="Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740",
         inputs=("score", "group"),
         optional_inputs=("mask",),
-        options=("alone",),
+        options=_SINGLE,
         needs=_GROUP,
     ),
     AdvantageInfo(
@@ -172,7 +173,7 @@ _ADVANTAGES = (
         source="Hao et al. 2025, arXiv:2505.23585",
         inputs=("score", "group"),
         optional_inputs=("mask", "length"),
-        options=("alone",),
+        options=_SINGLE,
         needs=_GROUP,
     ),
     AdvantageInfo(

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.advantages import returns_to_go
-from embodied_rl.algorithms.grouped import STD_EPS, Alone, check_finite, counted_rows, group_statistics, rounding_of, spread
+from embodied_rl.algorithms.grouped import (
+    STD_EPS,
+    SingleGroup,
+    check_finite,
+    counted_rows,
+    group_statistics,
+    of_single,
+    rounding_of,
+    spread,
+)
 from embodied_rl.bounds import Coefficient
 
 Statistics = Literal["trajectory", "row"]
@@ -117,7 +126,7 @@ def gigpo(
     statistics: Statistics = "trajectory",
     normalize: Normalize = "mean_std",
     mask: Tensor | None = None,
-    alone: Alone = "raw",
+    alone: SingleGroup = "raw",
 ) -> Tensor:
     """GiGPO: A = A_E + step_weight · A_S (arXiv:2505.10978).
 
@@ -161,20 +170,24 @@ def gigpo(
 
 
 def _episode_part(
-    episode_return: Tensor, group: Tensor, trajectory: Tensor, rows: Tensor, statistics: Statistics, normalize: Normalize, alone: Alone
+    episode_return: Tensor,
+    group: Tensor,
+    trajectory: Tensor,
+    rows: Tensor,
+    statistics: Statistics,
+    normalize: Normalize,
+    choice: SingleGroup,
 ) -> Tensor:
     """[B] float64: A_E of each row, 0 where rows do not count."""
-    if alone not in ("raw", "zero"):
-        raise ValueError(f"alone must be 'raw' or 'zero', got {alone!r}.")
     member = _pair(group, trajectory)
     representative = _first_rows(member, rows)
     stated = torch.where(rows, episode_return.double(), 0.0)
-    told = stated[representative]
-    differing = rows & ((stated - told).abs() > max(SAME_RETURN, rounding_of(episode_return)) * told.abs())
+    of_trajectory = stated[representative]
+    differing = rows & ((stated - of_trajectory).abs() > max(SAME_RETURN, rounding_of(episode_return)) * of_trajectory.abs())
     if bool(differing.any()):
         row = int(differing.nonzero()[0])
         raise ValueError(
-            f"Row {row} says its episode returned {float(stated[row])}, another row of the same trajectory {float(told[row])}. "
+            f"Row {row} says its episode returned {float(stated[row])}, another row of the same trajectory {float(of_trajectory[row])}. "
             "episode_return is that of the whole episode, in each of its rows."
         )
     entering = rows
@@ -186,7 +199,7 @@ def _episode_part(
     if normalize == "mean_std":
         advantage = advantage / (found.std[found.index] + STD_EPS)
     single = (found.count == 1)[found.index]
-    advantage = torch.where(single, told if alone == "raw" else torch.zeros_like(told), advantage)
+    advantage = torch.where(single, of_single(of_trajectory, choice), advantage)
     return torch.where(rows, advantage, 0.0)
 
 

@@ -71,7 +71,7 @@ def _check_options(info: MethodInfo, given: dict[str, object], where: str, confi
     allowed = [name for name in info.options if name not in OF_CONFIG]
     for name in given:
         if name in OF_CONFIG:
-            raise UserError(f"{where}.{name} has a key of its own: set algorithm.{name}.")
+            raise UserError(f"{where}.{name} has its own key: set algorithm.{name}.")
         if name not in allowed:
             raise UserError(f"{where}.{name} is no option of '{info.name}'.{did_you_mean(str(name), allowed)}")
     missing = [name for name in info.required_options if name not in OF_CONFIG and name not in given]
@@ -90,7 +90,7 @@ def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, los
         )
     if advantage.name == "gae_action" and config.ratio == "chunk":
         raise UserError(
-            "algorithm.advantage='gae_action' gives each step of a chunk an advantage of its own, and algorithm.ratio=chunk has one ratio "
+            "algorithm.advantage='gae_action' gives each step of a chunk its own advantage, and algorithm.ratio=chunk has one ratio "
             "for all of them: set algorithm.ratio=action or token."
         )
     if advantage.name == "gae_action" and config.normalize_reward:
@@ -111,9 +111,7 @@ def _check_correction(config: AlgorithmConfig, loss: LossInfo) -> None:
     if not config.correction.enabled:
         return
     if loss.name == "decoupled_ppo":
-        raise UserError(
-            "algorithm.loss='decoupled_ppo' brings weights of its own: set loss=ppo_clip with algorithm.correction, or mode=none."
-        )
+        raise UserError("algorithm.loss='decoupled_ppo' brings its own weights: set loss=ppo_clip with algorithm.correction, or mode=none.")
     if config.ratio != "chunk":
         raise UserError(
             f"algorithm.correction weighs whole decisions, and algorithm.ratio={config.ratio} tells apart what they are made of: "

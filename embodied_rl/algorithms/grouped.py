@@ -26,7 +26,7 @@ from embodied_rl.errors import NonFiniteError
 STD_EPS = 1e-6
 """Added to standard deviations before dividing by them."""
 
-Alone = Literal["raw", "zero"]
+SingleGroup = Literal["raw", "zero"]
 """What a group of one gets: its score, or 0."""
 
 
@@ -52,7 +52,7 @@ class GroupStatistics:
     """[B] float64, score - mean; exactly 0 where the group's scores are equal, and for padding."""
 
     @property
-    def alone(self) -> Tensor:
+    def single(self) -> Tensor:
         """[B] bool: rows that count and are the only ones of their groups."""
         return self.rows & (self.count[self.index] == 1)
 
@@ -102,7 +102,7 @@ def outcome_score(*, reward: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def grpo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool = True, alone: Alone = "raw") -> Tensor:
+def grpo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool = True, alone: SingleGroup = "raw") -> Tensor:
     """Group-relative advantages: (s - mean) / (std + 1e-6), with the group's unbiased standard deviation.
 
     GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). ``std=False`` leaves the division out: Dr. GRPO (Liu et al. 2025,
@@ -120,7 +120,7 @@ def grpo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool 
 
 
 @torch.no_grad()
-def rloo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, alone: Alone = "raw") -> Tensor:
+def rloo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, alone: SingleGroup = "raw") -> Tensor:
     """Leave-one-out: the score minus the mean of the others in the group (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740)."""
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
     # s_i - (S - s_i) / (n - 1) = n / (n - 1) (s_i - S / n), which needs no difference of large sums.
@@ -129,7 +129,7 @@ def rloo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, alone: Alo
 
 
 @torch.no_grad()
-def opo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, length: Tensor | None = None, alone: Alone = "raw") -> Tensor:
+def opo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, length: Tensor | None = None, alone: SingleGroup = "raw") -> Tensor:
     """Minus the length-weighted mean of the group, sum(l s) / sum(l): OPO (Hao et al. 2025, arXiv:2505.23585).
 
     That is the baseline of least variance where the squared norm of a row's gradient grows with its length.
@@ -162,7 +162,7 @@ def gpg(
     group: Tensor,
     mask: Tensor | None = None,
     nonzero: Literal["advantage", "score"] = "advantage",
-    alone: Alone = "raw",
+    alone: SingleGroup = "raw",
 ) -> Tensor:
     """(s - mean) · B / #nonzero: GPG (Chu et al. 2025, arXiv:2504.02546), with F_norm = 1.
 
@@ -176,7 +176,7 @@ def gpg(
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
     if nonzero not in ("advantage", "score"):
         raise ValueError(f"nonzero must be 'advantage' or 'score', got {nonzero!r}.")
-    exact = torch.where(statistics.alone if alone == "raw" else torch.zeros_like(statistics.rows), score.double(), statistics.centered)
+    exact = torch.where(statistics.single if alone == "raw" else torch.zeros_like(statistics.rows), score.double(), statistics.centered)
     if nonzero == "score":
         counted = torch.where(statistics.rows, score.double(), 0.0) != 0
     else:
@@ -196,8 +196,8 @@ def pass_at_k(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: 
         ValueError: a group of one: it has no second best.
     """
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
-    if bool(statistics.alone.any()):
-        single = int(group[statistics.alone][0])
+    if bool(statistics.single.any()):
+        single = int(group[statistics.single][0])
         raise ValueError(f"pass_at_k compares the best row of a group with the second best, and group {single} has one row.")
     exact = torch.where(statistics.rows, score.detach().double(), -torch.inf)
     # By group, then by score, descending.
@@ -248,7 +248,7 @@ def reinforce_plus_plus(*, reward: Tensor, gamma: float = 1.0, mask: Tensor | No
 
 
 @torch.no_grad()
-def reinforce_plus_plus_baseline(*, score: Tensor, group: Tensor, mask: Tensor, alone: Alone = "raw") -> Tensor:
+def reinforce_plus_plus_baseline(*, score: Tensor, group: Tensor, mask: Tensor, alone: SingleGroup = "raw") -> Tensor:
     """Minus the group's mean, then whitened over all action units of the batch: REINFORCE++-baseline (Hu et al. 2025, arXiv:2501.03262).
 
     The whitening moves the zero: a group of equal scores gets the same number everywhere, which is 0 only where the batch's mean is.
@@ -274,11 +274,16 @@ def spread(advantage: Tensor, *, like: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(mask, typed[:, None], typed.new_zeros(()))
 
 
-def _result(advantage: Tensor, statistics: GroupStatistics, score: Tensor, mask: Tensor | None, alone: Alone) -> Tensor:
-    if alone not in ("raw", "zero"):
-        raise ValueError(f"alone must be 'raw' or 'zero', got {alone!r}.")
-    single = score.detach().double() if alone == "raw" else torch.zeros_like(advantage)
-    return spread(torch.where(statistics.alone, single, advantage), like=score, mask=mask)
+def of_single(value: Tensor, choice: SingleGroup) -> Tensor:
+    """What a group's only member gets: `value`, or 0. Raises ValueError for another choice."""
+    if choice not in ("raw", "zero"):
+        raise ValueError(f"alone must be 'raw' or 'zero', got {choice!r}.")
+    return value if choice == "raw" else torch.zeros_like(value)
+
+
+def _result(advantage: Tensor, statistics: GroupStatistics, score: Tensor, mask: Tensor | None, choice: SingleGroup) -> Tensor:
+    single = of_single(score.detach().double(), choice)
+    return spread(torch.where(statistics.single, single, advantage), like=score, mask=mask)
 
 
 def _check_rows(score: Tensor, group: Tensor, rows: Tensor | None) -> Tensor:

@@ -151,7 +151,7 @@ def masked_gae_kernel(
     first: int,
     stop: int,
 ) -> None:
-    """The same where steps of a mask count, each with a discount of its own; arrays of steps are [T, N]."""
+    """The same where steps of a mask count, each with its own discount; arrays of steps are [T, N]."""
     num_slots = last_value.size
     following = last_value[first:stop].astype(np.float64)
     carried = np.zeros(stop - first, np.float64)

@@ -40,7 +40,7 @@ def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = 
     base: Mapping[str, Any] = checkpoint.base
     noted = checkpoint.run_dir / base["path"] if base["within_run"] else Path(base["path"])
     folder = noted if given is None or not Path(given).is_dir() else Path(given)
-    who = f"Checkpoint '{checkpoint.path}' holds an adapter alone"
+    who = f"Checkpoint '{checkpoint.path}' holds only an adapter"
     if not folder.is_dir():
         raise IncompatibleCheckpointError(
             f"{who}, and its base model is not there: '{folder}'. Put that folder back (a link will do), or resume with policy.model "

@@ -24,7 +24,7 @@ FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
 VIDEO_FORMATS = ("mp4", "png", "raw")
 _PATH = Argument("path", str, "a recording: our own folder, or ManiSkill's, LeRobot's, robomimic's, LIBERO's or Minari's")
 _VIDEO = Argument(
-    "video", str, "how pictures are stored (native, lerobot); raw is for native alone, mp4 of lerobot is not exact", "mp4", VIDEO_FORMATS
+    "video", str, "how pictures are stored (native, lerobot); raw is only for native, mp4 of lerobot is not exact", "mp4", VIDEO_FORMATS
 )
 _SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
 """What of the simulator's configuration decides how episodes go."""

@@ -29,7 +29,7 @@ COMMAND = Command(
     arguments=(
         Argument("recording", str, "a recording's folder or file, in any format that `embodied_rl.episodes` reads"),
         Argument("checkpoint", str, "one or several, separated by commas: runs' folders (their last checkpoint), or checkpoints'"),
-        Argument("estimators", str, "some of is, wis, pdis, wpdis, dr, wdr, fqe; all; or none, for open-loop figures alone", "all"),
+        Argument("estimators", str, "some of is, wis, pdis, wpdis, dr, wdr, fqe; all; or none, for only open-loop figures", "all"),
         Argument("target", str, "the policy as it explores, or its most likely action, as evaluate plays it", "sample", ("sample", "mode")),
         Argument("gamma", Share, "discount of the value; 1 is the return that evaluate reports", 1.0),
         Argument("truncation", str, "what follows a cut: nothing, or what the fitted values say", "end", choices=("end", "bootstrap")),

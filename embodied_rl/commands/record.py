@@ -40,7 +40,7 @@ COMMAND = Command(
         Argument("num_episodes", Episodes, "episodes to record, one per seed", 100),
         Argument("seed", HeldOutSeed, "the seeds are seed, seed + 1, …", 0),
         Argument("held_out", bool, "add 2**30 to the seeds, which training then never sees: those of evaluate and render", False),
-        Argument("only_success", bool, "keep successful episodes alone, and go on until there are num_episodes of them", False),
+        Argument("only_success", bool, "keep only successful episodes, and go on until there are num_episodes of them", False),
         Argument("max_seeds", Episodes, "with only_success: give up after so many seeds; default: 10 times num_episodes", None),
         Argument("states", str, "the simulator's state beside the observations: none, physics, or snapshots:K (one every K steps)", "none"),
         Argument("images", str, "a picture of every step for people: none, or the pixels of its longer side", "none"),
@@ -213,7 +213,7 @@ def _player(
         from embodied_rl.generation.random_backend import RandomGenerator
 
         if spec.action.kind == "text":
-            raise UserError(f"Task '{spec.task}' is answered in words, and there are no random ones. Give an expert: expert=….")
+            raise UserError(f"Task '{spec.task}' is answered in text, and there is no random text. Give an expert: expert=….")
         return GeneratorPlayer(RandomGenerator(spec), spec.action, draws=True), {"kind": "random", "noise_seed": noise_seed}
     assert checkpoint is not None, "a policy comes from a checkpoint"
     if checkpoint.config.policy.name == "language":

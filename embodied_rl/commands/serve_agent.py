@@ -32,7 +32,7 @@ COMMAND = Command(
         Argument("stop", str, "tokens that end an answer, beside the end of a sequence, separated by commas", None),
         Argument("policy_sampling", bool, "temperature 1 and nothing cut off, whatever a client asks for", False),
         Argument("max_sessions", Slots, "sessions at a time", 1024),
-        Argument("idle_s", Seconds, "a session that nobody uses for so long is ended", 3600.0),
+        Argument("idle_s", Seconds, "a session without a request for so long is ended", 3600.0),
         Argument("seed", Seed, "of requests that bring none", 0),
     ),
     examples=("model=models/qwen3-0.6b", "model=models/qwen3-0.6b port=8710 output=captured policy_sampling=true"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     name="serve_envs",
-    summary="Offer registered simulators over HTTP: make, reset, step, snapshot, restore, render and close, alone or in batches.",
+    summary="Offer registered simulators over HTTP: make, reset, step, snapshot, restore, render and close, one by one or in batches.",
     arguments=(
         Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
         Argument("port", Port, "0 takes a free one", 8700),
@@ -25,7 +25,7 @@ COMMAND = Command(
         Argument("max_environments", Processes, "environments at a time", 64),
         Argument("memory_mb", Megabytes, "resident memory of one environment's process, beyond which it is ended", 4096.0),
         Argument("cpu_s", Seconds, "CPU seconds of one environment's process in all; default: no limit", None),
-        Argument("idle_s", Seconds, "an environment that nobody asks anything of for so long is closed", 600.0),
+        Argument("idle_s", Seconds, "an environment that gets no request for so long is closed", 600.0),
         Argument("step_timeout_s", Seconds, "a step that takes longer ends its environment", 60.0),
         Argument("start_timeout_s", Seconds, "the same for building a simulator", 180.0),
         Argument("max_body_mb", Megabytes, "size of one request (2**20 bytes)", 32.0),

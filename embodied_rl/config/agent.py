@@ -71,13 +71,13 @@ class ToolsConfig(Config, place="agent.tool_options"):
 
 @dataclass(frozen=True)
 class AgentConfig(Config, place="agent"):
-    """A conversation strategy, its templates, and what an answer must look like. For policy=language alone."""
+    """A conversation strategy, its templates, and what an answer must look like. Only for policy=language."""
 
     strategy: Literal["full", "last_k", "memory", "summarised"] = "memory"
     """full: the whole conversation so far. last_k: its last turns. memory: one message that holds the past as `memory_item`s.
     summarised: one message that holds the summary which the last answer gave."""
     last_turns: Annotated[int, Bounds(0, 1_000_000)] = 4
-    """Earlier turns in a prompt (last_k, memory); 0: the present observation alone."""
+    """Earlier turns in a prompt (last_k, memory); 0: only the present observation."""
     chat: bool = True
     """Prompts go through the model's chat template; false: texts stand plainly behind one another."""
     system: str = ""

@@ -182,7 +182,7 @@ class AlgorithmConfig(Config, place="algorithm"):
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """How a loss per step becomes one number; null: as the loss's paper has it."""
     horizon: Steps | None = None
-    """For seq-mean-token-sum-norm alone: the most steps that an episode may have."""
+    """Only for seq-mean-token-sum-norm: the most steps that an episode may have."""
     groups: GroupsConfig | None = None
     """Learn from whole episodes in groups; null: from `rollout_steps` of every slot."""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -216,7 +216,7 @@ class AlgorithmConfig(Config, place="algorithm"):
     head_learning_rate: LearningRate | None = None
     """Of the layer that gives actions, where the policy tells it apart (tiny_vla); null: learning_rate."""
     critic_warmup: Annotated[int, Bounds(0, 1_000_000_000)] = 0
-    """Iterations at the beginning in which the critic alone is trained: after a warm start, its first advantages would be noise."""
+    """Iterations at the beginning in which only the critic is trained: after a warm start, its first advantages would be noise."""
     lr_schedule: Literal["constant", "linear"] = "constant"
     adam_eps: PositiveShare = 1e-5
     clip_low: PositiveShare = 0.2

@@ -24,12 +24,12 @@ class DomainConfig(Config, place="domains.…"):
     weight: Positive = 1.0
     """Its share of the groups, against the other domains'."""
     policy: AnyPolicyConfig | None = None
-    """A policy of its own, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
+    """Its own policy, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
     agent: dict[str, Any] = field(default_factory=dict)
     """In place of the run's `agent`."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """In place of the run's `algorithm`; of a domain that shares the run's policy: advantage, advantage_options, gamma, gae_lambda, reward
-    and warm_start alone. Groups are the run's."""
+    """In place of the run's `algorithm`; of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda, reward
+    and warm_start. Groups are the run's."""
     backend: Literal["tokens_torch", "vllm"] | None = None
     """Where its tokens are sampled; null: the run's generation.backend."""
 
@@ -55,7 +55,7 @@ class PlayerConfig(Config, place="generation.mix.…"):
     domains: tuple[str, ...] = ()
     """Where it plays; empty: in all domains of text."""
     num_slots: Slots = 8
-    """Simulators of its own, in each domain."""
+    """Its own simulators, in each domain."""
     temperature: Temperature | None = None
     """null: agent.temperature."""
     base_url: str | None = None

@@ -19,7 +19,7 @@ class FlowOptions(Config, place="policy"):
 
     method: Method = "flow_noise"
     """flow_sde: one step, drawn at random, is stochastic. flow_noise: all are, with a learned deviation (ReinFlow). dppo: all are, and
-    each step's action is an action unit of its own."""
+    each step's action is one action unit."""
     num_steps: Annotated[int, Bounds(2, 10_000)] = 10
     """S: denoising steps of an action."""
     noise_level: Positive = 0.5
@@ -110,7 +110,7 @@ class PI0PolicyConfig(FlowOptions):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the model's weights."""
     freeze_vlm: bool = False
-    """Train the action expert alone; the vision-language model stays as it is."""
+    """Train only the action expert; the vision-language model stays as it is."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -102,16 +102,16 @@ class HybridConfig(Config, place="hybrid"):
     """Where generation and training run."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    """collocated: one process, in turns. disaggregated: a process of its own plays (simulators, generation), and this one trains. Also the
+    """collocated: one process, in turns. disaggregated: another process plays (simulators, generation), and this one trains. Also the
     long forms that `python -m embodied_rl.plan` prints."""
     cluster: Literal["local", "ray"] = "local"
     """ray: simulators, generation, rewards and training are actors, on one machine or many (hybrid.ray)."""
     ray: RayConfig = field(default_factory=RayConfig)
     reward_worker: RewardWorkerConfig | None = None
-    """Who scores whole episodes (methods on groups); null: the simulator's rewards alone."""
+    """Who scores whole episodes (methods on groups); null: only the simulator's rewards."""
     publish: Literal["full", "changed", "adapter"] = "full"
-    """What of the weights is sent to whoever plays in another process, after the first time. full: all of them. changed: what differs from
-    what was sent before. adapter: of a language policy with LoRA, the adapter alone, which is merged there."""
+    """What of the weights goes to rollout workers elsewhere, after the first time. full: all of them. changed: what differs from
+    what was sent before. adapter: of a language policy with LoRA, only the adapter, which is merged there."""
     players: Processes = 1
     """Who plays side by side, each a part of the slots and of the groups of a batch: processes with placement=disaggregated, or pairs of
     actors with cluster=ray."""
@@ -147,7 +147,7 @@ class HybridConfig(Config, place="hybrid"):
             "set where hybrid.offload names parameters: without it, the policy that generates is the one that is trained",
             self.sharding,
         )
-        alone = self.sharding is None or self.precision == "float32"
-        require(alone, "hybrid.precision", "float32 with hybrid.sharding, which has a precision of its own", self.precision)
+        fits = self.sharding is None or self.precision == "float32"
+        require(fits, "hybrid.precision", "float32 with hybrid.sharding, which has its own precision", self.precision)
         on_cpu = self.sharding is not None and self.sharding.cpu_offload and self.device == "cpu"
         require(not on_cpu, "hybrid.sharding.cpu_offload", "false with hybrid.device=cpu: everything lies there already", True)

@@ -18,7 +18,7 @@ class PolicyConfig(Config, place="policy"):
 
     name: Literal["actor_critic"] = "actor_critic"
     encoder: Literal["mlp", "cnn", "mixed"] = "mlp"
-    """mlp: one vector. cnn: one image. mixed: vectors and images together, each image with convolutions of its own."""
+    """mlp: one vector. cnn: one image. mixed: vectors and images together, each image with its own convolutions."""
     observation_key: str = "state"
     """Which part of the observation the policy reads: 'state', or 'rgb' for the CNN."""
     observation_keys: tuple[str, ...] = ()
@@ -37,8 +37,8 @@ class PolicyConfig(Config, place="policy"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        alone = self.encoder == "mixed" or not self.observation_keys
-        require(alone, "policy.observation_keys", f"empty for policy.encoder={self.encoder}, which reads one", self.observation_keys)
+        fits = self.encoder == "mixed" or not self.observation_keys
+        require(fits, "policy.observation_keys", f"empty for policy.encoder={self.encoder}, which reads one", self.observation_keys)
         for name in ("cnn_kernels", "cnn_strides"):
             sizes = getattr(self, name)
             require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)

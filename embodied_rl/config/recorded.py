@@ -29,7 +29,7 @@ class RecordedConfig(Config, place="algorithm.recorded"):
     max_episodes: Episodes | None = None
     """Use this many, the first ones; null: all."""
     only_success: bool = False
-    """Use episodes alone that succeeded at some step."""
+    """Use only episodes that succeeded at some step."""
     memory_mb: Megabytes = 1024.0
     """Recorded steps held in memory at a time; of a larger recording, changing parts of this size are learned from."""
     verify: bool = True
@@ -74,7 +74,7 @@ class OffPolicyConfig(Config, place="algorithm.off_policy"):
     update: Literal["sac", "iql", "awac"] = "sac"
     """How the policy follows the critics: soft actor-critic, implicit Q-learning, advantage-weighted actor-critic."""
     fresh: bool = True
-    """Play, and learn from that too; false: from recorded steps alone."""
+    """Play, and learn from that too; false: only from recorded steps."""
     recorded_share: Annotated[float, Bounds(0, 1, below=True)] = 0.0
     """Of each minibatch, where the run plays; 0.5 is RLPD's symmetric sampling."""
     reward: Literal["recorded", "success"] = "recorded"
@@ -109,7 +109,7 @@ class OffPolicyConfig(Config, place="algorithm.off_policy"):
     init_entropy_coef: Positive = 0.1
     """sac: first weight of the entropy; it adapts."""
     entropy_in_target: bool = True
-    """sac: whether critics count the policy's entropy as reward. With a reward at success alone it can be worth more than success."""
+    """sac: whether critics count the policy's entropy as reward. With a reward only at success it can be worth more than success."""
     target_entropy: Score | None = None
     """sac: what the entropy coefficient keeps the policy's entropy at, in nats; null: minus the number of action dimensions."""
     min_log_std: LogStd = -5.0

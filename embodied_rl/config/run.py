@@ -143,7 +143,7 @@ class TrainConfig(Config):
     record: RecordConfig = RecordConfig()
     agent: AgentConfig = field(default_factory=AgentConfig)
     domains: dict[str, DomainConfig] = field(default_factory=dict)
-    """{name: what is played there}: several domains in one run (docs/multi_domain.md); `sim` is not played then. Empty: `sim` alone."""
+    """{name: what is played there}: several domains in one run (docs/multi_domain.md); `sim` is not played then. Empty: only `sim`."""
     seed: Seed = 1
     total_steps: Steps = 200_000
     """Environment steps to train for, at most."""

@@ -26,7 +26,7 @@ class SimConfig(Config, place="sim"):
     """Processes; auto: as many as were the fastest when training with this simulator first began on this machine, as many as there are
     cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""
     placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
-    """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is ours alone,
+    """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours,
     none elsewhere."""
     pipeline_groups: Slots = 2
     """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another."""

@@ -429,7 +429,7 @@ def selected_by_outcome(info: RecordingInfo) -> str:
     """Why the recording's episodes are no fair sample of what the policy that acted does; "" where they may be."""
     plan = info.metadata.get("plan")
     if isinstance(plan, Mapping) and plan.get("only_success"):
-        return "the recording keeps successful episodes alone (only_success=true), so that no mean over its episodes is a value"
+        return "the recording keeps only successful episodes (only_success=true), so that no mean over its episodes is a value"
     return ""
 
 
@@ -440,7 +440,7 @@ def weights_unsupported(info: RecordingInfo, episodes: Sequence[PlayedEpisode], 
     if reason := deterministic_behaviour(info, episodes):
         return f"deterministic behaviour: {reason}, so that nothing else was ever tried in these states"
     if drew_tokens(info) or isinstance(target, TokenTarget):
-        return "weights are ratios of densities of single actions; here a policy draws tokens or chunks of its own, which are no such thing"
+        return "weights are ratios of densities of single actions; here a policy draws its own tokens or chunks, which are no such thing"
     missing = sum(episode.log_prob is None for episode in episodes)
     if missing:
         return (

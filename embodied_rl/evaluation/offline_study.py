@@ -203,7 +203,7 @@ def study_recording(
     episodes = scored.episodes
     complete = [index for index, episode in enumerate(episodes) if episode.complete]
     if settings.estimators and not complete:
-        raise UserError("No recorded episode came to an end, so that no return is known. Use estimators=none for open-loop figures alone.")
+        raise UserError("No recorded episode came to an end, so that no return is known. Use estimators=none for only open-loop figures.")
     results = [_study_policy(recording, target, episodes, scored.scores[target.label], settings, on_fit) for target in targets]
     behaviour = None
     if settings.estimators:
@@ -495,5 +495,5 @@ def _notes(recording: Recorded, episodes: Sequence[PlayedEpisode], settings: Off
         notes.append("values are of episodes without a step limit; `evaluate` plays with it")
     incomplete = sum(not episode.complete for episode in episodes)
     if incomplete:
-        notes.append(f"{incomplete} episodes without an end are in the open-loop figures alone")
+        notes.append(f"{incomplete} episodes without an end are only in the open-loop figures")
     return tuple(notes)

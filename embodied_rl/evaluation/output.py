@@ -103,7 +103,7 @@ def _one_comparison(title: str, comparison: Comparison) -> Table:
     table.add_row("episode length", f"{comparison.length_difference:+.1f}", "", "")
     if (rate := comparison.success) is not None:
         text = f"success: both {rate.both}, only this one {rate.only_policy}, only the other {rate.only_against}, neither {rate.neither}"
-        left_out = f"; {comparison.num_unpaired} seeds that one alone finished are left out" if comparison.num_unpaired else ""
+        left_out = f"; {comparison.num_unpaired} seeds that only one finished are left out" if comparison.num_unpaired else ""
         table.caption, table.caption_justify = text + left_out, "left"
     return table
 

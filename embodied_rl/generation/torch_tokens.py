@@ -268,9 +268,9 @@ class TorchTokens(Stepwise):
         groups: list[list[int]] = []
         longest = 0
         for index in sorted(indices, key=lambda index: -self._length(index)):
-            length, alone = self._length(index), bool(self._rows[index].request.images)
+            length, single = self._length(index), bool(self._rows[index].request.images)
             fits = groups and (len(groups[-1]) + 1) * longest <= self._max_prefill_tokens
-            if fits and not alone and not self._rows[groups[-1][0]].request.images:
+            if fits and not single and not self._rows[groups[-1][0]].request.images:
                 groups[-1].append(index)
             else:
                 groups.append([index])

@@ -60,7 +60,7 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
     if "optimizer" in config.offload:
         if trains is None or trains.optimizer_tensors() is None:
             raise UserError(
-                "hybrid.offload=[optimizer]: this learner keeps its optimizer's state in arrays of its own on the CPU (small networks). "
+                "hybrid.offload=[optimizer]: this learner keeps its optimizer's state in its own arrays on the CPU (small networks). "
                 "Leave it out; there is nothing to gain."
             )
         optimizer_tensors = trains.optimizer_tensors
@@ -73,7 +73,7 @@ def _cache_of(generator: Any) -> Hooks:
     backend = getattr(generator, "backend", generator)
     frees = getattr(backend, "can_free_memory", hasattr(backend, "release_memory"))
     if not frees:
-        why = "gives its cache back on GPUs alone" if hasattr(backend, "release_memory") else "keeps no cache that could be let go"
+        why = "gives its cache back only on GPUs" if hasattr(backend, "release_memory") else "keeps no cache that could be let go"
         raise UserError(f"hybrid.offload=[kv_cache]: {type(backend).__name__} {why}. Leave it out, or use generation=tokens_torch.")
 
     def release() -> int:

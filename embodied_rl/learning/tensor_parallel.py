@@ -75,7 +75,7 @@ def _plan(model: Any) -> dict[re.Pattern[str], str]:
 
 def _style(part: nn.Module, style: str, where: str, num_shards: int) -> ParallelStyle:
     if hasattr(part, "lora_A"):
-        raise UserError(f"hybrid.sharding.num_tensor_shards: layer '{where}' carries LoRA, which is cut by num_shards alone. Set it to 1.")
+        raise UserError(f"hybrid.sharding.num_tensor_shards: layer '{where}' carries LoRA, which is cut only by num_shards. Set it to 1.")
     if style not in ("colwise", "rowwise", "colwise_rep", "colwise_gather_output") or not isinstance(part, nn.Linear):
         raise UserError(
             f"hybrid.sharding.num_tensor_shards: layer '{where}' is to be cut as '{style}', which is not known here. Set it to 1."

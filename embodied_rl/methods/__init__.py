@@ -62,7 +62,7 @@ def check_method(config: TrainConfig) -> None:
         _check_off_policy(config)
     if config.recording and not algorithm.learns_from_recordings and algorithm.warm_start is None:
         raise UserError(
-            f"recording={config.recording[0]} is given, and algorithm={algorithm.name} learns from its own episodes alone. "
+            f"recording={config.recording[0]} is given, and algorithm={algorithm.name} learns only from its own episodes. "
             "Choose one that learns from recorded ones: bc, dagger, iql, awac, rlpd."
         )
     if config.recording:
@@ -112,7 +112,7 @@ def _check_warm_start(config: TrainConfig) -> None:
         return
     if options.player is not None:
         raise UserError(
-            f"algorithm.warm_start.player={options.player} answers in words, for policy=language; a robot's policy clones the task's "
+            f"algorithm.warm_start.player={options.player} answers in text, for policy=language; a robot's policy clones the task's "
             "expert (algorithm.recorded.expert) or recording=…: set player=null."
         )
     if not config.algorithm.on_policy:
@@ -148,7 +148,7 @@ def _check_chunks(config: TrainConfig) -> None:
     if config.record.share > 0:
         raise UserError(f"record.share={config.record.share:g} writes actions step by step; {who} gives others: set record.share=0.")
     if getattr(policy, "head", None) == "l1" and algorithm.cloning is None:
-        raise UserError("policy.head=l1 gives actions without probabilities, for cloning and evaluation alone: set policy.head=discrete.")
+        raise UserError("policy.head=l1 gives actions without probabilities, only for cloning and evaluation: set policy.head=discrete.")
     of_actions = getattr(policy, "value", "chunk") == "action"
     if of_actions != (algorithm.advantage == "gae_action") and algorithm.cloning is None:
         raise UserError(

@@ -89,8 +89,8 @@ def build_domains_apart(
     for seat in seats:
         if seat.domain in policies:
             own, network = _alone(config, seat.domain), policies[seat.domain]
-            nobody: Any = None
-            roles[seat.domain] = OwnRole(seat.domain, own, network, None, GroupMethod(own, seat.manager, network, nobody))
+            no_generator: Any = None
+            roles[seat.domain] = OwnRole(seat.domain, own, network, None, GroupMethod(own, seat.manager, network, no_generator))
     return policies_of(roles), DomainsMethod(config, seats, roles, run_dir)
 
 
@@ -159,7 +159,7 @@ def check_domains(config: TrainConfig) -> None:
         if given:
             raise UserError(f"{key} is not offered in a run with several domains or players: leave it out.")
     if config.hybrid.sharding is not None and all(domain.policy is not None for domain in config.domains.values()):
-        raise UserError("hybrid.sharding divides the run's language policy, and every domain has a policy of its own: set hybrid=local.")
+        raise UserError("hybrid.sharding divides the run's language policy, and every domain has its own policy: set hybrid=local.")
     if config.video.enabled != "no":
         raise UserError("A run with several domains or players makes no film at its end: set video.enabled=no.")
     for name in config.domains:
@@ -181,7 +181,7 @@ def _check_domain(config: TrainConfig, name: str) -> None:
     if domain.policy is None:
         if config.policy.name != "language":
             raise UserError(
-                f"domains.{name} has no policy of its own, and the run's, policy.name='{config.policy.name}', is no language policy: "
+                f"domains.{name} has no policy, and the run's, policy.name='{config.policy.name}', is no language policy: "
                 f"choose policy=language, or give domains.{name}.policy."
             )
         check_agent(own)

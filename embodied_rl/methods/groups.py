@@ -154,7 +154,7 @@ class GroupMethod(Method):
 
     def _record_with(self, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
         options = self.config.algorithm.initialized
-        assert self.starts is not None, "somebody starts inside an expert's episodes"
+        assert self.starts is not None, "no start source, but starts inside an expert's episodes"
         wanted, first = options.expert_episodes, 0
         while wanted and first < _EXPERT_TRIES * options.expert_episodes:
             seeds = [group_seed(self.config.seed, "expert", number) for number in range(first, first + wanted)]

@@ -118,7 +118,7 @@ def _make_image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs | None:
         return None
     if policy.vision is None:
         raise UserError(
-            f"policy.images={list(keys)}: model '{policy.config.model or 'tiny'}' ({policy.hf_config.model_type}) reads texts alone. Name "
+            f"policy.images={list(keys)}: model '{policy.config.model or 'tiny'}' ({policy.hf_config.model_type}) reads only texts. Name "
             "a vision-language model (policy.model=…: Qwen2-VL and its successors, LLaVA-1.5), or set policy.images=[]."
         )
     for key in keys:

@@ -127,9 +127,9 @@ def step_time(trainer: Trainer, budget_s: float) -> SpreadConfig:
     num_slots = trainer.manager.num_slots
     workers = min(trainer.manager.num_workers, available_cores())
     together = np.median(_timed_steps(trainer, range(num_slots), budget_s / 2)) * workers / num_slots
-    alone = fit_spread(_timed_steps(trainer, range(1), budget_s / 2))
+    single = fit_spread(_timed_steps(trainer, range(1), budget_s / 2))
     # Below a millisecond, what varies is when the system lets a process run.
-    sigma = alone.sigma if alone.median > 1e-3 else 0.0
+    sigma = single.sigma if single.median > 1e-3 else 0.0
     return SpreadConfig(float(together) / math.exp(sigma**2 / 2), sigma)
 
 

@@ -123,8 +123,8 @@ def _speeds(workload: WorkloadConfig, placement: Placement, cluster: Cluster) ->
     # Where the policy acts on a processor while others are simulated, it takes one of the cores; a single core does both in turns.
     taken = acting_nodes if placement.num_pipeline_stages > 1 or workload.episodes_per_iteration else set()
     cores = sum(max(spec.cores - (device.node in taken), 1) for spec, device in zip(hosts, placement["env"], strict=True))
-    alone = all(cluster.nodes[node].cores == 1 for node in acting_nodes) and bool(acting_nodes)
-    shared = not placement.simulates_apart if workload.simulator == "gpu" else alone
+    single = all(cluster.nodes[node].cores == 1 for node in acting_nodes) and bool(acting_nodes)
+    shared = not placement.simulates_apart if workload.simulator == "gpu" else single
     return _Speeds(copies, act, step, cores / copies, shared)
 
 

@@ -261,9 +261,9 @@ class LanguagePolicy(TrainedModule):
             return self.model(input_ids=tokens[None].to(self.device), position_ids=position_ids, use_cache=False).logits[0, -3:].float()
 
         packed, changed = run(torch.cat([first, second]), positions), run(torch.cat([other, second]), positions)
-        alone = run(second, positions[:, :3])
+        single = run(second, positions[:, :3])
         # The preceding sequence must not matter at all; against the unpacked sequence only rounding may differ.
-        return bool(torch.equal(packed, changed)) and bool((packed - alone).abs().max() <= 0.05 * alone.std() + 1e-5)
+        return bool(torch.equal(packed, changed)) and bool((packed - single).abs().max() <= 0.05 * single.std() + 1e-5)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class MultiplexedSimulators(Simulators):
             )
         if min(manager.num_slots, manager.num_workers) < plan.num_hosts:
             raise UserError(
-                f"hybrid.placement=multiplexed has {plan.num_hosts} hosts, each with simulators of its own, and there are "
+                f"hybrid.placement=multiplexed has {plan.num_hosts} hosts, each with its own simulators, and there are "
                 f"{manager.num_workers} workers with {manager.num_slots} slots. The nearest possible: sim.num_workers={plan.num_hosts}."
             )
         self.manager = manager

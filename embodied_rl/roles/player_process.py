@@ -106,7 +106,7 @@ class _LinkInbox:
         if self._reader is None or self._reader[0] != path:
             self._reader = (path, SharedWeightsReader(path))
         with self._reader[1].hold() as held:
-            assert held.version == version, "weights are published before they are told of"
+            assert held.version == version, "weights are published before they are announced"
             return {"version": version, "tensors": {name: tensor.clone() for name, tensor in held.tensors.items()}.items()}
 
     def _answer(self, value: Any, error: BaseException | None) -> None:

@@ -207,7 +207,7 @@ class _Host:
         if self._reader is None or self._reader[0] != path:
             self._reader = (path, SharedWeightsReader(path))
         with self._reader[1].hold() as held:
-            assert held.version == version, "weights are published before they are told of"
+            assert held.version == version, "weights are published before they are announced"
             self.backend.load_weights(version, held.tensors.items())
         self._done()
 

@@ -104,7 +104,7 @@ class ProgramManager(Simulators):
             UserError: the generator serves no programs.
         """
         if not isinstance(generator, ProgramGenerator):
-            raise UserError("An agent program needs a language model behind the proxy; policy=random has no words of its own to answer.")
+            raise UserError("An agent program needs a language model behind the proxy; policy=random writes no text.")
         runner = generator.runner(self.options)
         waiting = list(range(num_episodes))[::-1]
         finished: dict[int, EpisodeSummary] = {}

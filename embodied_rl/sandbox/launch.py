@@ -46,7 +46,7 @@ def main(spec: Spec) -> str:
                 _enter(spec, tell, go)
             else:
                 os.close(go)
-                _confine(spec, nobody=False)
+                _confine(spec, as_nobody=False)
         except OSError as error:
             os.write(2, f"sandbox: {error}\n".encode())
             os._exit(NOT_STARTED)
@@ -95,7 +95,7 @@ def _enter(spec: Spec, tell: int, go: int) -> None:
     namespaces.enter(network=spec["network"] != "none")
     os.write(tell, b"r")
     quiet = os.open(os.devnull, os.O_RDWR)  # before the root changes, which it does for all processes of the namespace
-    nobody = os.read(go, 1) == b"n"
+    as_nobody = os.read(go, 1) == b"n"
     os.close(go)
     first = os.fork()
     if first:
@@ -104,7 +104,7 @@ def _enter(spec: Spec, tell: int, go: int) -> None:
         os.waitpid(first, 0)
         os._exit(0)
     kernel.end_with_parent()
-    namespaces.build_root(spec, namespaces.NOBODY if nobody else os.geteuid())
+    namespaces.build_root(spec, namespaces.UID_NOBODY if as_nobody else os.geteuid())
     program = os.fork()
     if program:
         _close_streams(quiet)
@@ -114,7 +114,7 @@ def _enter(spec: Spec, tell: int, go: int) -> None:
                 os.write(tell, status.to_bytes(8, "little"))
                 os._exit(0)  # which ends whatever is left
     os.close(quiet)
-    _confine(spec, nobody=nobody)
+    _confine(spec, as_nobody=as_nobody)
 
 
 def _close_streams(quiet: int) -> None:
@@ -132,7 +132,7 @@ def _die_first() -> None:
         pass
 
 
-def _confine(spec: Spec, *, nobody: bool) -> None:
+def _confine(spec: Spec, *, as_nobody: bool) -> None:
     """Hold this process, which becomes the program, to what it may do."""
     level, abi = spec["level"], spec["landlock_abi"]
     if level != "namespaces":
@@ -152,7 +152,7 @@ def _confine(spec: Spec, *, nobody: bool) -> None:
         most = resource.getrlimit(name)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(name, (limit, limit))
-    _give_up_rights(spec, nobody)
+    _give_up_rights(spec, as_nobody)
     if level == "prlimit":
         return
     ports = spec["ports"] if spec["network"] == "ports" else [] if spec["network"] == "none" else None
@@ -164,15 +164,15 @@ def _confine(spec: Spec, *, nobody: bool) -> None:
     seccomp.install(_filter(spec))
 
 
-def _give_up_rights(spec: Spec, nobody: bool) -> None:
+def _give_up_rights(spec: Spec, as_nobody: bool) -> None:
     kept = None
-    if nobody:  # root's own files in the folders that are shown stay readable, and writable where the folder is
+    if as_nobody:  # root's own files in the folders that are shown stay readable, and writable where the folder is
         kept = kernel.CAP_DAC_OVERRIDE if spec["writable"] else kernel.CAP_DAC_READ_SEARCH
     kernel.bound_capabilities(kept)
-    if nobody:
+    if as_nobody:
         os.setgroups([])
-        os.setresgid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
-        os.setresuid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+        os.setresgid(namespaces.UID_NOBODY, namespaces.UID_NOBODY, namespaces.UID_NOBODY)
+        os.setresuid(namespaces.UID_NOBODY, namespaces.UID_NOBODY, namespaces.UID_NOBODY)
     kernel.set_capabilities(kept)
     kernel.gain_nothing()
 

@@ -60,7 +60,7 @@ ATTACKS = (
     Attack("time", "does not end", _ALL),
     Attack("disk", "fills the disk with files in its folder", _ALL),
     Attack("deleted", "fills the disk with deleted files that it holds open", _ALL),
-    Attack("outlive", "leaves a process behind, in a session of its own", _ALL),
+    Attack("outlive", "leaves a process behind, in its own session", _ALL),
     Attack("orphan", "goes on after our process was killed with SIGKILL", _ALL),
 )
 

@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from embodied_rl.sandbox.box import Spec
 
-NOBODY = 65534
+UID_NOBODY = 65534
 """The user that programs of root become."""
 
 _OLD = "/.old"
@@ -37,7 +37,7 @@ def map_users(process: int) -> bool:
     if user == 0:
         try:
             for name in ("uid_map", "gid_map"):
-                _write(f"/proc/{process}/{name}", f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+                _write(f"/proc/{process}/{name}", f"0 0 1\n{UID_NOBODY} {UID_NOBODY} 1\n")
             return True
         except OSError:  # in a container to which that user does not belong
             pass

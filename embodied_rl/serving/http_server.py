@@ -241,7 +241,7 @@ def token_to_ask_for(variable: str, asked: str | None, host: str) -> tuple[str |
         UserError: others could reach the server without a token, or the one that is set is too short.
     """
     if asked == "none" and not is_loopback(host):
-        raise UserError(f"token=none is for a server on this machine alone, and host={host} can be reached from other machines.")
+        raise UserError(f"token=none is only for a server on this machine, and host={host} can be reached from other machines.")
     if asked == "none":
         return None, False
     token = _long_enough(asked, "token") if asked is not None else token_from(variable)

@@ -65,7 +65,7 @@ def make(
         from embodied_rl.sim.text.rock import make_rock
 
         if sim_kwargs:
-            raise UserError("sim.kwargs.sim_kwargs is not for protocol=rock: its make takes the environment's id alone.")
+            raise UserError("sim.kwargs.sim_kwargs is not for protocol=rock: its make takes only the environment's id.")
         return make_rock(client, task, num_envs, **kwargs)
     if kwargs:
         names = ["url", "sim", "task", "protocol", "sim_kwargs", "token_env", "attempt_s", "deadline_s", "start_timeout_s"]

@@ -74,7 +74,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> Any:
     if len(view) < len(_MAGIC) or view[: len(_MAGIC)] != _MAGIC:
         raise SnapshotError("These bytes are not a snapshot of embodied_rl: they do not begin with its mark.")
     if len(view) < _HEADER.size:
-        raise SnapshotError(f"Snapshot is cut short: {len(view)} bytes, and its header alone has {_HEADER.size}.")
+        raise SnapshotError(f"Snapshot is cut short: {len(view)} bytes, and only its header has {_HEADER.size}.")
     _, version, zero, checksum, skeleton_size, total = _HEADER.unpack_from(view)
     if version != FORMAT_VERSION or zero != 0:
         raise SnapshotError(

@@ -285,9 +285,9 @@ class Supervisor:
         without having done so was stepping none, and no episode is to blame.
         """
         slots, watch = self.pool.slots_of[index], self._watches[index]
-        alone = int(self._arrays()["stepping"][index, 0])
-        if alone >= 0:
-            return [alone]
+        single = int(self._arrays()["stepping"][index, 0])
+        if single >= 0:
+            return [single]
         if told := [slot for slot in fault.slots if slot in slots]:
             return told
         waits = watch.phase is not _Phase.LIVE

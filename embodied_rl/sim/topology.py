@@ -187,7 +187,7 @@ class _Reader:
             siblings = parse_list(text, name) & usable | {core}
             groups.add(tuple(sorted(siblings)))
         if silent:
-            self.notes.append(f"hardware threads of cores {format_list(silent)} are not reported: each is taken as a core of its own")
+            self.notes.append(f"hardware threads of cores {format_list(silent)} are not reported: each is taken as one core")
         return tuple(sorted(groups))
 
     def _listed(self, kind: str) -> frozenset[int] | None:

@@ -105,7 +105,7 @@ class WorkerPool:
         self.built_s = 0.0
         """Seconds from the start of the processes until all had built their simulators."""
         self._spins = plan.num_workers < available_cores()
-        """Whether each process that waits, the manager included, can have a core of its own."""
+        """Whether each process that waits, the manager included, can have its own core."""
         self.slab: Slab | None = None
         self.spec: SimSpec
         self._processes = processes

@@ -116,7 +116,7 @@ def test_a_language_agent_with_lora_moves_between_one_and_two_ranks(tmp_path: Pa
     # What the adapter belongs to is looked for, and compared.
     (folder / "model").rename(folder / "gone")
     told = one_line_error(evaluate.main, [f"checkpoint={folder}", "num_episodes=2"], capsys)
-    assert "holds an adapter alone, and its base model is not there" in told
+    assert "holds only an adapter, and its base model is not there" in told
     shutil.copytree(folder / "gone", folder / "model")
     weights = folder / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())

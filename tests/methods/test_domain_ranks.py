@@ -26,5 +26,5 @@ def test_domains_move_between_one_and_two_ranks(tmp_path: Path) -> None:
 def test_without_a_language_policy_there_is_nothing_to_divide() -> None:
     alone = [word for word in HERE if not word.startswith(("policy", "agent.", "generation"))]
     config = load_train_config([*alone, DOMAINS[-1], "hybrid=fsdp2", "video.enabled=no", "policy=mlp", "run_dir=x"])
-    with pytest.raises(UserError, match=r"divides the run's language policy, and every domain has a policy of its own: set hybrid=local"):
+    with pytest.raises(UserError, match=r"divides the run's language policy, and every domain has its own policy: set hybrid=local"):
         check_method(config)

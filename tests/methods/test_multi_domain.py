@@ -273,7 +273,7 @@ def test_the_same_policy_on_two_players_and_chance_as_a_third(tmp_path: Path) ->
         (["algorithm=ppo"], "domains: all domains fill one queue of groups, and algorithm=ppo has none"),
         (["video.enabled=auto"], "set video.enabled=no"),
         (["hybrid.offload=[optimizer]"], "hybrid.offload is not offered"),
-        (["policy=mlp"], "domains.lake has no policy of its own, and the run's, policy.name='actor_critic', is no language policy"),
+        (["policy=mlp"], "domains.lake has no policy, and the run's, policy.name='actor_critic', is no language policy"),
         (["domains.lake.weight=0"], "domains.lake.weight must be above 0"),
         (["domains.lake.agent.strategi=full"], "domains.lake.agent.strategi' is not known. Did you mean 'strategy'"),
         (["domains.lake.algorithm={learning_rate: 0.1}"], "must be some of advantage"),

@@ -179,7 +179,7 @@ def test_snapshots_at_their_steps_continue_the_episode(tmp_path: Path) -> None:
 
 
 def test_no_snapshots_where_they_say_no_more_than_the_actions(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'count' has no snapshots of its own \(spec.snapshots is 'replay'\).*states=none"):
+    with pytest.raises(UserError, match=r"'count' has no snapshots \(spec.snapshots is 'replay'\).*states=none"):
         record_toy(tmp_path / "r", RecordingPlan(2, snapshot_every=2), toy(), expert=BY_STEP)
 
 

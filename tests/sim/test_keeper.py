@@ -20,7 +20,7 @@ from embodied_rl.sim.manager import EnvManager
 
 STARTING = "tests.sim.toy:StartingSim"
 NUM_STARTED = 4
-"""By one worker: a child, one in a session of its own, a daemon, and a fork that holds all descriptors."""
+"""By one worker: a child, one in its own session, a daemon, and a fork that holds all descriptors."""
 
 
 def started(folder: Path, num_workers: int = 1) -> list[int]:

@@ -139,7 +139,7 @@ class SplitCountingSim(CountingSim):
 
 
 class StartingSim(CountingSim):
-    """Starts what sleeps for ten minutes: a child, one in a session of its own, a daemon, a fork. `folder` gets a file named after each."""
+    """Starts what sleeps for ten minutes: a child, one in its own session, a daemon, a fork. `folder` gets a file named after each."""
 
     def __init__(self, num_envs: int, folder: str, **kwargs: Any) -> None:
         super().__init__(num_envs, **kwargs)

@@ -50,8 +50,8 @@ def leaves_of(space: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[
         raise ValueError(f"{kind} is not among Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text and Tuple")
 
 
-def _key(path: tuple[str, ...], alone: str) -> str:
-    return ".".join(step.removeprefix("_index_") for step in path) or alone
+def _key(path: tuple[str, ...], single: str) -> str:
+    return ".".join(step.removeprefix("_index_") for step in path) or single
 
 
 def _integer_shape(space: Mapping[str, Any]) -> tuple[int, ...]:

@@ -131,7 +131,7 @@ class BackendPump:
         try:
             return future.result()
         except CancelledError:
-            raise RuntimeError("The proxy was closed while somebody waited for its backend.") from None
+            raise RuntimeError("The proxy was closed while a request waited for its backend.") from None
 
     def close(self) -> None:
         """End the thread; callers that wait get a RuntimeError. May be called twice."""

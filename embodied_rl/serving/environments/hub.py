@@ -229,7 +229,7 @@ class Hub:
                     try:
                         if environment.idle_s <= self.limits.idle_s:  # a request came in between
                             continue
-                        idle = f"Environment '{environment.env_id}' was closed: nobody asked anything of it for {self.limits.idle_s:g} s."
+                        idle = f"Environment '{environment.env_id}' was closed: no request came for it for {self.limits.idle_s:g} s."
                         environment.end(HttpProblem(410, "idle", idle))
                     finally:
                         environment.lock.release()

@@ -168,7 +168,7 @@ def independent_of_siblings(s: Session) -> str:
     with s.exact() as player:
         player.reset({0: s.parts[0], **others}, s.options)
         same(s.reference, {0: player.run(s.steps)[0]}, "beside neighbours that play other episodes")
-    return "environment 0 alone and beside other episodes: the same"
+    return "environment 0 by itself and beside other episodes: the same"
 
 
 def independent_of_order(s: Session) -> str:

@@ -42,7 +42,7 @@ def unread_observations_change_nothing(s: Session) -> str:
         chunks.reset({i: s.parts[i] for i in range(s.num_envs)}, s.options)
         actual = chunks.run(s.steps)
     expected = {i: _read(s.reference[i]) for i in actual}
-    same(expected, {i: _read(trajectory) for i, trajectory in actual.items()}, f"observed after every {EVERY} steps alone")
+    same(expected, {i: _read(trajectory) for i, trajectory in actual.items()}, f"observed only after every {EVERY} steps")
     return f"observed after every {EVERY} steps and at their ends: {s.described(actual)}"
 
 

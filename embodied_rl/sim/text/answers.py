@@ -108,8 +108,8 @@ def number(text: str) -> Fraction | None:
 def choice(text: str) -> str | None:
     """The letter of a choice: "B", "(b)", "b.", "B) four" and "option B"; None: there is none, or there are several."""
     text = _without_decoration(text)
-    if (alone := re.fullmatch(r"\(?([A-Za-z])\s*[).:]?", text)) is not None:
-        return alone.group(1).upper()
+    if (single := re.fullmatch(r"\(?([A-Za-z])\s*[).:]?", text)) is not None:
+        return single.group(1).upper()
     if (first := re.match(r"\(?([A-Z])[).:]\s", text)) is not None:
         return first.group(1)
     found = set(_CHOICE.findall(_WORDS.sub("", text)))

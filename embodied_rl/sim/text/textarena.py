@@ -37,7 +37,7 @@ NEEDS_DATA = {
     "judges at openrouter.ai (OPENROUTER_API_KEY)": ("Debate", "ScenarioPlanning", "TwentyQuestions", "Taboo", "CharacterConclave"),
 }
 """What games need beside the package: {what: names before "-v0"}."""
-BROKEN = {"Chess": "TextArena 0.7.4 writes it in a way that Python 3.12 alone can read"}
+BROKEN = {"Chess": "TextArena 0.7.4 writes it in a way that only Python 3.12 can read"}
 _MOST_PLAYERS = 15
 _OTHERS_TURNS = 200
 """Most turns of opponents behind one of ours: a game that never comes back is an error, not a hang."""

@@ -24,55 +24,55 @@ def difference(task: str, arguments: Mapping[str, Any], num_envs: int) -> str | 
         UserError: the task cannot be made with these arguments, batch or not.
     """
     asked = {"render": False, "render_size": 64, "camera_size": None, **arguments}
-    alone = ManiSkillSim(task, 2, **asked)
+    single = ManiSkillSim(task, 2, **asked)
     try:
         batch = ManiSkillBatchSim(task, num_envs, **asked)
     except UnsupportedTask as error:
-        alone.close()
+        single.close()
         return " ".join(str(error).split())[:200]
     try:
-        return _play(alone, batch, num_envs)
+        return _play(single, batch, num_envs)
     except Exception as error:
         return f"{type(error).__name__} in a batch: {' '.join(str(error).split())[:150]}"
     finally:
-        alone.close()
+        single.close()
         batch.close()
 
 
-def _play(alone: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | None:
+def _play(single: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | None:
     """Steps of all and of some, a reset of one, a snapshot, a new scene. Describes the first difference."""
     last = num_envs - 1
     compared = {0: 0, 1: last}
-    small, large = StepBuffers.allocate(alone.spec, 2), StepBuffers.allocate(alone.spec, num_envs)
-    action, rng = alone.spec.action, np.random.default_rng(0)
+    small, large = StepBuffers.allocate(single.spec, 2), StepBuffers.allocate(single.spec, num_envs)
+    action, rng = single.spec.action, np.random.default_rng(0)
 
     def reset(row: int, seed: int, options: dict[str, Any] | None = None) -> str | None:
-        alone.reset([row], [seed], small, options)
+        single.reset([row], [seed], small, options)
         batch.reset([compared[row]], [seed], large, options)
         return _first_difference(small, large, {row: compared[row]})
 
-    alone.reset([0, 1], [100, 100 + last], small)
+    single.reset([0, 1], [100, 100 + last], small)
     batch.reset(range(num_envs), range(100, 100 + num_envs), large)
     found = _first_difference(small, large, compared)
     for t in range(_STEPS):
         actions = rng.uniform(action.low, action.high, (num_envs, action.dim)).astype(np.float32)
         if found is None:
             rows = {1: last} if t == 5 else compared
-            alone.step(list(rows), actions[list(rows.values())], small)
+            single.step(list(rows), actions[list(rows.values())], small)
             moved = list(rows.values()) if t == 5 else list(range(num_envs))
             batch.step(moved, actions[moved], large)
             found = _first_difference(small, large, rows)
         if t == 8:
             found = found or reset(1, 7)
         if t == 12:
-            alone.snapshot(0)
+            single.snapshot(0)
             batch.snapshot(0)
         if t == 16:
             found = found or reset(0, 9, {"reconfigure": True})
         if found is not None:
             return f"after {t + 1} steps {found}"
     for i, k in compared.items():
-        one, other = alone.physics(i), batch.physics(k)
+        one, other = single.physics(i), batch.physics(k)
         for name in one:
             if name not in other or not np.array_equal(one[name], other[name]):
                 return f"after {_STEPS} steps the state of '{name}' differs"
@@ -89,8 +89,8 @@ def _first_difference(one: StepBuffers, other: StepBuffers, rows: Mapping[int, i
                 apart = np.abs(np.asarray(part[i], np.float64) - np.asarray(there[k], np.float64)).max()
                 return f"{name} differs by {apart:.2g}"
     for i, k in rows.items():
-        alone, batched = one.info[i] or {}, other.info[k] or {}
+        single, batched = one.info[i] or {}, other.info[k] or {}
         for key in batched:
-            if alone.get(key) != batched[key]:
+            if single.get(key) != batched[key]:
                 return f"info '{key}' differs"
     return None

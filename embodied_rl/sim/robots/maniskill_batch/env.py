@@ -117,7 +117,7 @@ def make_batched(registered: Any, num_envs: int, made: Mapping[str, Any]) -> Any
     task = registered.cls
     for name in ("reset", "step", "_setup_scene", "_step_action", "get_obs"):
         if getattr(task, name) is not getattr(BaseEnv, name):
-            raise UnsupportedTask(f"it has a `{name}` of its own")
+            raise UnsupportedTask(f"it has its own `{name}`")
     cls = type(task.__name__, (BatchedTask, task), {"__module__": task.__module__})
     arguments = {**registered.default_kwargs, **made, "num_envs": num_envs, "sim_backend": "physx_cpu"}
     with mock.patch.object(sapien_env, "CPU_SIM_BACKENDS", ()):  # one environment, it says

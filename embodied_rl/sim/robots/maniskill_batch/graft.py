@@ -62,13 +62,13 @@ class Grafts:
         env.scene.px.flush()
         attributes: dict[str, dict[str, Any]] = {}
         for name, owner in owners_of(env):
-            alone = vars(donors[name])
+            single = vars(donors[name])
             attributes[name] = {
-                key: alone[key]
-                if _is_donors(key, alone)
+                key: single[key]
+                if _is_donors(key, single)
                 else value
                 if key in LEFT
-                else row_of(value, alone.get(key), i, env.num_envs, seen)
+                else row_of(value, single.get(key), i, env.num_envs, seen)
                 for key, value in vars(owner).items()
             }
         attributes["env"] |= {"_reconfig_counter": self._left[i], "_episode_rng": env._batched_episode_rng.rngs[i]}
@@ -76,10 +76,10 @@ class Grafts:
 
     def _bodies(self, i: int) -> Bodies:
         """What scene `i` holds, by the names that the things have in a scene by itself."""
-        mine, alone = bodies_of(self.env.scene, i), bodies_of(self.donor.scene)
+        mine, single = bodies_of(self.env.scene, i), bodies_of(self.donor.scene)
         return Bodies(
-            dict(zip(alone.articulations, mine.articulations.values(), strict=True)),
-            dict(zip(alone.actors, mine.actors.values(), strict=True)),
+            dict(zip(single.articulations, mine.articulations.values(), strict=True)),
+            dict(zip(single.actors, mine.actors.values(), strict=True)),
         )
 
     def restore(self, i: int, state: dict[str, Any]) -> None:
@@ -101,18 +101,18 @@ class Grafts:
         donors = dict(owners_of(donor))
         for name, owner in owners_of(env):
             present = vars(owner)
-            for key, alone in vars(donors[name]).items():
+            for key, single in vars(donors[name]).items():
                 if key in LEFT:
                     continue
-                if isinstance(alone, torch.Tensor | np.ndarray | Pose | dict | list) or type(alone) is type(env._batched_episode_rng):
-                    present[key] = with_row(present.get(key), alone, i, env.num_envs)
+                if isinstance(single, torch.Tensor | np.ndarray | Pose | dict | list) or type(single) is type(env._batched_episode_rng):
+                    present[key] = with_row(present.get(key), single, i, env.num_envs)
         self._scene_seeds[i], self._left[i] = self._state.scene_seed, int(donor._reconfig_counter)
 
 
-def _is_donors(name: str, alone: dict[str, Any]) -> bool:
+def _is_donors(name: str, single: dict[str, Any]) -> bool:
     import gymnasium
 
-    return name in alone and (name in _OF_THE_DONOR or isinstance(alone[name], gymnasium.Space))
+    return name in single and (name in _OF_THE_DONOR or isinstance(single[name], gymnasium.Space))
 
 
 def _pairs(scene: Any, i: int, donor_scene: Any) -> list[tuple[Any, Any]]:
@@ -121,14 +121,14 @@ def _pairs(scene: Any, i: int, donor_scene: Any) -> list[tuple[Any, Any]]:
     theirs = vars(donor_scene)[STRUCTS]
     kinds, donated = [type(one) for one in mine], [type(one) for one in theirs]
     if kinds != donated:
-        raise UnsupportedTask(f"its scene is made of {len(kinds)} parts in a batch and of {len(donated)} alone")
+        raise UnsupportedTask(f"its scene is made of {len(kinds)} parts in a batch and of {len(donated)} by itself")
     return list(zip(mine, theirs, strict=True))
 
 
 def _replace_objects(struct: Any, donated: Any, i: int) -> None:
     places = [k for k, scene in enumerate(struct._scene_idxs.tolist()) if scene == i]
     if len(places) != len(donated._objs):
-        raise UnsupportedTask(f"'{struct.name}' has {len(places)} objects in a scene of the batch and {len(donated._objs)} alone")
+        raise UnsupportedTask(f"'{struct.name}' has {len(places)} objects in a scene of the batch and {len(donated._objs)} by itself")
     for name in _OBJECTS:
         for k, thing in zip(places, getattr(donated, name, None) or (), strict=False):
             getattr(struct, name)[k] = thing

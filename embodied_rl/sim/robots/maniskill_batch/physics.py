@@ -73,7 +73,7 @@ class SceneLayout:
             start += 13 + 4 * dof
         pairs = [(expected, poses), *zip(bodies, got, strict=True), *zip(joints, found, strict=True)]
         if not all(np.array_equal(one, other) for one, other in pairs):
-            raise UnsupportedTask("a scene packs its numbers in an order of its own")
+            raise UnsupportedTask("a scene packs its numbers in another order")
 
 
 class BatchSystem:

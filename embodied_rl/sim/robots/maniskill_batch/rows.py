@@ -53,59 +53,63 @@ def _copies(attributes: dict[str, Any], num_envs: int) -> dict[str, Any]:
     return copies
 
 
-def row_of(value: Any, alone: Any, i: int, num_envs: int, seen: dict[int, Any]) -> Any:
+def row_of(value: Any, single: Any, i: int, num_envs: int, seen: dict[int, Any]) -> Any:
     """Environment `i`'s part of an attribute, in the form that it has in an environment by itself.
 
     Args:
-        alone: the attribute of an environment by itself; what has the same shape there belongs to no single one.
+        single: the attribute of an environment by itself; what has the same shape there belongs to no single one.
         seen: parts of objects met before, so that attributes which are one object stay one.
     """
     if id(value) in seen:
         return seen[id(value)]
     part = value
     if isinstance(value, torch.Tensor | np.ndarray):
-        if _is_row_by_row(value, alone, num_envs):
+        if _is_row_by_row(value, single, num_envs):
             part = value[i : i + 1].clone() if isinstance(value, torch.Tensor) else value[i : i + 1].copy()
     elif isinstance(value, Pose):
-        part = Pose(raw_pose=row_of(value.raw_pose, getattr(alone, "raw_pose", None), i, num_envs, seen))
+        part = Pose(raw_pose=row_of(value.raw_pose, getattr(single, "raw_pose", None), i, num_envs, seen))
     elif isinstance(value, BatchedRNG):
         part = BatchedRNG(rngs=[value.rngs[i]])
     elif type(value) is dict:
-        others = alone if type(alone) is dict else {}
+        others = single if type(single) is dict else {}
         part = {key: row_of(item, others.get(key), i, num_envs, seen) for key, item in value.items()}
-    elif type(value) is list and len(value) == num_envs and not (type(alone) is list and len(alone) == num_envs):
+    elif type(value) is list and len(value) == num_envs and not (type(single) is list and len(single) == num_envs):
         part = [value[i]]
     seen[id(value)] = part
     return part
 
 
-def with_row(value: Any, alone: Any, i: int, num_envs: int) -> Any:
+def with_row(value: Any, single: Any, i: int, num_envs: int) -> Any:
     """An attribute of the batch with environment `i`'s part replaced by that of an environment by itself; the inverse of `row_of`."""
-    if isinstance(alone, torch.Tensor):
-        if value is None and alone.ndim and alone.shape[0] == 1:
-            value = torch.zeros((num_envs, *alone.shape[1:]), dtype=alone.dtype)
-        if isinstance(value, torch.Tensor) and _is_row_by_row(value, alone, num_envs):
+    if isinstance(single, torch.Tensor):
+        if value is None and single.ndim and single.shape[0] == 1:
+            value = torch.zeros((num_envs, *single.shape[1:]), dtype=single.dtype)
+        if isinstance(value, torch.Tensor) and _is_row_by_row(value, single, num_envs):
             value = value.clone()
-            value[i] = alone[0]
-    elif isinstance(alone, np.ndarray):
-        if isinstance(value, np.ndarray) and _is_row_by_row(value, alone, num_envs):
+            value[i] = single[0]
+    elif isinstance(single, np.ndarray):
+        if isinstance(value, np.ndarray) and _is_row_by_row(value, single, num_envs):
             value = value.copy()
-            value[i] = alone[0]
-    elif isinstance(alone, Pose):
-        raw = with_row(None if value is None else value.raw_pose, alone.raw_pose, i, num_envs)
+            value[i] = single[0]
+    elif isinstance(single, Pose):
+        raw = with_row(None if value is None else value.raw_pose, single.raw_pose, i, num_envs)
         value = Pose(raw_pose=raw)
-    elif isinstance(alone, BatchedRNG) and isinstance(value, BatchedRNG):
-        value.rngs[i] = alone.rngs[0]
-    elif type(alone) is dict and type(value) is dict:
-        value.update({key: with_row(value.get(key), item, i, num_envs) for key, item in alone.items() if key in value})
+    elif isinstance(single, BatchedRNG) and isinstance(value, BatchedRNG):
+        value.rngs[i] = single.rngs[0]
+    elif type(single) is dict and type(value) is dict:
+        value.update({key: with_row(value.get(key), item, i, num_envs) for key, item in single.items() if key in value})
     elif (
-        type(alone) is list and type(value) is list and len(alone) == 1 and len(value) == num_envs and not isinstance(alone[0], BaseStruct)
+        type(single) is list
+        and type(value) is list
+        and len(single) == 1
+        and len(value) == num_envs
+        and not isinstance(single[0], BaseStruct)
     ):
-        value[i] = alone[0]
+        value[i] = single[0]
     return value
 
 
-def _is_row_by_row(value: Any, alone: Any, num_envs: int) -> bool:
+def _is_row_by_row(value: Any, single: Any, num_envs: int) -> bool:
     if not value.ndim or value.shape[0] != num_envs:
         return False
-    return not isinstance(alone, torch.Tensor | np.ndarray) or tuple(alone.shape) == (1, *value.shape[1:])
+    return not isinstance(single, torch.Tensor | np.ndarray) or tuple(single.shape) == (1, *value.shape[1:])
