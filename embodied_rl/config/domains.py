@@ -28,8 +28,8 @@ class DomainConfig(Config, place="domains.…"):
     agent: dict[str, Any] = field(default_factory=dict)
     """In place of the run's `agent`."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """In place of the run's `algorithm`; of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda, reward
-    and warm_start. Groups are the run's."""
+    """In place of the run's `algorithm`; of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda,
+    reward and warm_start. Groups are the run's."""
     backend: Literal["tokens_torch", "vllm"] | None = None
     """Where its tokens are sampled; null: the run's generation.backend."""
 
