@@ -6,214 +6,32 @@ L action units whose log-probabilities are kept (here L = A).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from embodied_rl.specs import ActionLayout, ActionSpec, SimSpec, TensorSpec, VariableSpec, part_spec_from_dict
+
+__all__ = [
+    "ActionLayout",
+    "ActionSpec",
+    "Episode",
+    "EpisodeGroup",
+    "EpisodeSummary",
+    "Observation",
+    "Rollout",
+    "SimSpec",
+    "StepBatch",
+    "StepBuffers",
+    "TensorSpec",
+    "VariableSpec",
+    "part_spec_from_dict",
+]
+
 Observation = dict[str, np.ndarray]
 """Named arrays with the slot as first axis. ``state`` is the flat vector, ``rgb`` an image [n, H, W, 3] uint8."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One named part of an observation."""
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "dtype": self.dtype}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> TensorSpec:
-        return TensorSpec(tuple(int(size) for size in data["shape"]), str(data["dtype"]))
-
-
-@dataclass(frozen=True)
-class VariableSpec:
-    """One named part of an observation whose size varies: rows hold Python values and travel beside the tensors.
-
-    Handed out as an object array [n] of `str` ("text"), of what JSON holds ("json": numbers, strings, lists, dictionaries), or
-    of numpy arrays of any shape and numeric dtype ("array": images of varying size, say).
-    """
-
-    kind: Literal["text", "json", "array"]
-    max_bytes: int = 2**16
-    """Room of one slot. A value that needs more is an error that names the key and both sizes; it is never cut. Room that is not
-    used costs no memory."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "max_bytes": self.max_bytes}
-
-
-def part_spec_from_dict(data: Mapping[str, Any]) -> TensorSpec | VariableSpec:
-    """The inverse of `TensorSpec.to_dict` and `VariableSpec.to_dict`."""
-    return VariableSpec(data["kind"], int(data["max_bytes"])) if "kind" in data else TensorSpec.from_dict(data)
-
-
-@dataclass(frozen=True)
-class ActionSpec:
-    """What a simulator takes: a bounded vector, one of ``num_actions`` choices, or text.
-
-    Policies speak in normalised actions, [-1, 1] per dimension; `denormalise` maps these onto [low, high].
-    """
-
-    kind: Literal["continuous", "discrete", "text"]
-    dim: int
-    """A: vector length; 1 for a discrete action; 0 for text."""
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
-    num_actions: int = 0
-    """Number of choices of a discrete action; 0 for others."""
-    max_bytes: int = 0
-    """Room for one text action; 0 for others."""
-
-    @staticmethod
-    def continuous(low: Sequence[float] | np.ndarray, high: Sequence[float] | np.ndarray) -> ActionSpec:
-        lows, highs = np.asarray(low, np.float64).ravel(), np.asarray(high, np.float64).ravel()
-        return ActionSpec("continuous", lows.size, tuple(lows.tolist()), tuple(highs.tolist()))
-
-    @staticmethod
-    def discrete(num_actions: int) -> ActionSpec:
-        return ActionSpec("discrete", 1, num_actions=int(num_actions))
-
-    @staticmethod
-    def text(max_bytes: int = 2**16) -> ActionSpec:
-        """Actions are strings: `EnvManager.send` takes a sequence of `str`, `SimEnv.step` gets a list of them."""
-        return ActionSpec("text", 0, max_bytes=max_bytes)
-
-    @property
-    def dtype(self) -> str:
-        return "float32" if self.kind == "continuous" else "int64"
-
-    def denormalise(self, action: np.ndarray) -> np.ndarray:
-        """Clip normalised actions [..., A] to [-1, 1] and map them onto the simulator's bounds; discrete ones pass through."""
-        if self.kind != "continuous":
-            return action
-        clipped = np.clip(action, -1.0, 1.0)
-        low, high = np.asarray(self.low, np.float32), np.asarray(self.high, np.float32)
-        if (low == -1.0).all() and (high == 1.0).all():
-            return clipped
-        return low + (clipped + 1.0) * (0.5 * (high - low))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "dim": self.dim,
-            "low": list(self.low),
-            "high": list(self.high),
-            "num_actions": self.num_actions,
-            "max_bytes": self.max_bytes,
-        }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> ActionSpec:
-        return ActionSpec(
-            data["kind"],
-            int(data["dim"]),
-            tuple(data["low"]),
-            tuple(data["high"]),
-            int(data["num_actions"]),
-            int(data.get("max_bytes", 0)),
-        )
-
-
-@dataclass(frozen=True)
-class ActionLayout:
-    """What a policy's actions look like where they are recorded, and what randomness they take."""
-
-    width: int
-    """W: numbers of one recorded action. A, or what the policy needs to score it again (token ids, a denoising)."""
-    dtype: str
-    num_units: int
-    """L: log-probabilities of one action."""
-    noise_width: int
-    noise_kind: Literal["normal", "uniform"]
-    """normal: standard normal. uniform: in [0, 1)."""
-    chunk_size: int = 1
-    """K: steps that the simulator plays of one action."""
-
-    @staticmethod
-    def of(action: ActionSpec) -> ActionLayout:
-        """Of a policy that gives the simulator's own action, normalised, step by step."""
-        noise: Literal["normal", "uniform"] = "normal" if action.kind == "continuous" else "uniform"
-        return ActionLayout(action.dim, action.dtype, action.dim, action.dim, noise)
-
-    def unit_steps(self, action_dim: int) -> np.ndarray:
-        """[L] int64: the step of the chunk that each action unit belongs to, of A dimensions a step."""
-        return (np.arange(self.num_units) // max(action_dim, 1)) % self.chunk_size
-
-    def noise(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        """[*shape, noise_width] float32"""
-        whole = (*shape, self.noise_width)
-        draw = generator.standard_normal if self.noise_kind == "normal" else generator.random
-        return draw(whole, dtype=np.float32)
-
-
-SnapshotKind = Literal["exact", "approximate", "replay", "none"]
-"""exact: `snapshot` and `restore` of the simulator continue bit by bit. approximate: they exist, and what follows drifts (check_sim
-measures by how much). replay: no simulator state is saved; the episode is played again from its seed, which is exact where the
-simulator is deterministic. none: an episode cannot be taken up again."""
-
-
-@dataclass(frozen=True)
-class SimSpec:
-    """What a simulator offers; slabs are laid out from it, policies are built from it, checkpoints keep it."""
-
-    task: str
-    observation: Mapping[str, TensorSpec | VariableSpec]
-    action: ActionSpec
-    max_episode_steps: int | None = None
-    control_hz: float | None = None
-    instruction: str | None = None
-    """Language instruction of the task, where it has one."""
-    reports_success: bool = False
-    """Whether `success` means anything for this task."""
-    can_render: bool = False
-    snapshots: SnapshotKind = "replay"
-    """How an episode can be taken up again elsewhere: see `SnapshotKind`."""
-    steps_together: bool = False
-    """All environments of a process advance in one call, whichever were asked for (a GPU simulation, a VectorEnv)."""
-    spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """{"observation", "action"}: an adapted gymnasium environment's own, as `embodied_rl.sim.robots.spaces.describe` writes them;
-    empty for a simulator that has none. Only views for other libraries read them; everything here is built from the parts above."""
-
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        """The parts of fixed size."""
-        return {key: part for key, part in self.observation.items() if isinstance(part, TensorSpec)}
-
-    @property
-    def variables(self) -> dict[str, VariableSpec]:
-        """The parts of varying size."""
-        return {key: part for key, part in self.observation.items() if isinstance(part, VariableSpec)}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "task": self.task,
-            "observation": {key: spec.to_dict() for key, spec in self.observation.items()},
-            "action": self.action.to_dict(),
-            "max_episode_steps": self.max_episode_steps,
-            "control_hz": self.control_hz,
-            "instruction": self.instruction,
-            "reports_success": self.reports_success,
-            "can_render": self.can_render,
-            "snapshots": self.snapshots,
-            "steps_together": self.steps_together,
-            **({"spaces": dict(self.spaces)} if self.spaces else {}),
-        }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> SimSpec:
-        return SimSpec(
-            **{
-                **data,
-                "observation": {key: part_spec_from_dict(spec) for key, spec in data["observation"].items()},
-                "action": ActionSpec.from_dict(data["action"]),
-            }
-        )
 
 
 @dataclass(frozen=True)

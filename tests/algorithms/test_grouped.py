@@ -290,7 +290,7 @@ def test_statistics_by_hand() -> None:
     assert found.largest.tolist() == [4.0, 3.0]
     assert found.centered.tolist() == [-1.0, -2.0, 1.0, 2.0, 0.0]
     assert not found.equal.any()
-    assert not found.alone.any()
+    assert not found.single.any()
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
