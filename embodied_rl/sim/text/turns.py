@@ -14,7 +14,8 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
-from embodied_rl.types import ActionSpec, SimSpec, SnapshotKind, StepBuffers, VariableSpec
+from embodied_rl.specs import SnapshotKind
+from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
 
 
 @dataclass(frozen=True)
