@@ -36,8 +36,8 @@ def told(error: BaseException) -> dict[str, Any]:
     return {"type": "RoleError", "message": "".join(traceback.format_exception(error)).rstrip()}
 
 
-def as_raised(what: dict[str, Any]) -> Exception:
-    """The exception that `told` serialised: same type for a user's mistakes, simulators' faults and lost roles, else a `RoleError`."""
+def decode_error(what: dict[str, Any]) -> Exception:
+    """The exception that `encode_error` serialised: same type for a user's mistakes, simulators' faults and lost roles, else a `RoleError`."""
     kind = what["type"]
     if kind in ("SimFault", "NonFiniteSimulationError"):
         make = NonFiniteSimulationError if kind == "NonFiniteSimulationError" else SimFault

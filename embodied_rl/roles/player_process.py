@@ -19,7 +19,7 @@ from torch import Tensor
 from embodied_rl.config import TrainConfig
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.learning.link import Link, LinkClosed
-from embodied_rl.roles.failures import RoleLost, told
+from embodied_rl.roles.failures import RoleLost, encode_error
 from embodied_rl.roles.make_player import make_player
 from embodied_rl.roles.player import Player, serve
 from embodied_rl.roles.role_process import RoleProcess
@@ -112,7 +112,7 @@ class _LinkInbox:
     def _answer(self, value: Any, error: BaseException | None) -> None:
         try:
             if error is not None:
-                self._link.send({"error": told(error)})
+                self._link.send({"error": encode_error(error)})
                 return
             message, tensors = pack(value)
             self._link.send({"value": message}, tensors)
@@ -134,7 +134,7 @@ def main(descriptor: int) -> None:
             player = make_player(TrainConfig.from_dict(begin["config"]), Share(*begin["share"]))
         except Exception as error:
             link.recv()  # what it is asked first
-            link.send({"error": told(error)})
+            link.send({"error": encode_error(error)})
             return
         with contextlib.suppress(EOFError):
             serve(player, inbox)

@@ -8,24 +8,24 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
-from embodied_rl.roles.failures import RoleLost, as_raised, told
+from embodied_rl.roles.failures import RoleLost, decode_error, encode_error
 from embodied_rl.stopping import waiting
 
-Told = tuple[str, Any]
-"""("value", …), ("error", what `failures.told` gives), or ("lost", which other role ended)."""
+Outcome = tuple[str, Any]
+"""("value", …), ("error", what `failures.encode_error` gives), or ("lost", which other role ended)."""
 _SLICE_S = 0.5
 GONE = (RayActorError, ObjectLostError)
 """What Ray raises for an actor that ended, or for a lost node and its objects."""
 
 
-def outcome_of(task: Callable[[], Any]) -> Told:
+def outcome_of(task: Callable[[], Any]) -> Outcome:
     """Run a task of an actor; Ray's own exceptions hide what was raised, so that ours travel as values."""
     try:
         return "value", task()
     except (*GONE, RoleLost) as error:
         return "lost", first_line(error)
     except Exception as error:
-        return "error", told(error)
+        return "error", encode_error(error)
 
 
 def value_of(reference: Any, role: str, *, can_give_up: bool = True) -> Any:
@@ -47,7 +47,7 @@ def value_of(reference: Any, role: str, *, can_give_up: bool = True) -> Any:
     if kind == "lost":
         raise RoleLost(f"A Ray actor that {role} works with has ended: {value}")
     if kind == "error":
-        raise as_raised(value)
+        raise decode_error(value)
     return value
 
 

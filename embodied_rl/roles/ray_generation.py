@@ -20,7 +20,7 @@ from embodied_rl.methods.domain_playing import with_backend
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, merged_there, write_model_files
 from embodied_rl.roles.domain_player import RolesHere
 from embodied_rl.roles.player import OwnGenerator, PlayingGenerator
-from embodied_rl.roles.ray_calls import Told, outcome_of, value_of
+from embodied_rl.roles.ray_calls import Outcome, outcome_of, value_of
 from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 _ROLE = "GenerationWorker"
@@ -35,7 +35,7 @@ class GenerationWorker:
         self._backends: dict[str, TokenBackend] = {}
         self._sink = DeltaSink()
 
-    def begin(self, spec: Mapping[str, Any], domain: str) -> Told:
+    def begin(self, spec: Mapping[str, Any], domain: str) -> Outcome:
         """Build the policy for a simulator; the layout of its actions. `domain`: whose policy; empty: the run has one."""
 
         def build() -> ActionLayout:
@@ -46,7 +46,7 @@ class GenerationWorker:
 
         return outcome_of(build)
 
-    def begin_tokens(self, files: ModelFiles, kind: str) -> Told:
+    def begin_tokens(self, files: ModelFiles, kind: str) -> Outcome:
         """Build the token backend of a kind (`generation.backend`) for a model."""
 
         def build() -> None:
@@ -59,11 +59,11 @@ class GenerationWorker:
 
         return outcome_of(build)
 
-    def tokens(self, kind: str, what: str, *arguments: Any) -> Told:
+    def tokens(self, kind: str, what: str, *arguments: Any) -> Outcome:
         """What the method `what` of a token backend returns."""
         return outcome_of(lambda: getattr(self._backends[kind], what)(*arguments))
 
-    def act(self, domain: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Told:
+    def act(self, domain: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Outcome:
         """See `Generator.send` and `Generator.recv`."""
 
         def answer() -> ActedBatch:
@@ -73,7 +73,7 @@ class GenerationWorker:
 
         return outcome_of(answer)
 
-    def load(self, version: int, references: list[Any]) -> Told:
+    def load(self, version: int, references: list[Any]) -> Outcome:
         """Act with the weights that a `RayPublisher` published."""
 
         def take() -> None:

@@ -30,8 +30,8 @@ from embodied_rl.learning.link import LinkClosed
 from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, listen_on, listening_store
 from embodied_rl.learning.train_worker import RankServer
 from embodied_rl.methods.language_apart import ModelFiles, write_model_files
-from embodied_rl.roles.failures import RoleLost, as_raised
-from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of, value_of
+from embodied_rl.roles.failures import RoleLost, decode_error
+from embodied_rl.roles.ray_calls import GONE, Outcome, first_line, outcome_of, value_of
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 1.0
@@ -51,11 +51,11 @@ class RankWorker:
         """Of this actor's node."""
         return str(ray.util.get_node_ip_address())
 
-    def listen(self, address: str | None) -> Told:
+    def listen(self, address: str | None) -> Outcome:
         """Meet the other ranks at this address from now on; None: at this actor's node's."""
         return outcome_of(lambda: listen_on(address or self.address()))
 
-    def do(self, message: dict[str, Any], text: bytes, payload: Any) -> Told:
+    def do(self, message: dict[str, Any], text: bytes, payload: Any) -> Outcome:
         """See `RankServer.do`; tensors come as `pack_tensors` gives them, and go as {name: array}."""
         tensors = dict(unpack_tensors(text, torch.from_numpy(payload.copy()))) if len(payload) else {}  # Ray's arrays are read-only
 
@@ -65,11 +65,11 @@ class RankWorker:
             answer = self._server.do(message, tensors)
             return None if answer is None else {name: tensor.numpy() for name, tensor in answer.items()}
 
-        told = outcome_of(task)
-        if told[0] != "value":
+        outcome = outcome_of(task)
+        if outcome[0] != "value":
             # The others may wait for this rank in an exchange: that ends with its process.
             threading.Timer(_LEAVE_S, os._exit, (1,)).start()
-        return told
+        return outcome
 
     def _build(self, message: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         if not self._model:
@@ -99,14 +99,14 @@ class RayLink:
     def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What the last message is answered with. Raises as `Link.recv`, and UserError for what is one there."""
         try:
-            told = ray.get(self._sent[-1], timeout=timeout_s)
+            outcome = ray.get(self._sent[-1], timeout=timeout_s)
         except GetTimeoutError as error:
             raise TimeoutError(str(error)) from error
         except GONE as error:
             raise LinkClosed(first_line(error)) from error
-        if told[0] != "value":
-            raise _raised(told)
-        return {}, {name: torch.from_numpy(array.copy()) for name, array in (told[1] or {}).items()}
+        if outcome[0] != "value":
+            raise _raised(outcome)
+        return {}, {name: torch.from_numpy(array.copy()) for name, array in (outcome[1] or {}).items()}
 
     def failure(self, patience_s: float) -> tuple[bool, str] | None:
         """(whether its process is gone without a word, what happened) of a rank that failed within the time; None: it goes on."""
@@ -127,11 +127,11 @@ class RayLink:
         done = set(ray.wait(self._sent, num_returns=len(self._sent), timeout=0)[0]) if self._sent else set()
         for reference in done:
             try:
-                told = ray.get(reference)
+                outcome = ray.get(reference)
             except GONE as error:
                 raise LinkClosed(first_line(error)) from error
-            if told[0] != "value":
-                raise LinkClosed(str(told[1]))
+            if outcome[0] != "value":
+                raise LinkClosed(str(outcome[1]))
         self._sent = [reference for reference in self._sent if reference not in done]
 
 
@@ -207,5 +207,5 @@ def _packed(tensors: Mapping[str, Tensor] | None) -> tuple[bytes, Any]:
     return text, payload.numpy()
 
 
-def _raised(told: Told) -> Exception:
-    return LinkClosed(str(told[1])) if told[0] == "lost" else as_raised(told[1])
+def _raised(outcome: Outcome) -> Exception:
+    return LinkClosed(str(outcome[1])) if outcome[0] == "lost" else decode_error(outcome[1])

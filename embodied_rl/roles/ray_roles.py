@@ -36,7 +36,7 @@ from embodied_rl.roles.agent_player import AgentPlayer
 from embodied_rl.roles.domain_player import DomainPlayer
 from embodied_rl.roles.player import Player, serve
 from embodied_rl.roles.player_team import PlayerTeam
-from embodied_rl.roles.ray_calls import GONE, Told, first_line, outcome_of, value_of
+from embodied_rl.roles.ray_calls import GONE, Outcome, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_generation import GenerationWorker, RayGenerator, RayRoles
 from embodied_rl.roles.ray_tokens import RayTokens
@@ -105,12 +105,12 @@ class EnvWorker:
 
     def __init__(self, config: TrainConfig, generation: Any, rewards: list[Any], share: Share = WHOLE) -> None:
         """`share`: of the groups, where others play the rest."""
-        self._requests: queue.SimpleQueue[tuple[str, dict[str, Any], Future[Told]]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[str, dict[str, Any], Future[Outcome]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(config, generation, rewards, share), daemon=True).start()
 
-    def do(self, what: str, arguments: dict[str, Any]) -> Told:
+    def do(self, what: str, arguments: dict[str, Any]) -> Outcome:
         """What the player's method `what` returns."""
-        answer: Future[Told] = Future()
+        answer: Future[Outcome] = Future()
         self._requests.put((what, arguments, answer))
         return answer.result()
 

@@ -22,7 +22,7 @@ from embodied_rl.methods.domain_building import build_domains_apart
 from embodied_rl.methods.domains_apart import SpecsElsewhere
 from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
 from embodied_rl.policies.build import build_policy
-from embodied_rl.roles.ray_calls import Told, outcome_of, value_of
+from embodied_rl.roles.ray_calls import Outcome, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
 from embodied_rl.roles.ray_roles import wait_for_start
@@ -70,7 +70,7 @@ class TrainWorker:
 
         self._built = outcome_of(build)
 
-    def load(self, weights: dict[str, Tensor]) -> Told:
+    def load(self, weights: dict[str, Tensor]) -> Outcome:
         """Take a policy's state: the first one, or a checkpoint's."""
         if self._built[0] != "value":
             return self._built
@@ -82,7 +82,7 @@ class TrainWorker:
 
         return outcome_of(take)
 
-    def update(self, experience: Experience, iteration: int, steps: int) -> Told:
+    def update(self, experience: Experience, iteration: int, steps: int) -> Outcome:
         """One iteration: prepare, update, statistics of observations; metrics."""
 
         def learn() -> dict[str, float]:
@@ -94,7 +94,7 @@ class TrainWorker:
 
         return outcome_of(learn)
 
-    def weights(self, version: int) -> Told:
+    def weights(self, version: int) -> Outcome:
         """Put the policy's state into the object store; references for `ray_tensors`, valid until the next call."""
 
         def publish() -> list[Any]:
@@ -110,7 +110,7 @@ class TrainWorker:
         """Where `hybrid.sharding` divides the policy over actors; None: it trains in this one."""
         return self.method.sharded
 
-    def ask(self, what: str, *arguments: Any) -> Told:
+    def ask(self, what: str, *arguments: Any) -> Outcome:
         """What the method's `what` returns: its state, or that it takes one."""
         return outcome_of(lambda: getattr(self.method, what)(*arguments))
 

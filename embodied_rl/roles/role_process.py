@@ -14,7 +14,7 @@ from typing import Any
 
 import embodied_rl
 from embodied_rl.learning.link import Link, LinkClosed
-from embodied_rl.roles.failures import RoleLost, as_raised
+from embodied_rl.roles.failures import RoleLost, decode_error
 from embodied_rl.roles.wire import pack
 from embodied_rl.stopping import waiting
 
@@ -60,7 +60,7 @@ class RoleProcess:
         except LinkClosed as error:
             raise self._lost() from error
         if "error" in message:
-            raise as_raised(message["error"])
+            raise decode_error(message["error"])
         return message, tensors
 
     def close(self) -> None:

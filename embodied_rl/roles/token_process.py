@@ -26,7 +26,7 @@ from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeig
 from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.learning.link import Link, LinkClosed
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
-from embodied_rl.roles.failures import told
+from embodied_rl.roles.failures import encode_error
 from embodied_rl.roles.role_process import RoleProcess
 from embodied_rl.roles.wire import pack, register, unpack
 
@@ -248,7 +248,7 @@ def main(descriptor: int) -> None:
         pass
     except Exception as error:
         with contextlib.suppress(LinkClosed):
-            link.send({"error": told(error)})
+            link.send({"error": encode_error(error)})
     finally:
         if backend is not None:
             backend.close()

@@ -17,7 +17,7 @@ from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
 from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.learning.link import Link
-from embodied_rl.roles.failures import RoleError, as_raised, told
+from embodied_rl.roles.failures import RoleError, decode_error, encode_error
 from embodied_rl.roles.wire import pack, unpack
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.sim.faults import FaultKind, FaultRecord, NonFiniteSimulationError, SimFault, SlotFault
@@ -168,7 +168,7 @@ def test_unknown_objects_arrive_as_text_and_unknown_types_are_refused() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_errors_are_raised_as_what_they_were(error: Exception) -> None:
-    again = as_raised(json.loads(json.dumps(told(error))))
+    again = decode_error(json.loads(json.dumps(encode_error(error))))
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert {name: value for name, value in vars(again).items() if name != "batch"} == {
@@ -181,7 +181,7 @@ def test_what_is_unexpected_brings_its_traceback() -> None:
     try:
         empty["missing"]
     except KeyError as error:
-        again = as_raised(told(error))
+        again = decode_error(encode_error(error))
     assert isinstance(again, RoleError)
     assert "test_wire.py" in str(again)
     assert "KeyError: 'missing'" in str(again)
