@@ -94,7 +94,7 @@ class AgentPlayer(Player):
             folder = Path(name)
             write_model_files(files, folder)
             backend = self._make_backend(self.config, folder, files)
-            self.lending = getattr(backend, "lending", None)
+            self.lease = getattr(backend, "lease", None)
             try:
                 self._agent = OwnAgent(self.config, spec, folder, backend)
             except BaseException:

@@ -19,8 +19,8 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.multiplex import Multiplexer
+from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import HostPlan
-from embodied_rl.roles.lending import Lending
 from embodied_rl.rollout.migration import SimHost
 from embodied_rl.sim.batches import Slots
 from embodied_rl.sim.faults import FaultRecord
@@ -59,7 +59,7 @@ class MultiplexedSimulators(Simulators):
         self._hosts = [SimHost(manager, part) for part in parts]
         self._host_of = {slot: number for number, part in enumerate(parts) for slot in part}
         self._multiplexer = Multiplexer(self._hosts, plan.train_on)
-        self.lending = Lending(self._multiplexer, keep_spans=keep_spans)
+        self.lease = DeviceLease(self._multiplexer, keep_spans=keep_spans)
         self.spec, self.num_slots, self.chunk_size, self.autoreset = manager.spec, manager.num_slots, manager.chunk_size, False
         self._episodes: dict[int, Key] = {}
         """What each slot plays."""
@@ -143,7 +143,7 @@ class MultiplexedSimulators(Simulators):
         for key in episodes:
             if key not in unbegun:
                 self._multiplexer.drop(key)
-        self.lending.note()
+        self.lease.note()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class MultiplexedSimulators(Simulators):
             key, seed = self._waiting.popleft()
             self._hosts[number].begin(key, seed)
             self._multiplexer.started(key, number)
-        self.lending.note()
+        self.lease.note()
 
     def _send(self, actions: dict[int, np.ndarray]) -> None:
         """{manager's slot: action}"""

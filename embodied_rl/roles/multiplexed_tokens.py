@@ -14,8 +14,8 @@ from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBa
 from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher
 from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import HostPlan
-from embodied_rl.roles.lending import Lending
 from embodied_rl.roles.token_process import TokenProcess
 from embodied_rl.rollout.migration import PartialAnswer, TokenHost
 
@@ -49,7 +49,7 @@ class MultiplexedTokens:
         self.backends = list(backends)
         self._hosts = [TokenHost(backend, capacity) for backend in backends]
         self._multiplexer = Multiplexer(self._hosts, train_on)
-        self.lending = Lending(self._multiplexer, keep_spans=keep_spans, on_lent=self._release, on_back=self._restore)
+        self.lease = DeviceLease(self._multiplexer, keep_spans=keep_spans, on_lent=self._release, on_back=self._restore)
         self._load_all, self._at_close = load_all, at_close
         self._waiting: deque[GenerationRequest] = deque()
         self._ready: list[Completion] = []
@@ -131,7 +131,7 @@ class MultiplexedTokens:
             request = self._waiting.popleft()
             self._hosts[number].submit([request])
             self._multiplexer.started(request.request_id, number)
-        self.lending.note()
+        self.lease.note()
 
     def _end(self, completions: Sequence[Completion]) -> None:
         for completion in completions:

@@ -20,8 +20,8 @@ from embodied_rl.methods.groups import make_group_collector, make_group_queue
 from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
+from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import hosted_sim, plan_here
-from embodied_rl.roles.lending import Lending
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.wire import register
 from embodied_rl.rollout.collector import Collector, CollectorTimes
@@ -103,7 +103,7 @@ class Player:
     queue: GroupQueue | None
     """None: fixed rollouts."""
     scorer: Scorer | None
-    lending: Lending | None
+    lease: DeviceLease | None
     """Hosts that are lent to training, where it takes some over (placement multiplexed)."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Player:
         if self.config.hybrid.placement.kind != "multiplexed":
             return self.manager
         simulators = MultiplexedSimulators(self.manager, plan_here(self.config), keep_spans=self.config.profile)
-        self.lending = simulators.lending
+        self.lease = simulators.lease
         return simulators
 
     def _start(self, config: TrainConfig) -> None:
@@ -146,7 +146,7 @@ class Player:
         self.config = config
         self.manager = self._simulate(config)
         self.scorer = None
-        self.lending = None
+        self.lease = None
         self._faults_told = 0
         self._may_pump = False
         """True after `restart`; False before it, and after an evaluation or another use of the simulators."""
@@ -192,7 +192,7 @@ class Player:
             data = self.collector.next_groups(version)
             self._lend()
         state = None if self.queue is None else self.queue.state_dict(settled=True)
-        spans = [] if self.lending is None else self.lending.spans()
+        spans = [] if self.lease is None else self.lease.spans()
         return Played(data, self.collector.times, state, self._new_faults(), self._metrics(), spans)
 
     def evaluate(self, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
@@ -229,16 +229,16 @@ class Player:
 
     def _lend(self) -> None:
         """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""
-        if self.lending is None or self.collector.min_ready is None:
+        if self.lease is None or self.collector.min_ready is None:
             return
-        self.lending.shrink()
-        while not self.lending.vacated and self.collector.pump():
+        self.lease.shrink()
+        while not self.lease.vacated and self.collector.pump():
             pass
-        self.lending.lend()
+        self.lease.lend()
 
     def _take_back(self) -> None:
-        if self.lending is not None:
-            self.lending.take_back()
+        if self.lease is not None:
+            self.lease.take_back()
 
     def _new_faults(self) -> list[FaultRecord]:
         records = self.manager.fault_records
@@ -250,7 +250,7 @@ class Player:
         if self.queue is not None:
             counts = self.queue.counts()
             figures["groups/in_flight"] = float(counts.in_flight)
-        return figures if self.lending is None else {**figures, **self.lending.figures()}
+        return figures if self.lease is None else {**figures, **self.lease.figures()}
 
 
 def make_scorer(config: TrainConfig) -> Scorer | None:

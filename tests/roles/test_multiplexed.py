@@ -66,7 +66,7 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
                 player.pump()
                 check_lent(player)
             player.load(version + 1, iter(weights))
-            assert player.lending is None or player.lending.multiplexer.active == [0, 1]
+            assert player.lease is None or player.lease.multiplexer.active == [0, 1]
     finally:
         player.close()
     return found, player
@@ -74,11 +74,11 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
 
 def check_lent(player: Player) -> None:
     """What is lent stands empty, and the multiplexer counts what the queue counts."""
-    if player.lending is None:
+    if player.lease is None:
         return
-    hosts, simulators = player.lending.multiplexer, player.collector.manager  # type: ignore[union-attr]
+    hosts, simulators = player.lease.multiplexer, player.collector.manager  # type: ignore[union-attr]
     assert isinstance(simulators, MultiplexedSimulators)
-    assert player.lending.is_lent
+    assert player.lease.is_lent
     assert hosts.vacated
     assert not list(hosts.hosts[0].running), "host 0 is lent"
     assert player.queue is not None
@@ -95,9 +95,9 @@ def test_episodes_that_move_are_those_that_stay(tmp_path: Path) -> None:
     task = [*GROUPS, "sim.max_episode_steps=40"]
     alone, _ = played(configured(tmp_path / "alone", *task), num_batches=8, between=0)
     moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=8, between=7)
-    assert player.lending is not None
-    counts = player.lending.multiplexer.counts()
-    assert player.lending.num_shrinks == 8
+    assert player.lease is not None
+    counts = player.lease.multiplexer.counts()
+    assert player.lease.num_shrinks == 8
     # One or two a batch as a rule: how many wait for an action just then is a matter of time.
     assert counts.moves > 0, "nothing moved"
     both = {number for number, _ in alone} & {number for number, _ in moved}
@@ -156,7 +156,7 @@ def test_what_the_hosts_do_not_have_room_for_waits(tmp_path: Path) -> None:
         weights = weights_of(player)
         player.load(0, iter(weights))
         assert player.queue is not None
-        assert player.lending is not None
+        assert player.lease is not None
         player.restart(0, player.queue.state_dict())
         parked = []
         for version in range(4):
@@ -164,13 +164,13 @@ def test_what_the_hosts_do_not_have_room_for_waits(tmp_path: Path) -> None:
             check_lent(player)
             for _ in range(5):
                 player.pump()
-            parked.append(player.lending.multiplexer.counts().parked)
+            parked.append(player.lease.multiplexer.counts().parked)
             check_lent(player)
             player.load(version + 1, iter(weights))
-            assert player.lending.multiplexer.counts().parked == 0
+            assert player.lease.multiplexer.counts().parked == 0
         assert max(parked) >= 1
         player.evaluate(4, 0)  # gives up what is being played
-        counts = player.lending.multiplexer.counts()
+        counts = player.lease.multiplexer.counts()
         assert (counts.running, counts.parked) == (0, 0)
         assert counts.started == counts.finished
     finally:
@@ -188,21 +188,21 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
             batch = simulators.recv(min_ready=1, timeout_s=60.0)
             seen |= dict(zip(batch.slots.tolist(), batch.observation["state"].tolist(), strict=True))
         assert seen == {0: [5.0, 0.0, 0.0], 1: [6.0, 0.0, 0.0]}
-        lending = simulators.lending
-        lending.shrink()
-        assert (lending.vacated, lending.multiplexer.counts().parked) == (True, 1), "host 1 is full"
-        lending.lend()
-        parked = next(slot for slot, _ in lending.multiplexer.parked)
+        lease = simulators.lease
+        lease.shrink()
+        assert (lease.vacated, lease.multiplexer.counts().parked) == (True, 1), "host 1 is full"
+        lease.lend()
+        parked = next(slot for slot, _ in lease.multiplexer.parked)
         simulators.send([parked], np.full((1, 1), 2.0))
         assert simulators.recv(min_ready=1, timeout_s=0.01).slots.tolist() == []
-        lending.take_back()
+        lease.take_back()
         batch = simulators.recv(min_ready=1, timeout_s=60.0)
         while not batch.slots.size:
             batch = simulators.recv(min_ready=1, timeout_s=60.0)
         assert batch.slots.tolist() == [parked]
         assert batch.observation["state"].tolist() == [[5.0 + parked, 1.0, 2.0]]
         simulators.discard()
-        counts = lending.multiplexer.counts()
+        counts = lease.multiplexer.counts()
         assert (counts.started, counts.finished, counts.running) == (2, 2, 0)
 
 
@@ -268,12 +268,12 @@ def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
         player.take_model(model_files(policy))
         player.load(0, weights.items())
         player.restart(0, player.queue.state_dict())
-        hosts, turns = player.lending.multiplexer, []
+        hosts, turns = player.lease.multiplexer, []
         for version in range(60):
             if version >= 6 and hosts.counts().moves:  # whether there is an answer to move just then is a matter of time
                 break
             turns += [turn for group in player.play(version).data for episode in group.episodes for turn in episode.turns]
-            assert player.lending.is_lent
+            assert player.lease.is_lent
             assert not list(hosts.hosts[0].running)
             for _ in range(4):
                 player.pump()

@@ -9,7 +9,7 @@ from embodied_rl.hybrid.host_times import HostState, HostTimes, Span
 from embodied_rl.hybrid.multiplex import Multiplexer
 
 
-class Lending:
+class DeviceLease:
     """The multiplexer with its figures.
 
     ```
