@@ -20,7 +20,7 @@ class RoleError(RuntimeError):
     """A role raised something unexpected; the message holds its own traceback."""
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def encode_error(error: BaseException) -> dict[str, Any]:
     """An exception, as plain values."""
     if isinstance(error, RoleLost):
         return {"type": "RoleLost", "message": str(error)}
@@ -37,7 +37,7 @@ def told(error: BaseException) -> dict[str, Any]:
 
 
 def decode_error(what: dict[str, Any]) -> Exception:
-    """The exception that `encode_error` serialised: same type for a user's mistakes, simulators' faults and lost roles, else a `RoleError`."""
+    """The exception that `encode_error` serialised: same type for a user's mistakes, simulators' faults and lost roles, or `RoleError`."""
     kind = what["type"]
     if kind in ("SimFault", "NonFiniteSimulationError"):
         make = NonFiniteSimulationError if kind == "NonFiniteSimulationError" else SimFault
