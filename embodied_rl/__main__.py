@@ -25,6 +25,9 @@ COMMANDS = {
 }
 
 
+_COMPLETION = 'Tab completes after: eval "$(embodied-rl completion bash)"; zsh and fish have one too.'
+
+
 def main() -> None:
     """Run the command that the first argument names."""
     run_command(_run)
@@ -40,6 +43,12 @@ def _run() -> None:
 
         print(__version__)
         return
+    if name in ("completion", "__complete"):
+        from embodied_rl.commands.completion import completions, script
+
+        given = sys.argv[2] if len(sys.argv) > 2 else ""
+        print(script(given) if name == "completion" else "\n".join(completions(given, [*COMMANDS, "completion"])))
+        return
     if name not in COMMANDS:
         raise UserError(f"Command '{sys.argv[1]}' is not known.{did_you_mean(name, COMMANDS)}")
     del sys.argv[1]
@@ -50,7 +59,7 @@ def _run() -> None:
 def usage() -> str:
     """The list of commands."""
     rows = [f"  {name:<14}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: embodied-rl COMMAND key=value …", "", *rows, "", "embodied-rl COMMAND --help tells the rest."])
+    return "\n".join(["usage: embodied-rl COMMAND key=value …", "", *rows, "", "embodied-rl COMMAND --help tells the rest.", _COMPLETION])
 
 
 if __name__ == "__main__":

@@ -31,14 +31,18 @@ def main() -> None:
 def _hydra_main() -> None:
     import hydra
 
-    from embodied_rl.config.compose import add_installed_configs, add_resolvers, check_overrides
+    from embodied_rl.config.compose import add_installed_configs, add_resolvers, check_overrides, runs_to_show
     from embodied_rl.paths import configs_dir
 
     arguments = check_overrides("train", sys.argv[1:])
     add_installed_configs()
     add_resolvers()
-    sys.argv[1:] = arguments
-    hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
+    runs = runs_to_show(arguments)
+    for number, run in enumerate(runs):
+        sys.argv[1:] = run
+        if len(runs) > 1:
+            print(("---\n" if number else "") + f"# {shlex.join(word for word in run if '=' in word)}")
+        hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
 
 
 def _train(composed: DictConfig) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.config import TrainConfig, config_file, group_names
-from embodied_rl.config.overrides import check_form, hydra_words, of_each_value, quoted_value, split_flags
+from embodied_rl.config.overrides import check_form, hydra_words, of_each_value, quoted_value, runs_of, split_flags, with_sweeper_params
 from embodied_rl.errors import UserError, did_you_mean, shown
 from embodied_rl.paths import configs_dir
 from embodied_rl.registry import installed_config_folders, installed_targets
@@ -151,7 +151,9 @@ def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
         UserError: a flag or a word that is none, a key or a choice that is not known, a value that does not fit.
     """
     flags, words = split_flags(arguments)
-    sweep = "-m" in flags or "--multirun" in flags
+    sweep = bool({"-m", "--multirun"} & set(flags))
+    given = [word for word in arguments if word not in words]
+    words = with_sweeper_params(words, sweep)
     if not sweep:
         _check_choices(words)
     settings = hydra_words(words, sweep)
@@ -170,8 +172,17 @@ def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
         plain = compose_config(name, [*run, *own])
         if name == "train":
             TrainConfig.from_dict(plain)
-    given = [word for word in arguments if word not in words]
     return [*given, *open_kwargs(settings)]
+
+
+def runs_to_show(arguments: Sequence[str]) -> list[list[str]]:
+    """Arguments of each run where the configurations of a sweep are only to be shown (``-m … --cfg job``), which Hydra shows one by one;
+    else the arguments as they are. `arguments` are those of `check_overrides`."""
+    flags, words = split_flags(arguments)
+    if not {"-m", "--multirun"} & set(flags) or not {"--cfg", "-c"} & set(flags):
+        return [list(arguments)]
+    given = [word for word in arguments if word not in words and word not in ("-m", "--multirun")]
+    return [[*given, *run] for run in runs_of(words)]
 
 
 def _top_keys() -> list[str]:

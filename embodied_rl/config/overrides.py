@@ -6,6 +6,7 @@ the user types it as it is.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ FLAGS = (*_PLAIN_FLAGS, *_FLAGS_WITH_VALUE, "--shell-completion", "-sc")
 
 _PATHS = re.compile(r"\+{0,2}(?:run_dir|resume|hydra\.(?:run|sweep)\.dir|(?:[\w.]+\.)?(?:\w+_)?(?:path|dir|folder|checkpoint|model))")
 """Keys whose values are paths: taken as they are, whatever Hydra would read in them."""
+_SWEEPER = "hydra.sweeper.params"
 _SYNTAX = "[{('\""
 """A value that begins so is meant for Hydra."""
 
@@ -132,10 +134,47 @@ def check_form(word: str, groups: Sequence[str], *, sweep: bool) -> None:
 
 def of_each_value(words: Sequence[str]) -> list[list[str]]:
     """Words of single runs in which each value of a sweep appears at least once, others at their first."""
+    choices = _choices(words)
+    first = [values[0] for values in choices]
+    return [first, *([*first[:at], value, *first[at + 1 :]] for at, values in enumerate(choices) for value in values[1:])]
+
+
+def runs_of(words: Sequence[str]) -> list[list[str]]:
+    """Words of all runs of a sweep, in the order in which Hydra's own sweeper begins them."""
+    return [list(run) for run in itertools.product(*_choices(words))]
+
+
+def _choices(words: Sequence[str]) -> list[list[str]]:
     choices = []
     for word in words:
         found = parsed(word)
-        swept = found is not None and found.is_sweep_override()
+        swept = found is not None and found.is_discrete_sweep()
         choices.append([f"{found.get_key_element()}={text}" for text in found.sweep_string_iterator()] if found and swept else [word])
-    first = [values[0] for values in choices]
-    return [first, *([*first[:at], value, *first[at + 1 :]] for at, values in enumerate(choices) for value in values[1:])]
+    return choices
+
+
+def with_sweeper_params(words: Sequence[str], sweep: bool) -> list[str]:
+    """Words in which ``hydra.sweeper.params={seed: '1,2'}`` and ``hydra.sweeper.params.seed=1,2`` are what Hydra's own sweeper makes of
+    them: ``seed=1,2``, before the others.
+
+    Raises:
+        UserError: there is no sweep, or the value is no mapping of keys to texts.
+    """
+    first: list[str] = []
+    others: list[str] = []
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key != _SWEEPER and not key.startswith(_SWEEPER + "."):
+            others.append(word)
+            continue
+        if not sweep:
+            raise UserError(f"{shown(word)} lists runs of a sweep. Add -m, which begins one.")
+        if key != _SWEEPER:
+            first.append(f"{key.removeprefix(_SWEEPER + '.')}={value.strip(chr(39) + chr(34))}")
+            continue
+        found = parsed(word)
+        mapping = found.value() if found is not None else None
+        if not isinstance(mapping, dict):
+            raise UserError(f"{_SWEEPER} must be a mapping of keys to values, such as {_SWEEPER}={{seed: '1,2'}}, got {shown(value)}.")
+        first += [f"{name}={text}" for name, text in mapping.items()]
+    return [*first, *others]
