@@ -122,7 +122,7 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
     temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve().name, advance or _ignore, **options)
+        notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve(), advance or _ignore, **options)
         if output.is_dir():
             output.rmdir()
         os.replace(temporary, output)

@@ -33,13 +33,13 @@ class _UnevenError(Exception):
         self.field = field
 
 
-def write(recording: Recording, folder: Path, name: str, advance: Advance, video: Video = "mp4") -> tuple[FieldNote, ...]:
-    """Write the data set into an empty folder; `name` is not needed.
+def write(recording: Recording, folder: Path, target: Path, advance: Advance, video: Video = "mp4") -> tuple[FieldNote, ...]:
+    """Write the data set into an empty folder; `target` is not needed.
 
     Args:
         recording: of at least one episode.
         folder: where to.
-        name: of the folder later.
+        target: where the folder will lie.
         advance: called for every episode.
         video: mp4: pictures as H.264, small and not exact; png: each as a PNG file in its row, exact.
 

@@ -249,8 +249,8 @@ def _named_parts(parts: Mapping[str, np.ndarray], notes: NoteBook) -> dict[str, 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tuple[FieldNote, ...]:
-    """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `name` is not needed.
+def write(recording: Recording, folder: Path, target: Path, advance: Advance) -> tuple[FieldNote, ...]:
+    """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `target` is not needed.
 
     Raises:
         RecordingError: the recording holds what the format cannot (text actions), or is damaged.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -241,14 +242,14 @@ def _decode_jpegs(file: H5File, dataset: Any, spec: TensorSpec, number: int, row
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tuple[FieldNote, ...]:
-    """Write ``data`` into an empty folder; the data set's id is `name`, with ``-v0`` where that has no version.
+def write(recording: Recording, folder: Path, target: Path, advance: Advance) -> tuple[FieldNote, ...]:
+    """Write ``data`` into an empty folder; the data set's id is that of `dataset_id`.
 
     Raises:
-        RecordingError: the recording holds what the format cannot, or is damaged.
+        RecordingError: the recording holds what the format cannot, or is damaged; or `target` is no place of a data set of Minari's.
         OSError: the files cannot be written.
     """
-    spec, notes = recording.spec, NoteBook()
+    spec, notes, name = recording.spec, NoteBook(), dataset_id(target)
     kept: dict[str, TensorSpec | VariableSpec] = {}
     for key, part in spec.observation.items():
         if isinstance(part, VariableSpec) and part.kind != "text":
@@ -268,6 +269,26 @@ def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tu
     metadata = _metadata(recording, kept, name, seen) | {"dataset_size": round(data.stat().st_size / 1e6, 1)}
     (data.parent / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
     return notes.notes()
+
+
+def dataset_id(target: Path) -> str:
+    """Minari's id of the data set in the folder `target`: below its own ($MINARI_DATASETS_PATH, else ``~/.minari/datasets``) the path from
+    there, ``namespace/name-v0``, by which it finds it; elsewhere the folder's name, with ``-v0`` where that has no version.
+
+    Raises:
+        RecordingError: a place below Minari's folder that is no id: one such folder makes Minari fail to list any data set.
+    """
+    root = Path(os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets").resolve()
+    if not target.is_relative_to(root):
+        name = re.sub(r"[^-\w]", "_", target.name, flags=re.ASCII)
+        return name if re.search(r"-v\d+$", name) else f"{name}-v0"
+    found = target.relative_to(root).as_posix()
+    if not re.fullmatch(r"(?:[-\w]+/)*[-\w]+-v\d+", found, re.ASCII):
+        better = "/".join(re.sub(r"[^-\w]", "_", part, flags=re.ASCII) for part in found.split("/"))
+        better = better if re.search(r"-v\d+$", better) else f"{better}-v0"
+        place = f"output={root / better}"
+        raise RecordingError(f"Minari finds data sets by their folder, NAMESPACE/NAME-v0; '{found}' is none. Type: {place}")
+    return found
 
 
 class _Texts:
@@ -318,14 +339,13 @@ def _write_h5(
             advance(1)
 
 
-def _metadata(recording: Recording, kept: Mapping[str, TensorSpec | VariableSpec], title: str, seen: _Texts) -> dict[str, Any]:
+def _metadata(recording: Recording, kept: Mapping[str, TensorSpec | VariableSpec], name: str, seen: _Texts) -> dict[str, Any]:
     info = recording.info
     about = {name: info.metadata[name] for name in _ABOUT if name in info.metadata} if info.metadata.get("format") == "minari" else {}
-    name = re.sub(r"[^-\w]", "_", title)
     texts = {key: (seen.longest[key], "".join(sorted(seen.letters[key]))) for key in seen.longest}
     return {
         **about,
-        "dataset_id": name if re.search(r"-v\d+$", name) else f"{name}-v0",
+        "dataset_id": name,
         "minari_version": WRITTEN_VERSION,
         "total_episodes": len(recording),
         "total_steps": recording.num_steps,

@@ -270,8 +270,8 @@ def _instruction(problem_info: str | None) -> str | None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, name: str, advance: Advance) -> tuple[FieldNote, ...]:
-    """Write ``demos.hdf5`` into an empty folder; `name` is not needed.
+def write(recording: Recording, folder: Path, target: Path, advance: Advance) -> tuple[FieldNote, ...]:
+    """Write ``demos.hdf5`` into an empty folder; `target` is not needed.
 
     Raises:
         RecordingError: the recording holds what the format cannot (text actions), or is damaged.
@@ -313,8 +313,17 @@ def _write_h5(path: Path, recording: Recording, notes: NoteBook, advance: Advanc
             data.attrs[attribute] = value
         if "problem_info" not in data.attrs and recording.spec.instruction:
             data.attrs["problem_info"] = json.dumps({"language_instruction": recording.spec.instruction})
+        if not masks:
+            for number in range(len(recording)):
+                masks.setdefault(_split(number, len(recording)), []).append(f"demo_{number}")
         for mask, demos in masks.items():
             file.create_dataset(f"mask/{mask}", data=np.array(demos, dtype="S"))
+
+
+def _split(number: int, num_episodes: int) -> str:
+    """Which of the masks of robomimic's training an episode is in, where the recording has none: every tenth is for validation, of fewer
+    the last."""
+    return "valid" if number % 10 == 9 or (num_episodes < 10 and 0 < number == num_episodes - 1) else "train"
 
 
 def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: NoteBook) -> None:

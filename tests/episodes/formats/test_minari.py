@@ -260,3 +260,16 @@ def test_the_id_follows_the_folder(tmp_path: Path) -> None:
             metadata = json.loads((tmp_path / name / "data" / "metadata.json").read_text())
             assert metadata["dataset_id"] == expected
             assert metadata["jpeg_encoding"] is False
+
+
+def test_below_minaris_folder_the_id_is_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    spec = SimSpec("T", {"state": TensorSpec((1,))}, ActionSpec.continuous([-1], [1]))
+    with record(tmp_path / "native", info_of(spec), [make_episode(spec, 0, 2)]) as source:
+        place = tmp_path / "minari" / "ours" / "push-v2"
+        write_foreign(source, place, "minari")
+        assert json.loads((place / "data" / "metadata.json").read_text())["dataset_id"] == "ours/push-v2"
+        for wrong, typed in (("push", "push-v0"), ("our own/push", "our_own/push-v0"), ("push v1", "push_v1-v0")):
+            with pytest.raises(RecordingError, match=f"Minari finds data sets by their folder.*Type: output=.*minari/{typed}"):
+                write_foreign(source, tmp_path / "minari" / wrong, "minari")
+    assert sorted(path.name for path in (tmp_path / "minari").rglob("*-v*")) == ["push-v2"]

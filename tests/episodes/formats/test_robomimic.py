@@ -159,6 +159,17 @@ def test_their_own_loader_reads_ours(tmp_path: Path) -> None:
         assert item["dones"][0] == (step == episode.num_steps - 1)
 
 
+@pytest.mark.parametrize(("num_episodes", "valid"), [(1, []), (2, [1]), (9, [8]), (21, [9, 19])])
+def test_masks_for_training_and_validation(num_episodes: int, valid: list[int], tmp_path: Path) -> None:
+    """robomimic's training asks for ``train`` and ``valid``: every episode is in one of them."""
+    with record(tmp_path / "native", info_of(STATE), [make_episode(STATE, seed, 2) for seed in range(num_episodes)]) as source:
+        write_foreign(source, tmp_path / "there", "robomimic")
+    with h5py.File(tmp_path / "there" / "demos.hdf5") as file:
+        found = {name: [int(demo.decode().removeprefix("demo_")) for demo in demos[:]] for name, demos in file["mask"].items()}
+    assert found.get("valid", []) == valid
+    assert found["train"] == [number for number in range(num_episodes) if number not in valid]
+
+
 def test_choices_stay_choices(tmp_path: Path) -> None:
     with record(tmp_path / "native", info_of(CHOICES), [make_episode(CHOICES, 0, 3)]) as source:
         write_foreign(source, tmp_path / "there", "robomimic")
