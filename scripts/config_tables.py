@@ -29,6 +29,7 @@ GROUPS = {
     "policy (flow: other defaults)": "FlowPolicyConfig",
     "policy (pi0)": "PI0PolicyConfig",
     "policy (policy=language)": "LanguageConfig",
+    "policy (policy=custom)": "CustomPolicyConfig",
     "policy.tiny (policy=language)": "TinyModelConfig",
     "algorithm": "AlgorithmConfig",
     "algorithm.warm_start": "WarmStartConfig",

@@ -23,7 +23,7 @@ from embodied_rl.algorithms.filters import FILTERS
 from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES, LossInfo
 from embodied_rl.algorithms.ratios import LEVELS
 from embodied_rl.config import AlgorithmConfig, group_names
-from embodied_rl.rollout.batching import Adjustment
+from embodied_rl.learning.batching import Adjustment
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig, Overtaking

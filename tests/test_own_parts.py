@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,20 @@ from embodied_rl.algorithms.aggregation import TOKEN_MEAN
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.loss_table import loss_info
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.config import AlgorithmConfig, GroupsConfig, LoggerConfig
+from embodied_rl.commands import evaluate
+from embodied_rl.config import AlgorithmConfig, CustomPolicyConfig, GroupsConfig, LoggerConfig, PolicyConfig
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.loggers import check_loggers
 from embodied_rl.loggers.jsonl import read_metrics
+from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.custom import custom_class
 from embodied_rl.registry import Registry, installed_targets
 from embodied_rl.train import train
 from embodied_rl.trust.named import named_code, registered_code
-from tests.short_run import QUICK, train_shortly
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from tests.short_run import QUICK, one_line_error, train_shortly
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "own_parts"
 GRPO = ("sim=cartpole", "algorithm=grpo", "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2", "policy.hidden_sizes=[8]")
@@ -111,6 +117,37 @@ def test_a_name_and_a_target_are_the_same_run(tmp_path: Path, placement: tuple[s
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param((), id="here"),
+        pytest.param(("hybrid=fsdp2", "hybrid.device=cpu"), id="ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_on_fixed_rollouts(tmp_path: Path, placement: tuple[str, ...]) -> None:
+    """PPO's loss by its target is PPO bit for bit, in its figures too; a loss of another form learns, and says what it gave."""
+    words = ("sim=cartpole", "policy.activation=relu", "total_steps=512", *placement)
+    runs = [
+        train_shortly(tmp_path / name, *words, f"algorithm.loss={loss}")
+        for name, loss in (("named", "ppo_clip"), ("own", "embodied_rl.algorithms.losses:ppo_clip_loss"))
+    ]
+    named, own = (policy_of(run) for run in runs)
+    assert all(torch.equal(named[name], own[name]) for name in named)
+    figures = [
+        [{name: value for name, value in row.items() if name.startswith("train/")} for row in read_metrics(run / "metrics.jsonl")]
+        for run in runs
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_the_example_loss_on_fixed_rollouts(tmp_path: Path) -> None:
+    run = train_shortly(tmp_path / "run", "sim=cartpole", "algorithm.loss=my_parts.losses:spo", "algorithm.num_epochs=2")
+    (row,) = (row for row in read_metrics(run / "metrics.jsonl") if "train/outside_fraction" in row)
+    assert row["train/entropy"] == pytest.approx(math.log(2), abs=0.01), "two choices, hardly trained"
+    assert "train/clip_fraction" not in row
+    assert row["train/epochs_done"] == 2
+
+
 @pytest.mark.parametrize("groups", [(), ("algorithm=ppo_episodes", "algorithm.groups.groups_per_step=4")], ids=["rollouts", "episodes"])
 def test_an_advantage_with_a_critic(tmp_path: Path, groups: tuple[str, ...]) -> None:
     words = ("sim=cartpole", *groups, "total_steps=128", "algorithm.rollout_steps=16")
@@ -139,6 +176,12 @@ def bare(*, log_prob: Tensor, mask: Tensor, denominator: float, aggregation: Any
     return log_prob.sum()
 
 
+def of_success(
+    *, log_prob: Tensor, positive: Tensor, mask: Tensor, denominator: float, aggregation: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return -(log_prob * positive).sum(), {}
+
+
 def of_both(*, score: Tensor, value: Tensor) -> Tensor:
     return score
 
@@ -162,7 +205,9 @@ HERE = "tests.test_own_parts"
         ({"loss": "my_parts.losses:spo", "loss_options": {"epsilo": 0.1}}, "no option of 'my_parts.losses:spo'. Did you mean 'epsilon'"),
         ({"loss": "my_parts.losses:spo", "loss_options": {"epsilon": "a"}}, "algorithm.loss_options.epsilon must be a number"),
         ({"loss": "my_parts.losses:spo", "loss_options": {"epsilon": 7.0}}, "must be between 0.001 and 1"),
-        ({"loss": "my_parts.losses:spo", "groups": None, "advantage": "gae"}, "is offered on whole episodes"),
+        ({"loss": f"{HERE}:of_success", "groups": None, "advantage": "gae"}, r"is offered on whole episodes \(it reads positive\)"),
+        ({"loss": "gspo", "groups": None, "advantage": "gae"}, r"\(its ratio is that of a sequence\)"),
+        ({"loss": "policy_gradient", "groups": None, "advantage": "gae"}, r"has no ratio .* set algorithm\.num_epochs=1"),
         ({"loss": f"{HERE}:no_mask"}, "does not take 'mask'"),
         ({"loss": f"{HERE}:no_log_prob"}, "does not take 'log_prob'"),
         ({"loss": f"{HERE}:swallows"}, "takes 'rest' without a name"),
@@ -191,6 +236,124 @@ def test_what_a_loss_returns_is_checked(name: str, reason: str) -> None:
 def test_what_an_advantage_returns_is_checked(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"must return one advantage for each row \[6\] or entry \[6, \d+\], got \[\]"):
         train_shortly(tmp_path / "run", *SHORT, f"algorithm.advantage={HERE}:of_one_number")
+
+
+# ---- policies -------------------------------------------------------------------------------------------------------
+
+FOURIER = ("sim=pendulum", "policy=custom", "policy.target=my_parts.policies:FourierPolicy", "policy.options.num_features=8")
+
+
+class SmallNetworks(ActorCritic):
+    """`policy=mlp` as a user's own class."""
+
+    def __init__(self, spec: SimSpec, *, hidden_sizes: tuple[int, ...] = (256, 256)) -> None:
+        super().__init__(PolicyConfig(hidden_sizes=tuple(hidden_sizes), activation="relu", normalize_observation=True), spec)
+
+
+class Chunked(SmallNetworks):
+    @property
+    def chunk_size(self) -> int:
+        return 3
+
+
+class Dreamer(SmallNetworks):
+    @property
+    def observation_keys(self) -> tuple[str, ...]:
+        return ("sate",)
+
+
+def train_custom(run_dir: Path, *words: str, without: tuple[str, ...] = ("policy.hidden_sizes",)) -> Path:
+    changes = [word for word in (*QUICK, *words, f"run_dir={run_dir}") if not word.startswith(without)]
+    return train(load_train_config(changes), overrides=changes)
+
+
+def test_the_example_policy_by_hand() -> None:
+    policy_class = custom_class(CustomPolicyConfig(target="my_parts.policies:FourierPolicy", options={"num_features": 2}))
+    spec = SimSpec("t", {"state": TensorSpec((1,))}, ActionSpec.continuous([-1.0], [1.0]))
+    policy: Any = policy_class(spec, num_features=2)  # type: ignore[call-arg]
+    with torch.no_grad():
+        policy.frequency.copy_(torch.tensor([[1.0, 0.0]]))
+        policy.phase.copy_(torch.tensor([0.0, math.pi]))
+        for layer, weight, bias in ((policy.actor, [[2.0, 1.0]], 0.5), (policy.critic, [[0.0, 3.0]], 0.25)):
+            layer.weight.copy_(torch.tensor(weight))
+            layer.bias.fill_(bias)
+        policy.head.log_std.fill_(0.0)
+    # Features cos(x) and cos(π) = -1: the mean is 2 cos(x) - 1 + 0.5, the value -3 + 0.25.
+    seen, action = {"state": torch.tensor([[math.pi / 3]])}, torch.tensor([[1.5]])
+    found = policy.evaluate(seen, action)
+    assert policy.act(seen, None).action.item() == pytest.approx(0.5)
+    assert found.log_prob.item() == pytest.approx(-0.5 * (1.5 - 0.5) ** 2 - 0.5 * math.log(2 * math.pi))
+    assert found.value.item() == pytest.approx(-2.75)
+
+
+def test_an_own_policy_is_trained_and_evaluated_and_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_custom(tmp_path / "run", *FOURIER)
+    saved = load_checkpoint(run)
+    assert isinstance(saved.config.policy, CustomPolicyConfig)
+    assert (saved.config.policy.target, saved.config.policy.options) == ("my_parts.policies:FourierPolicy", {"num_features": 8})
+    assert saved.policy["frequency"].shape == (3, 8), "what is not trained is saved too"
+    evaluate.main([f"checkpoint={run}", "num_episodes=2"])
+    assert "2 held-out seeds" in capsys.readouterr().out
+    # On another user's machine the name is asked about before it is imported.
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
+    line = one_line_error(evaluate.main, [f"checkpoint={run}", "num_episodes=2"], capsys)
+    assert "policy.target=my_parts.policies:FourierPolicy" in line
+    assert load_checkpoint(run, trust=["my_parts.policies:FourierPolicy"]).step == saved.step
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param((), id="here"),
+        pytest.param(("hybrid=disaggregated", "hybrid.device=cpu"), id="disaggregated", marks=pytest.mark.slow),
+        pytest.param(("hybrid=fsdp2", "hybrid.device=cpu"), id="ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_an_own_policy_is_the_run_of_ours(tmp_path: Path, placement: tuple[str, ...]) -> None:
+    """The class of `policy=mlp` by its target goes the whole way of a user's, and must come out bit for bit."""
+    words = ("sim=cartpole", "total_steps=512", *placement)
+    ours = train_shortly(tmp_path / "ours", *words, "policy.activation=relu", "policy.normalize_observation=true")
+    by_target = ("policy=custom", f"policy.target={HERE}:SmallNetworks", "policy.options.hidden_sizes=[16]")
+    own = policy_of(train_custom(tmp_path / "own", *words, *by_target))
+    assert all(torch.equal(tensor, own[name]) for name, tensor in policy_of(ours).items())
+
+
+@pytest.mark.slow
+def test_an_own_policy_on_ranks_and_cloned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that stand in no sequence, a head's among them, are gathered for its methods."""
+    monkeypatch.chdir(EXAMPLE)  # the command is typed there; other processes start there
+    ranks = ("hybrid=fsdp2", "hybrid.device=cpu", "hybrid.num_threads=1")
+    one = policy_of(train_custom(tmp_path / "one", *FOURIER, "hybrid.num_threads=1"))
+    two = policy_of(train_custom(tmp_path / "two", *FOURIER, *ranks))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4, msg=name)
+    custom = ("sim=key_door", "algorithm=bc", "policy=custom", f"policy.target={HERE}:SmallNetworks", "policy.options.hidden_sizes=[16]")
+    unknown = ("policy.hidden_sizes", "algorithm.rollout_steps")
+    run = train_custom(tmp_path / "bc", *custom, "algorithm.recorded.expert_episodes=4", "total_steps=20", without=unknown)
+    losses = [row["train/imitation_loss"] for row in read_metrics(run / "metrics.jsonl") if "train/imitation_loss" in row]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"target": "my_parts.policies:FourierPolic"}, "Did you mean 'FourierPolicy'"),
+        ({"target": "fourierr"}, "Policy 'fourierr' is not known"),
+        ({"target": "my_parts.losses:spo"}, "must be a subclass of embodied_rl.policies.base.Policy"),
+        ({"options": {"num_feature": 3}}, r"policy\.options\.num_feature is no argument .* Did you mean 'num_features'"),
+        ({"options": {"num_features": 0}}, r"policy\.options\.num_features must be between 1 and"),
+        ({"options": {"key": "sate"}}, "policy.options.key='sate' is no vector .* Did you mean 'state'"),
+        ({"target": f"{HERE}:Chunked", "options": {}}, "set policy.chunk=3"),
+        ({"target": f"{HERE}:Dreamer", "options": {}}, "reads 'sate', which task 't' does not show. Did you mean 'state'"),
+    ],
+)
+def test_mistakes_with_policies_are_one_line(changes: dict[str, Any], reason: str) -> None:
+    spec = SimSpec("t", {"state": TensorSpec((2,))}, ActionSpec.discrete(2))
+    with pytest.raises(UserError, match=reason) as caught:
+        build_policy(CustomPolicyConfig(**{"target": "my_parts.policies:FourierPolicy", **changes}), spec)
+    assert len(str(caught.value)) <= 400
 
 
 # ---- loggers --------------------------------------------------------------------------------------------------------

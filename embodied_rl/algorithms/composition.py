@@ -14,6 +14,8 @@ from embodied_rl.registry import load_target
 
 OF_CONFIG = {"gamma", "gae_lambda", "clip_low", "clip_high", "dual_clip"}
 """Options that have a key of their own in the configuration."""
+OF_ROLLOUTS = {"log_prob", "old_log_prob", "advantage"}
+"""What a loss on fixed rollouts may ask for: old is the policy that acted, or with a correction the one that the update began with."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,31 @@ def _check_without_groups(config: AlgorithmConfig, advantage: AdvantageInfo, los
         )
     if advantage.name == "gae_action" and config.normalize_reward:
         raise UserError("algorithm.normalize_reward is about decisions, and advantage=gae_action about their steps: set it false.")
-    if loss.name not in ("ppo_clip", "decoupled_ppo"):
-        raise UserError(
-            f"algorithm.loss='{loss.name}' is offered on whole episodes: set algorithm.groups, or loss=ppo_clip or decoupled_ppo."
-        )
+    _check_loss_of_rollouts(config, loss)
     if loss.name == "decoupled_ppo" or config.correction.enabled:
         _check_weighed_rollouts(config)
     if config.kl.coef > 0:
         raise UserError("algorithm.kl is offered on whole episodes: set algorithm.groups, or algorithm.kl.coef=0.")
     if config.reward != RewardConfig():
         raise UserError("algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.")
+
+
+def _check_loss_of_rollouts(config: AlgorithmConfig, loss: LossInfo) -> None:
+    """A loss on fixed rollouts sees each decision by itself, under the policy that acted and under the one in training."""
+    if loss.name == "decoupled_ppo":
+        return
+    missing = [name for name in loss.inputs if name not in OF_ROLLOUTS]
+    if missing or loss.unit != "entry" or loss.needs & {"groups", "demonstrations"}:
+        why = f"it reads {missing[0]}" if missing else f"its ratio is that of a {loss.unit}" if loss.unit != "entry" else "it needs groups"
+        raise UserError(
+            f"algorithm.loss='{loss.name}' is offered on whole episodes ({why}): set algorithm.groups, or take a loss of single decisions "
+            "(ppo_clip, decoupled_ppo, cispo, one of your own)."
+        )
+    if "old_log_prob" not in loss.inputs and (config.max_staleness or config.num_epochs > 1):
+        raise UserError(
+            f"algorithm.loss='{loss.name}' has no ratio and takes old decisions for new ones: set algorithm.num_epochs=1 and "
+            "algorithm.max_staleness=0, or take ppo_clip or cispo."
+        )
 
 
 def _check_correction(config: AlgorithmConfig, loss: LossInfo) -> None:

@@ -14,7 +14,7 @@ from embodied_rl.config.flow import FlowNetworkConfig, FlowOptions, FlowPolicyCo
 from embodied_rl.config.hybrid import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, RewardWorkerConfig, ShardingConfig
 from embodied_rl.config.language import LanguageConfig, TinyModelConfig
 from embodied_rl.config.placement import PlacementConfig
-from embodied_rl.config.policy import AnyPolicyConfig, PolicyConfig
+from embodied_rl.config.policy import AnyPolicyConfig, CustomPolicyConfig, PolicyConfig
 from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
 from embodied_rl.config.run import (
     CheckpointConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointConfig",
     "CloningConfig",
     "CorrectionConfig",
+    "CustomPolicyConfig",
     "DomainConfig",
     "EvaluationConfig",
     "FlowNetworkConfig",

@@ -205,6 +205,10 @@ class AlgorithmConfig(Config, place="algorithm"):
     gae_lambda: Share = 0.95
     num_epochs: Epochs = 10
     minibatch_size: Annotated[int, Bounds(2, 1_000_000_000)] = 256
+    adjust_batch: Literal["copy", "delete", "auto", "random_sample"] | None = None
+    """Make the rows of an update a multiple of minibatch_size and of ranks × micro_batch_size, after advantages: minibatches are equal.
+    copy: fill up with copies, which count for nothing. delete: drop random rows. auto: the nearer of the two. random_sample: as many random
+    rows as the largest multiple. null: minibatches differ by a row."""
     micro_batch_size: Rows | None = None
     """Rows of one forward and backward pass; the gradients of a minibatch's parts are added up. null: the whole minibatch."""
     ratio: Literal["chunk", "action", "token"] = "chunk"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
@@ -114,6 +115,19 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], wher
     for name, hint in hints.items():
         if name in given and _is_known(hint):
             convert(hint, given[name], f"{where}.{name}")
+
+
+def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where: str, *, offered: Collection[str]) -> None:
+    """Hold the options of a class of the user's own against its constructor, to which the package gives `offered`. Raises UserError."""
+    parameters = inspect.signature(cls).parameters
+    allowed = [key for key in parameters if key not in offered]
+    for key in given:
+        if key not in allowed:
+            raise UserError(f"{where}.{key} is no argument of '{name}'.{did_you_mean(key, allowed)}")
+    missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
+    if missing:
+        raise UserError(f"'{name}' needs {where}.{missing[0]}.")
+    check_arguments(cls.__init__, given, where)  # type: ignore[misc]  # of this very class
 
 
 def _is_known(hint: Any) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 _OPEN = (
-    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.", "logger.options."),
+    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.", "logger.options.", "policy.options."),
     *("domains.", "domains=", "generation.mix.", "generation.mix="),
 )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from embodied_rl.bounds import LogStd, Positive, Size
+from embodied_rl.bounds import Chunk, LogStd, Positive, Size
 from embodied_rl.config.building import Config, require
 from embodied_rl.config.flow import FlowPolicyConfig, PI0PolicyConfig
 from embodied_rl.config.language import LanguageConfig
@@ -54,7 +54,37 @@ class PolicyConfig(Config, place="policy"):
         return self.observation_keys if self.encoder == "mixed" else (self.observation_key,)
 
 
+@dataclass(frozen=True)
+class CustomPolicyConfig(Config, place="policy"):
+    """A policy of your own (see docs/own_parts.md)."""
+
+    target: str
+    """``package.module:Class``, a subclass of `embodied_rl.policies.base.Policy`; or a name that an installed package gives it."""
+    name: Literal["custom"] = "custom"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of its constructor, whose first is the simulator's spec."""
+    chunk: Chunk = 1
+    """K: steps of an action, as the class's `chunk_size` says."""
+
+    @property
+    def chunk_size(self) -> int:
+        """K"""
+        return self.chunk
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Parts of an observation that the policy reads: its class knows them."""
+        return (f"observation_keys of {self.target}",)
+
+
 AnyPolicyConfig = (
-    PolicyConfig | TinyVLAConfig | OpenVLAPolicyConfig | OpenVLAOFTPolicyConfig | FlowPolicyConfig | PI0PolicyConfig | LanguageConfig
+    PolicyConfig
+    | TinyVLAConfig
+    | OpenVLAPolicyConfig
+    | OpenVLAOFTPolicyConfig
+    | FlowPolicyConfig
+    | PI0PolicyConfig
+    | LanguageConfig
+    | CustomPolicyConfig
 )
 """One of these; `name` says which."""

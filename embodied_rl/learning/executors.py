@@ -117,6 +117,11 @@ class Executor(ABC):
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_parts(self) -> int:
+        """Parts that a minibatch is divided into: one for each rank that trains other rows."""
+        return 1
+
     @abstractmethod
     def begin(self, objective: Objective[Any], rows: Rows) -> None:
         """Take the rows of one update. Statistics of observations do not change until the next `begin`."""

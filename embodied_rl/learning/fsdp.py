@@ -97,7 +97,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     outer = MixedPrecisionPolicy(None if sequences else low, torch.float32, cast_forward_inputs=False)
     for block in blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=config.reshard_after_forward)
-    for head in () if sequences else _beside(module, blocks):  # value heads read float32
+    for head in () if sequences or not blocks else _beside(module, blocks):  # value heads read float32
         fully_shard(head, mesh=data_mesh, mp_policy=MixedPrecisionPolicy(None, torch.float32), offload_policy=offload)
     fully_shard(module, mesh=data_mesh, mp_policy=outer, offload_policy=offload)
     for part in sharded_parts(module):

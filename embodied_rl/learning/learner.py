@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
+from embodied_rl.learning.batching import AdjustedRows, adjust_rows
 from embodied_rl.learning.devices import compute_threads, num_cores, resolve_device
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
 from embodied_rl.learning.heap import keep_freed_memory
@@ -35,6 +36,8 @@ WIDE_LAYER = 128
 VERY_WIDE_LAYER = 512
 """From this width on, single matrix products are worth more than one thread."""
 _REFERENCE = "reference."
+_ADJUST = 31
+"""Stream of randomness."""
 
 
 class NonFiniteLossError(NonFiniteError):
@@ -111,15 +114,25 @@ class Learner:
         counted = rows.counted()
         with compute_threads(self.compute_threads):
             self.executor.begin(self.objective, counted)
+            batch = self._adjusted(counted.num_rows, max(minibatch_rows, 1), seed)
             for _ in range(config.num_epochs):
-                minibatches = Minibatches.shuffle(generator, counted.num_rows, max(minibatch_rows, 1))
-                epochs.append([self._step(self.objective, counted, chosen, rate, kl_coef) for chosen in minibatches.rows])
+                minibatches = Minibatches.shuffle(generator, batch.num_rows, max(minibatch_rows, 1)).rows
+                chosen = [own for places in minibatches if len(own := batch.indices[places][batch.weight[places] > 0])]
+                epochs.append([self._step(self.objective, counted, own, rate, kl_coef) for own in chosen])
                 if config.target_kl is not None and np.mean([figures["approx_kl"] for figures in epochs[-1]]) > config.target_kl:
                     break
         taken = list(itertools.chain.from_iterable(epochs))
         shown = [name for name in taken[0] if name != "loss" or self.objective.shows_loss]
         means = {name: float(np.mean([figures[name] for figures in taken])) for name in shown}
         return {**means, **self.objective.summary(rows, len(epochs), len(taken)), "learning_rate": rate}
+
+    def _adjusted(self, num_rows: int, minibatch_rows: int, seed: Sequence[int]) -> AdjustedRows:
+        """The rows of an update, all of them or as `algorithm.adjust_batch` says."""
+        config = self.config
+        if config.adjust_batch is None:
+            return AdjustedRows(np.arange(num_rows), np.ones(num_rows, np.float32))
+        divisors = [minibatch_rows, self.executor.num_parts * (config.micro_batch_size or 1)]
+        return adjust_rows(num_rows, divisors=divisors, mode=config.adjust_batch, seed=[*seed, _ADJUST])
 
     def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
         """Learn the masked tokens by cross-entropy; the mean loss of the last epoch. The optimizer's state is forgotten afterwards.
@@ -310,6 +323,8 @@ def _fused(
     objective: RolloutObjective, policy: Any, config: AlgorithmConfig, device: torch.device, widest: int, num_threads: int
 ) -> Executor | None:
     """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
+    if config.loss not in ("ppo_clip", "decoupled_ppo"):
+        return None
     rates = config.value_learning_rate is not None or config.head_learning_rate is not None
     if rates or config.micro_batch_size is not None or config.ratio != "chunk" or objective.precision != "float32":
         return None

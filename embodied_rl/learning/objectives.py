@@ -235,11 +235,10 @@ class RolloutObjective(ActingObjective[Batch]):
     """PPO on decisions of rollouts; a ratio belongs to what `algorithm.ratio` says."""
 
     name, unit, rows = "rollouts", "rows", Batch
-    FIGURES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
     def _loss(self) -> PolicyLoss:
-        """The weights of a correction are in the advantages already (`algorithms.ppo.corrected`)."""
-        return PolicyLoss(self.config, "ppo_clip", {})
+        """The weights of a correction, decoupled PPO's among them, are in the advantages already (`algorithms.ppo.corrected`)."""
+        return PolicyLoss(self.config, "ppo_clip", {}) if self.config.loss == "decoupled_ppo" else super()._loss()
 
     def begin(self, rows: Batch, *, kl_coef: float) -> tuple[Batch, Numbers]:
         """See `Objective.begin`; advantages are whitened here where the algorithm whitens by minibatch."""
@@ -272,7 +271,8 @@ class RolloutObjective(ActingObjective[Batch]):
             value_mask=rows.value_mask,
         )
         loss, metrics = self.loss(inputs, terms, numbers)
-        return loss, {name: metrics[name] for name in self.FIGURES}
+        metrics.pop("value_clip_fraction", None)  # by hand-derived gradients it is not counted
+        return loss, metrics
 
     def summary(self, rows: Batch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
         """See `Objective.summary`."""

@@ -203,7 +203,7 @@ class RankExecutor(Executor):
 
     @property
     def num_parts(self) -> int:
-        """Parts that a minibatch is divided into."""
+        """See `Executor.num_parts`."""
         return self.sharding.num_shards * self.sharding.num_replicas
 
     # ---- steps ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError
 from embodied_rl.registry import Registry
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def make_loggers(
 
 def check_loggers(config: LoggerConfig) -> None:
     """Import the loggers of the user's own and hold their options against their signatures. Raises UserError."""
-    from embodied_rl.config.building import check_arguments
+    from embodied_rl.config.building import check_constructor
 
     for name in config.names:
         if name in _BUILT_IN:
@@ -151,16 +151,8 @@ def check_loggers(config: LoggerConfig) -> None:
         cls = LOGGERS.load(name)
         if not (isinstance(cls, type) and issubclass(cls, Logger)):
             raise UserError(f"'{name}' is no logger: it must be a subclass of embodied_rl.loggers.Logger.")
-        parameters = inspect.signature(cls).parameters
-        given, where = config.options.get(name.rpartition(":")[2], {}), f"logger.options.{name.rpartition(':')[2]}"
-        allowed = [key for key in parameters if key not in _OFFERED]
-        for key in given:
-            if key not in allowed:
-                raise UserError(f"{where}.{key} is no argument of '{name}'.{did_you_mean(key, allowed)}")
-        missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
-        if missing:
-            raise UserError(f"'{name}' needs {where}.{missing[0]}.")
-        check_arguments(cls.__init__, given, where)
+        own = name.rpartition(":")[2]
+        check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=_OFFERED)
 
 
 def _own(config: LoggerConfig, name: str, offered: Mapping[str, Any]) -> Logger:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import build_filters
-from embodied_rl.config import PolicyConfig, TrainConfig
+from embodied_rl.config import CustomPolicyConfig, PolicyConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.methods.agents import AgentMethod, check_agent
@@ -23,6 +23,7 @@ from embodied_rl.methods.groups import GroupMethod, make_starts, queue_config
 from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
 from embodied_rl.methods.programs import ProgramMethod, check_programs
 from embodied_rl.methods.rollout import RolloutMethod
+from embodied_rl.policies.custom import custom_class
 from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
@@ -102,6 +103,8 @@ def _check_kinds(config: TrainConfig) -> None:
             f"generation.backend='{config.generation.backend}' samples tokens, and policy.name='{config.policy.name}' acts in batches: "
             "choose generation=torch, or policy=language."
         )
+    if isinstance(config.policy, CustomPolicyConfig):
+        custom_class(config.policy)
     _check_warm_start(config)
     _check_chunks(config)
 

@@ -33,6 +33,12 @@ def _actor_critic(config: Any, spec: SimSpec) -> Policy:
     return actor_critic.build_policy(config, spec)
 
 
+def _custom(config: Any, spec: SimSpec) -> Policy:
+    from embodied_rl.policies.custom import build_custom
+
+    return build_custom(config, spec)
+
+
 def _tiny_vla(config: Any, spec: SimSpec) -> Policy:
     from embodied_rl.policies.tiny_vla import TinyVLAPolicy
 
@@ -62,6 +68,7 @@ def _openvla(config: Any, spec: SimSpec) -> Policy:
 
 BUILDERS: dict[str, Callable[[Any, SimSpec], Policy]] = {
     "actor_critic": _actor_critic,
+    "custom": _custom,
     "flow": _flow,
     "openvla": _openvla,
     "openvla_oft": _openvla,

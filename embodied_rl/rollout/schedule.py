@@ -10,8 +10,7 @@ arXiv:2505.24298): each version has consumed groups_per_step of the accepted one
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -142,11 +141,3 @@ def group_seed(run_seed: int, domain: str, number: int) -> int:
     """
     digest = hashlib.blake2b(f"group/{run_seed}/{domain}/{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 2
-
-
-def least_common_multiple(numbers: Iterable[int]) -> int:
-    """Of positive whole numbers; 1 of none. Raises UserError for others."""
-    values = list(numbers)
-    if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in values):
-        raise UserError(f"Divisors of a batch must be whole numbers >= 1, got {values}.")
-    return math.lcm(*values)

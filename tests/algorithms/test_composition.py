@@ -28,7 +28,7 @@ def test_every_algorithm_file_makes_sense(name: str) -> None:
         (replace(GRPO, advantage="grpoo"), "Did you mean 'grpo'"),
         (replace(GRPO, loss="ppo"), "Loss 'ppo' is not known. Did you mean 'topr'|Loss 'ppo' is not known"),
         (replace(GRPO, groups=None), "works on whole episodes, and algorithm.groups is null"),
-        (AlgorithmConfig(loss="cispo"), "is offered on whole episodes"),
+        (AlgorithmConfig(loss="gspo"), "is offered on whole episodes"),
         (AlgorithmConfig(kl=KlConfig(coef=0.1)), "algorithm.kl is offered on whole episodes"),
         (AlgorithmConfig(reward=RewardConfig(std="batch")), "use algorithm.normalize_reward instead"),
         (replace(GRPO, normalize_reward=True), "set algorithm.reward.scale or .std instead"),

@@ -82,7 +82,7 @@ def test_units_that_were_not_executed_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (("algorithm.loss=cispo",), "offered on whole episodes"),
+        (("algorithm.loss=gspo",), "offered on whole episodes"),
         (("algorithm.loss=decoupled_ppo",), "weight_high"),
         (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.normalize_advantage=minibatch"), "minibatch"),
         (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.ratio=token"), r"algorithm\.ratio=token"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
-from embodied_rl.rollout.schedule import GroupQueueConfig, choose_batch, free_places, group_seed, least_common_multiple
+from embodied_rl.rollout.schedule import GroupQueueConfig, choose_batch, free_places, group_seed
 from embodied_rl.sim.seeding import HELD_OUT_START
 
 
@@ -118,10 +118,3 @@ def test_seed_is_the_documented_hash_and_a_training_seed() -> None:
 def test_impossible_settings_are_refused(setting: dict, named: str) -> None:
     with pytest.raises(UserError, match=named):
         GroupQueueConfig(**{"group_size": 4, "groups_per_step": 2, **setting})
-
-
-def test_least_common_multiple() -> None:
-    assert least_common_multiple([4, 6, 10]) == 60
-    assert least_common_multiple([]) == 1
-    with pytest.raises(UserError, match="whole numbers >= 1"):
-        least_common_multiple([4, 0])

@@ -5,14 +5,14 @@ It happens *after* advantages: before, copied or missing rows would bias the sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.rollout.schedule import least_common_multiple
 
 Adjustment = Literal["copy", "delete", "auto", "random_sample"]
 """copy: fill up with copies of random rows. delete: drop random rows. auto: the nearer of the two; copies where they are equally near
@@ -86,3 +86,11 @@ def _spread_draw(rng: np.random.Generator, num_rows: int, count: int) -> np.ndar
     """`count` random rows [count] int64, none of them once more often than another."""
     rounds = [rng.permutation(num_rows) for _ in range(-(-count // num_rows))]
     return np.concatenate(rounds)[:count]
+
+
+def least_common_multiple(numbers: Iterable[int]) -> int:
+    """Of positive whole numbers; 1 of none. Raises UserError for others."""
+    values = list(numbers)
+    if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in values):
+        raise UserError(f"Divisors of a batch must be whole numbers >= 1, got {values}.")
+    return math.lcm(*values)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
-from embodied_rl.rollout.batching import adjust_rows
+from embodied_rl.learning.batching import Adjustment, adjust_rows, least_common_multiple
+from tests.learning.samples import CONFIG, make_batch, make_policy, rollout_learner, update
 
 
 def test_by_hand() -> None:
@@ -78,3 +82,53 @@ def test_what_cannot_be_is_refused() -> None:
         adjust_rows(5, divisors=[8], mode="delet", seed=0)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="at least one"):
         adjust_rows(0, divisors=[8], mode="copy", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "num_distinct"),
+    [
+        # 10 rows in minibatches of 4, of micro-batches of 2: D = 4.
+        (None, [3, 3, 4], 10),
+        ("delete", [4, 4], 8),
+        ("random_sample", [4, 4], 8),
+        # 12 places in three minibatches of 4, of which the two copies count for nothing.
+        ("copy", None, 10),
+        # Two rows above a multiple and two below the next: copies, which lose nothing.
+        ("auto", None, 10),
+    ],
+)
+def test_the_minibatches_of_an_update(
+    mode: Adjustment | None, sizes: list[int] | None, num_distinct: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy()
+    config = replace(CONFIG, num_epochs=2, minibatch_size=4, micro_batch_size=2, adjust_batch=mode)
+    learner = rollout_learner(policy, config)
+    taken: list[np.ndarray] = []
+    step = learner.executor.step
+
+    def seen(chosen: np.ndarray, *rest: Any, **named: Any) -> dict[str, float]:
+        taken.append(chosen)
+        return step(chosen, *rest, **named)
+
+    monkeypatch.setattr(learner.executor, "step", seen)
+    update(learner, make_batch(policy, rows=10))
+    for epoch in np.array_split(np.arange(len(taken)), 2):
+        rows = [taken[number] for number in epoch]
+        if sizes is None:
+            assert len(rows) == 3
+            assert max(map(len, rows)) <= 4
+        else:
+            assert sorted(map(len, rows)) == sizes
+        every = np.concatenate(rows).tolist()
+        assert len(set(every)) == len(every) == num_distinct, "no row counts twice"
+    first, second = (
+        set(np.concatenate([taken[number] for number in epoch]).tolist()) for epoch in np.array_split(np.arange(len(taken)), 2)
+    )
+    assert first == second, "the rows of an update are chosen once"
+
+
+def test_least_common_multiple() -> None:
+    assert least_common_multiple([4, 6, 10]) == 60
+    assert least_common_multiple([]) == 1
+    with pytest.raises(UserError, match="whole numbers >= 1"):
+        least_common_multiple([4, 0])
