@@ -127,7 +127,7 @@ def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where
     missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
     if missing:
         raise UserError(f"'{name}' needs {where}.{missing[0]}.")
-    check_arguments(cls.__init__, given, where)  # type: ignore[misc]  # of this very class
+    check_arguments(cls.__init__, given, where)
 
 
 def _is_known(hint: Any) -> bool:
