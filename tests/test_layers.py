@@ -56,8 +56,9 @@ FLOORS: dict[str, set[str]] = {
     "config": GROUND,
     "video": GROUND,
     "sandbox": {"errors"},
+    "distributed": {""},
     "compose": {"config"},
-    "sim": GROUND | {"config", "sandbox"},
+    "sim": GROUND | {"config", "distributed", "sandbox"},
     "policies": GROUND | {"config"},
     "algorithms": GROUND | {"config"},
     "episodes": GROUND | {"video"},
@@ -65,16 +66,17 @@ FLOORS: dict[str, set[str]] = {
     "loggers": GROUND | {"config", "video"},
     "generation": GROUND | {"config", "policies"},
     "serving": {"errors"},
-    "serving.environments": GROUND | {"config", "serving", "sim"},
+    "serving.environments": GROUND | {"config", "distributed", "serving", "sim"},
     "serving.agents": GROUND | {"config", "generation", "policies", "serving"},
     "agents": GROUND | {"config", "generation", "sandbox", "sim"},
     "rollout": GROUND | {"agents", "config", "episodes", "generation", "sandbox", "serving.agents", "sim"},
-    "learning": GROUND | {"config", "episodes", "policies", "algorithms"},
+    "learning": GROUND | {"config", "distributed", "episodes", "policies", "algorithms"},
     "hybrid": GROUND | {"config", "generation", "learning", "policies", "algorithms"},
     "reporting": GROUND | {"checkpoint", "config", "loggers"},
     "run_folder": GROUND | {"config", "checkpoint", "loggers"},
     "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "learning", "policies", "rollout", "sim"},
-    "roles": GROUND | {"agents", "algorithms", "config", "generation", "hybrid", "learning", "methods", "policies", "rollout", "sim"},
+    "roles": GROUND
+    | {"agents", "algorithms", "config", "distributed", "generation", "hybrid", "learning", "methods", "policies", "rollout", "sim"},
     "resuming": GROUND | {"config", "checkpoint", "learning", "methods", "policies"},
     "trainer": GROUND
     | {"checkpoint", "config", "episodes", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "resuming", "roles"}
@@ -94,6 +96,7 @@ COMMAND_LINES |= {"serve_envs", "serve_agent", "__main__"}
 """The roof: they may import everything, each other too; nobody below may import them."""
 
 TORCH_FREE = (
+    "distributed",
     "sim",
     "serving",
     "serving.environments",

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +19,9 @@ from torch import Tensor
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-import embodied_rl
+from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.errors import UserError
-from embodied_rl.learning.link import Link
 
 _END_S = 10.0
 _TCP = "tcp://"
@@ -108,13 +107,9 @@ class LocalRanks:
             )
         for _ in range(1, num_ranks):
             ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "embodied_rl.learning.train_worker", str(theirs.fileno())]
-            # A separate process group: Ctrl-C reaches only rank 0, and the others end with it.
-            self.processes.append(
-                subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_environment(), process_group=0)
-            )
-            theirs.close()
-            self.links.append(Link(ours))
+            with theirs:
+                self.processes.append(start_module("embodied_rl.learning.train_worker", theirs.fileno(), pass_fds=(theirs.fileno(),)))
+            self.links.append(Link(ours, begins=True))
 
     def device_index(self, rank: int) -> int:
         """See `RankHost.device_index`: all see all GPUs."""
@@ -147,11 +142,7 @@ class LocalRanks:
         for link in self.links:
             link.close()  # type: ignore[attr-defined]
         for process in self.processes:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_process(process, _END_S)
 
 
 # ---- where ranks meet ---------------------------------------------------------------------------------------------------
@@ -213,9 +204,3 @@ def listen_on(address: str) -> None:
             f"Ranks of training on several nodes: no network interface of {socket.gethostname()} has {address}, its address in Ray. Start "
             f"Ray there with the address of an interface (ray start --node-ip-address=…), or with {_INTERFACE} set to its name."
         )
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with its import path: it may have been started from anywhere."""
-    own = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(own)}

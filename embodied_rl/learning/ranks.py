@@ -30,10 +30,10 @@ from torch.distributed.distributed_c10d import Store
 
 from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
+from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
-from embodied_rl.learning.link import LinkClosed
 from embodied_rl.learning.objectives import EpisodeObjective, Numbers, Objective, RolloutObjective, TokenCloning, TokenObjective
 from embodied_rl.learning.optimizer import Optimizers
 from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, make_host, open_store
@@ -350,9 +350,9 @@ class RankExecutor(Executor):
         """A collective call that fails because another rank ended says which; that rank's own error stands above, on stderr."""
         try:
             yield
-        except (RuntimeError, LinkClosed, TimeoutError) as error:
+        except (RuntimeError, ChannelClosed, TimeoutError) as error:
             # What closed the connection may be a process that still takes leave of its libraries, on a busy machine for a while.
-            ended = self.host.ended(_CLOSED_S if isinstance(error, LinkClosed) else _END_S)
+            ended = self.host.ended(_CLOSED_S if isinstance(error, ChannelClosed) else _END_S)
             if ended is None:
                 raise
             raise ended from error

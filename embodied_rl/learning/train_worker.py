@@ -18,7 +18,8 @@ from torch import distributed as dist
 
 from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, LanguageConfig, ShardingConfig
 from embodied_rl.config.building import build, convert
-from embodied_rl.learning.link import Link, LinkClosed
+from embodied_rl.distributed.channel import ChannelClosed
+from embodied_rl.distributed.link import Link
 from embodied_rl.learning.ranks import Rank, join
 from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import TrainedModule
@@ -36,7 +37,7 @@ def main(descriptor: int) -> None:
             answer = server.do(*link.recv())
             if answer is not None:
                 link.send({}, answer)
-    except LinkClosed:
+    except ChannelClosed:
         # Rank 0 ended. Leaving the process group in order would wait for it.
         os._exit(0)
 

@@ -17,8 +17,9 @@ from typing import Any
 from torch import Tensor
 
 from embodied_rl.config import TrainConfig
+from embodied_rl.distributed.channel import ChannelClosed
+from embodied_rl.distributed.link import Link
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
-from embodied_rl.learning.link import Link, LinkClosed
 from embodied_rl.roles.failures import RoleLost, encode_error
 from embodied_rl.roles.make_player import make_player
 from embodied_rl.roles.player import Player, serve
@@ -95,7 +96,7 @@ class _LinkInbox:
             return None
         try:
             message, tensors = self._link.recv()
-        except LinkClosed as error:
+        except ChannelClosed as error:
             raise EOFError from error
         arguments = unpack(message["with"], tensors)
         if message["do"] == "load":
@@ -116,7 +117,7 @@ class _LinkInbox:
                 return
             message, tensors = pack(value)
             self._link.send({"value": message}, tensors)
-        except LinkClosed as closed:
+        except ChannelClosed as closed:
             raise EOFError from closed
 
 
@@ -138,7 +139,7 @@ def main(descriptor: int) -> None:
             return
         with contextlib.suppress(EOFError):
             serve(player, inbox)
-    except LinkClosed:
+    except ChannelClosed:
         pass
     finally:
         if player is not None:

@@ -25,8 +25,8 @@ from ray.exceptions import GetTimeoutError
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.hybrid.weight_transports import pack_tensors, unpack_tensors
-from embodied_rl.learning.link import LinkClosed
 from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, listen_on, listening_store
 from embodied_rl.learning.train_worker import RankServer
 from embodied_rl.methods.language_apart import ModelFiles, write_model_files
@@ -92,7 +92,7 @@ class RayLink:
         self.send_packed(message, *_packed(tensors))
 
     def send_packed(self, message: Mapping[str, Any], text: Any, payload: Any) -> None:
-        """`text` and `payload`: of `pack_tensors`, or references to them. Raises LinkClosed."""
+        """`text` and `payload`: of `pack_tensors`, or references to them. Raises ChannelClosed."""
         self._forget_done()
         self._sent.append(self._actor.do.remote(dict(message), text, payload))
 
@@ -103,7 +103,7 @@ class RayLink:
         except GetTimeoutError as error:
             raise TimeoutError(str(error)) from error
         except GONE as error:
-            raise LinkClosed(first_line(error)) from error
+            raise ChannelClosed(first_line(error)) from error
         if outcome[0] != "value":
             raise _raised(outcome)
         return {}, {name: torch.from_numpy(array.copy()) for name, array in (outcome[1] or {}).items()}
@@ -129,9 +129,9 @@ class RayLink:
             try:
                 outcome = ray.get(reference)
             except GONE as error:
-                raise LinkClosed(first_line(error)) from error
+                raise ChannelClosed(first_line(error)) from error
             if outcome[0] != "value":
-                raise LinkClosed(str(outcome[1]))
+                raise ChannelClosed(str(outcome[1]))
         self._sent = [reference for reference in self._sent if reference not in done]
 
 
@@ -208,4 +208,4 @@ def _packed(tensors: Mapping[str, Tensor] | None) -> tuple[bytes, Any]:
 
 
 def _raised(outcome: Outcome) -> Exception:
-    return LinkClosed(str(outcome[1])) if outcome[0] == "lost" else decode_error(outcome[1])
+    return ChannelClosed(str(outcome[1])) if outcome[0] == "lost" else decode_error(outcome[1])

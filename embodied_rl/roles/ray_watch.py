@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import embodied_rl
-from embodied_rl.sim.channel import can_be_read
+from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.sim.keeper import parents
 
 _LOOK_S = 0.5

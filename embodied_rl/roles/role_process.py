@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import embodied_rl
-from embodied_rl.learning.link import Link, LinkClosed
+from embodied_rl.distributed.channel import ChannelClosed
+from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.roles.failures import RoleLost, decode_error
 from embodied_rl.roles.wire import pack
 from embodied_rl.stopping import waiting
@@ -32,16 +30,10 @@ class RoleProcess:
             gpu: the only one that it sees; None: as this process does.
         """
         self.socket, theirs = socket.socketpair()
-        environment = os.environ.copy()
-        path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(path)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
-        # A separate process group: Ctrl-C reaches only the trainer, and the role ends with it.
-        self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environment, process_group=0)
-        theirs.close()
-        self._who, self._link = who, Link(self.socket)
+        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        with theirs:
+            self.process = start_module(module, theirs.fileno(), pass_fds=(theirs.fileno(),), environment=environment)
+        self._who, self._link = who, Link(self.socket, begins=True)
         self._finalizer = weakref.finalize(self, _end, self._link, self.process)
 
     def tell(self, what: str, **arguments: Any) -> None:
@@ -49,7 +41,7 @@ class RoleProcess:
         message, tensors = pack(arguments)
         try:
             self._link.send({"do": what, "with": message}, tensors)
-        except LinkClosed as error:
+        except ChannelClosed as error:
             raise self._lost() from error
 
     def recv(self) -> tuple[Mapping[str, Any], Any]:
@@ -57,7 +49,7 @@ class RoleProcess:
         try:
             with waiting:
                 message, tensors = self._link.recv()
-        except LinkClosed as error:
+        except ChannelClosed as error:
             raise self._lost() from error
         if "error" in message:
             raise decode_error(message["error"])
@@ -77,8 +69,4 @@ class RoleProcess:
 
 def _end(link: Link, process: subprocess.Popen[bytes]) -> None:
     link.close()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    end_process(process, _END_S)

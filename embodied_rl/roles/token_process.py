@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.config import TrainConfig
+from embodied_rl.distributed.channel import ChannelClosed
+from embodied_rl.distributed.link import Link
 from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.learning.devices import compute_threads, resolve_device
-from embodied_rl.learning.link import Link, LinkClosed
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
 from embodied_rl.roles.failures import encode_error
 from embodied_rl.roles.role_process import RoleProcess
@@ -175,7 +176,7 @@ class _Host:
         self._reader: tuple[str, SharedWeightsReader] | None = None
 
     def serve(self) -> None:
-        """Sample, and do what is asked between two steps, until the other end is gone (LinkClosed)."""
+        """Sample, and do what is asked between two steps, until the other end is gone (ChannelClosed)."""
         while True:
             wait_s = None if not self._in_flight else _NAP_S if self._stands else 0.0
             if select.select([self._descriptor], [], [], wait_s)[0]:
@@ -244,10 +245,10 @@ def main(descriptor: int) -> None:
                 backend = blank_backend(config, Path(name), resolve_device(config.hybrid.device))
             link.send({"done": True})
             _Host(link, descriptor, backend).serve()
-    except LinkClosed:
+    except ChannelClosed:
         pass
     except Exception as error:
-        with contextlib.suppress(LinkClosed):
+        with contextlib.suppress(ChannelClosed):
             link.send({"error": encode_error(error)})
     finally:
         if backend is not None:

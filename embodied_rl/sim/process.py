@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled, can_be_read
+from embodied_rl.distributed.processes import start_module
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import thread_variables
-from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled, can_be_read
 from embodied_rl.sim.faults import FaultKind, NonFiniteSimulationError, SimFault
 from embodied_rl.stopping import waiting
 
@@ -52,20 +53,12 @@ class WorkerProcess:
         life_read, self._life_write = os.pipe()
         self._ready, ready_write = os.pipe()
         self._pid: int | None = None
-        environment = {**os.environ, **thread_variables(threads)}
         # Some simulators iterate over sets of strings: without this a seed would mean another episode in every process.
-        environment.setdefault("PYTHONHASHSEED", "0")
+        environment = {**thread_variables(threads), "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         handed = (theirs.fileno(), life_read, ready_write)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "embodied_rl.sim.keeper", module, str(os.getpid()), *map(str, handed)],
-                pass_fds=handed,
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                env=_with_import_path(environment),
-                process_group=0,
-            )
+            keeper = ("embodied_rl.sim.keeper", module, os.getpid(), *handed)
+            self._process = start_module(*keeper, pass_fds=handed, environment=environment, output=self._output)
         finally:
             theirs.close()
             os.close(life_read)
@@ -245,12 +238,3 @@ def close_all(workers: list[WorkerProcess]) -> None:
     for worker in workers:
         worker.close()
     workers.clear()
-
-
-def _with_import_path(environment: dict[str, str]) -> dict[str, str]:
-    """Let the worker find this package even where the parent runs from a checkout that is not installed."""
-    import embodied_rl
-
-    root = os.path.dirname(os.path.dirname(os.path.abspath(embodied_rl.__file__)))
-    known = environment.get("PYTHONPATH")
-    return {**environment, "PYTHONPATH": root if not known else f"{root}{os.pathsep}{known}"}

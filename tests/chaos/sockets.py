@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied_rl.sim import channel
+from embodied_rl.distributed import channel
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager
@@ -50,7 +50,7 @@ class Sockets(Attack):
         super().__init__(folder)
         self._manager: EnvManager | None = None
         self._replaced = self._steps = 0
-        self._stall_s, channel.STALL_S = channel.STALL_S, 0.5
+        self._stall_s, channel.Channel.stall_s = channel.Channel.stall_s, 0.5
 
     def attempt(self, number: int, chance: random.Random) -> str | None:
         kind, worker, to_worker, pending = chance.choice(KINDS), chance.randrange(WORKERS), chance.random() < 0.5, chance.random() < 0.3
@@ -72,7 +72,7 @@ class Sockets(Attack):
         return {"workers replaced": self._replaced, "steps compared": self._steps}
 
     def close(self) -> None:
-        channel.STALL_S = self._stall_s
+        channel.Channel.stall_s = self._stall_s
         self._end()
 
     # ---- inside -----------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import torch
 from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ToolRequest, ValidAction
 from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
 from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
+from embodied_rl.distributed.link import Link
 from embodied_rl.errors import UserError
-from embodied_rl.learning.link import Link
 from embodied_rl.roles.failures import RoleError, decode_error, encode_error
 from embodied_rl.roles.wire import pack, unpack
 from embodied_rl.rollout.groups import BatchNeverFullError
@@ -28,7 +28,7 @@ def sent(value: Any) -> Any:
     """Through a real socket."""
     ours, theirs = socket.socketpair()
     message, tensors = pack(value)
-    sender, receiver = Link(ours), Link(theirs)
+    sender, receiver = Link(ours, begins=True), Link(theirs)
     sender.send({"value": message}, tensors)
     received, arrays = receiver.recv(10.0)
     sender.close()

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodied_rl.distributed.channel import Channel
 from embodied_rl.sim import patience
-from embodied_rl.sim.channel import Channel
 from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager

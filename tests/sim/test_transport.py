@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.sim import affinity, channel, transport
+from embodied_rl.distributed import channel
+from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
+from embodied_rl.sim import affinity, transport
 from embodied_rl.sim.affinity import available_cores
-from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim.transport import Doorbell, Layout, Slab, slab_layout
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
@@ -408,7 +409,7 @@ def test_nothing_in_time_is_a_timeout(ends: tuple[Channel, Channel]) -> None:
 
 
 def test_a_message_that_was_cut_off_is_garbled(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "STALL_S", 0.2)
+    monkeypatch.setattr(channel.Channel, "stall_s", 0.2)
     left, right = asked(ends)
     right.socket.sendall(written(right, {"kind": "done"})[:-3])
     with pytest.raises(ChannelGarbled, match="cut off: 3 of 16 bytes"):
@@ -441,7 +442,7 @@ def test_messages_with_the_key_are_looked_at_too(ends: tuple[Channel, Channel]) 
         (key + struct.pack("<QIQ", 1, 3, 0) + b"{no", "no JSON"),
         (key + struct.pack("<QIQ", 1, 100_000, 0) + b"[" * 100_000, "no JSON"),
         (key + struct.pack("<QIQ", 1, 3, 0) + b"[1]", "a list instead of an object"),
-        (key + struct.pack("<QIQ", 0, 2, 0) + b"{}", "request 0 instead of 1"),
+        (key + struct.pack("<QIQ", 0, 2, 0) + b"{}", "number 0 instead of 1"),
     ):
         right.socket.sendall(data)
         with pytest.raises(ChannelGarbled, match=what):
@@ -451,7 +452,7 @@ def test_messages_with_the_key_are_looked_at_too(ends: tuple[Channel, Channel]) 
     left.ask({"do": "the next"})
     right.next_request()
     right.socket.sendall(key + struct.pack("<QIQ", 1, 15, 0) + b'{"kind":"done"}')
-    with pytest.raises(ChannelGarbled, match="request 1 instead of 2"):
+    with pytest.raises(ChannelGarbled, match="number 1 instead of 2"):
         left.next_answer(240.0)
 
 

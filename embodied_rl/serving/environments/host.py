@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.errors import UserError
-from embodied_rl.sim.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.sim.env import SimEnv, SimFactory
 from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.snapshots import SnapshotError

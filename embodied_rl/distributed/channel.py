@@ -1,4 +1,7 @@
-"""A socket between manager and worker for what is rare or of varying size: set-up, resets, pictures, tracebacks."""
+"""The one form of messages between processes of a run: JSON and a block of raw bytes, on a socket. Nothing is pickled.
+
+What is frequent has ways of its own: steps go through shared memory, weights through shared memory or Ray's object store.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _HEADER = struct.Struct("<8sQIQ")
 """Key of the channel, number of the request, bytes of the text, bytes of the payload."""
 _MOST_TEXT = 1 << 28
 _MOST_PAYLOAD = 1 << 36
-STALL_S = 10.0
-"""A message that has begun and does not go on for so long was cut off."""
+_JOINED = 1 << 16
+"""A payload up to so many bytes is sent with its header in one call."""
 _SLOWEST = 1 << 20
 """Bytes a second: a message that comes more slowly is none."""
 
@@ -30,49 +33,20 @@ class ChannelGarbled(ValueError):
     """What came is no message of the other end's: nothing that comes later can be trusted either."""
 
 
-class Channel:
-    """Requests one way, each with one answer: JSON, each with an optional block of raw bytes; nothing is pickled.
+class Messages:
+    """A connected socket of numbered messages.
 
-    Every message carries the key of its channel, which the asking end draws and the first request brings, and the number of the request
-    that it asks or answers. So the channel detects foreign bytes, and answers to another request, at once.
+    Every message carries a key, which the end that begins draws and the first message brings, and a number that the other end expects. So
+    foreign bytes, and messages out of turn, are detected at once.
     """
 
-    def __init__(self, connection: socket.socket, *, asks: bool = False) -> None:
-        """`asks`: this end sends the requests."""
+    stall_s: float = 10.0
+    """A message that has begun and does not go on for so long was cut off."""
+
+    def __init__(self, connection: socket.socket, *, begins: bool) -> None:
+        """`begins`: this end sends the first message."""
         self.socket = connection
-        self.number = 0
-        """Of the last request."""
-        self._key = secrets.token_bytes(8) if asks else None
-
-    def ask(self, message: dict[str, Any], payload: bytes = b"", *, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
-        """Send the next request, and file descriptors along with it. Raises ChannelClosed as `answer`."""
-        self.number += 1
-        self._send(message, payload, fds, timeout_s)
-
-    def answer(self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = None) -> None:
-        """Answer the last request. Raises ChannelClosed, also when the other end does not take the message in time."""
-        self._send(message, payload, (), timeout_s)
-
-    def next_answer(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
-        """The answer to the last request.
-
-        Raises:
-            ChannelClosed: the other end is gone.
-            ChannelGarbled: something else came, or a message was cut off.
-            TimeoutError: nothing came in time.
-        """
-        message, payload, fds = self._recv(self.number, timeout_s)
-        _close_all(fds)
-        return message, payload
-
-    def next_request(self, *, num_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]]:
-        """Wait for the next request; (message, payload, as many descriptors as were to come). Raises ChannelClosed or ChannelGarbled."""
-        message, payload, fds = self._recv(self.number + 1, None)
-        self.number += 1
-        if len(fds) != num_fds:
-            _close_all(fds)
-            raise ChannelGarbled(f"{len(fds)} file descriptors came instead of {num_fds}")
-        return message, payload, fds
+        self._key = secrets.token_bytes(8) if begins else None
 
     def has_message(self) -> bool:
         """Whether something, or the news of the other end's death, can be read without waiting."""
@@ -83,14 +57,20 @@ class Channel:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _send(self, message: dict[str, Any], payload: bytes, fds: Sequence[int], timeout_s: float | None) -> None:
+    def _send(
+        self, number: int, message: Mapping[str, Any], payload: bytes, fds: Sequence[int] = (), timeout_s: float | None = None
+    ) -> None:
         text = json.dumps(message).encode()
-        assert self._key is not None, "the first request brings the key"
-        data = _HEADER.pack(self._key, self.number, len(text), len(payload)) + text + payload
+        assert self._key is not None, "the first message brings the key"
+        data, rest = _HEADER.pack(self._key, number, len(text), len(payload)) + text, payload
+        if len(payload) <= _JOINED:
+            data, rest = data + payload, b""
         self.socket.settimeout(timeout_s)
         try:
             sent = socket.send_fds(self.socket, [data[: _HEADER.size]], fds) if fds else 0
             self.socket.sendall(memoryview(data)[sent:])
+            if rest:
+                self.socket.sendall(rest)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
@@ -103,7 +83,7 @@ class Channel:
             if key != (self._key or key) or text_size > _MOST_TEXT or payload_size > _MOST_PAYLOAD:
                 raise ChannelGarbled(f"a message of {text_size:,} + {payload_size:,} bytes that is none of ours")
             if got != number:
-                raise ChannelGarbled(f"a message of request {got} instead of {number}")
+                raise ChannelGarbled(f"a message of number {got} instead of {number}")
             message = _parsed(self._exactly(text_size))
             payload = self._exactly(payload_size)
         except BaseException:
@@ -131,9 +111,9 @@ class Channel:
     def _exactly(self, size: int) -> bytes:
         """The rest of a message that has begun."""
         parts, missing = [], size
-        until = time.monotonic() + STALL_S + size / _SLOWEST
+        until = time.monotonic() + self.stall_s + size / _SLOWEST
         while missing:
-            self.socket.settimeout(min(STALL_S, max(until - time.monotonic(), 0.001)))
+            self.socket.settimeout(min(self.stall_s, max(until - time.monotonic(), 0.001)))
             try:
                 part = self.socket.recv(min(missing, 1 << 20))
             except TimeoutError:
@@ -145,6 +125,46 @@ class Channel:
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)
+
+
+class Channel(Messages):
+    """Requests one way, each with one answer; both carry the request's number."""
+
+    def __init__(self, connection: socket.socket, *, asks: bool = False) -> None:
+        """`asks`: this end sends the requests."""
+        super().__init__(connection, begins=asks)
+        self.number = 0
+        """Of the last request."""
+
+    def ask(self, message: dict[str, Any], payload: bytes = b"", *, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
+        """Send the next request, and file descriptors along with it. Raises ChannelClosed as `answer`."""
+        self.number += 1
+        self._send(self.number, message, payload, fds, timeout_s)
+
+    def answer(self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = None) -> None:
+        """Answer the last request. Raises ChannelClosed, also when the other end does not take the message in time."""
+        self._send(self.number, message, payload, (), timeout_s)
+
+    def next_answer(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
+        """The answer to the last request.
+
+        Raises:
+            ChannelClosed: the other end is gone.
+            ChannelGarbled: something else came, or a message was cut off.
+            TimeoutError: nothing came in time.
+        """
+        message, payload, fds = self._recv(self.number, timeout_s)
+        _close_all(fds)
+        return message, payload
+
+    def next_request(self, *, num_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]]:
+        """Wait for the next request; (message, payload, as many descriptors as were to come). Raises ChannelClosed or ChannelGarbled."""
+        message, payload, fds = self._recv(self.number + 1, None)
+        self.number += 1
+        if len(fds) != num_fds:
+            _close_all(fds)
+            raise ChannelGarbled(f"{len(fds)} file descriptors came instead of {num_fds}")
+        return message, payload, fds
 
 
 def can_be_read(descriptor: int, timeout_s: float) -> bool:

@@ -1,0 +1,1 @@
+"""How processes of one run are started, and what they say to each other."""
