@@ -17,7 +17,7 @@ from torch import Tensor
 from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 Statistic = Literal["none", "batch", "group", "running"]
 
@@ -63,19 +63,6 @@ class Moments:
         delta = other.mean - self.mean
         squares = self.var * self.count + other.var * other.count + delta**2 * self.count * other.count / total
         return Moments(self.mean + delta * other.count / total, squares / total, total)
-
-    def over_ranks(self, process_group: ProcessGroup | None = None) -> Moments:
-        """Of all ranks together, the same on each; without an initialised ``torch.distributed``, of this one."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return self
-        on_gpu = torch.distributed.get_backend(process_group) == "nccl"
-        own = torch.tensor([self.mean, self.var, self.count], dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-        parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(process_group))]
-        torch.distributed.all_gather(parts, own, group=process_group)
-        merged = Moments()
-        for part in parts:
-            merged = merged.merge(Moments(*part.tolist()))
-        return merged
 
     def to_dict(self) -> dict[str, float]:
         """JSON-able; floats survive JSON bit for bit."""
@@ -161,8 +148,8 @@ def normalize_reward(
         reward: [B], one number per row (an episode's or a turn's).
         group: [B] integers, any values, rows of a group anywhere; see `group_ids`. Only for ``group``.
         mask: [B] bool; rows that count. The others get 0 and may be NaN.
-        batch_moments: statistics of the global batch where this call sees a part of it: ``Moments.of(part, mask).over_ranks()``, or
-            the parts' merged. None: of these rows.
+        batch_moments: statistics of the global batch where this call sees a part of it: the parts' ``Moments.of(part, mask)``,
+            merged. None: of these rows.
         running: the record for ``running``; merge this batch into it first, so that one number divides the whole batch.
 
     Returns:

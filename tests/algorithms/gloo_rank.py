@@ -15,7 +15,6 @@ from torch import distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from embodied_rl.algorithms.aggregation import global_denominator
-from embodied_rl.algorithms.rewards import Moments
 from tests.algorithms.loss_cases import AGGREGATIONS, OPTIONS, gradient, log_prob_of, make_case, run, select
 
 BOUNDS = (0, 5, 21, 26, 40, 64)
@@ -50,8 +49,6 @@ def main(rank: int, num_ranks: int, store: str, output: str) -> None:
             dist.all_reduce(grad)
             results[f"{aggregation.mode} {name} loss"], results[f"{aggregation.mode} {name} gradient"] = loss, grad
         results[f"{aggregation.mode} ddp"] = averaged_gradient(parts, aggregation)
-    moments = Moments.of(case["advantage"][BOUNDS[first] : BOUNDS[last]]).over_ranks()
-    results["moments"] = torch.tensor([moments.mean, moments.var, moments.count], dtype=torch.float64)
     torch.save(results, output)
     dist.destroy_process_group()
 
