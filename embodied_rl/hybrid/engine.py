@@ -12,7 +12,7 @@ from embodied_rl.learning.devices import compute_threads
 
 
 class TrainedCopy(Protocol):
-    """Where training happens on a copy of the policy (`RankExecutor`, or a process of its own)."""
+    """Where training happens on a copy of the policy (`RankExecutor`, or another process)."""
 
     def write_back(self) -> None:
         """Bring the trained weights into the policy."""

@@ -1,6 +1,6 @@
 """Objectives on stored steps: imitation of their actions, and critics of actions with the policy that follows them.
 
-Of critics, an update is several steps on the same rows, each of its own objective and of its own parameters (`steps_of`): implicit
+Of critics, an update is several steps on the same rows, each with its own objective and its own parameters (`steps_of`): implicit
 Q-learning steps the state value, the policy and the critics; AWAC the policy and the critics; soft actor-critic the critics, and the policy
 with the entropy's coefficient. The targets follow after the critics' step.
 """

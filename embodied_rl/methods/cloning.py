@@ -63,7 +63,7 @@ class CloningMethod(Method):
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
             raise UserError("algorithm.cloning.loss=mse is for continuous actions; those of this task are choices: set loss=nll.")
         if cloning.loss == "mse" and policy.translates:
-            raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has a cloning loss of its own: set loss=nll.")
+            raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has its own cloning loss: set loss=nll.")
         self.config, self.policy, self.options = config, policy, cloning
         self.objective = CloningObjective(policy, config.algorithm, config.hybrid.precision)
         self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid))

@@ -177,7 +177,7 @@ class DomainsMethod(Method):
 
     @property
     def sharded(self) -> RankExecutor | None:
-        """See `Method.sharded`: of the language policy, which alone has ranks."""
+        """See `Method.sharded`: of the language policy, the only one with ranks."""
         return next((role.ranks for role in self.roles.values() if role.ranks is not None), None)
 
     @property

@@ -91,7 +91,7 @@ class TrainedModule(nn.Module):
         return "value" if name.startswith("critic") else "backbone"
 
     def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{group: {name in the optimizer's state: parameter}}: each group has an optimizer of its own, which an objective steps.
+        """{group: {name in the optimizer's state: parameter}}: each group has its own optimizer, which an objective steps.
 
         By default one group, ``""``, of all that is trained.
         """
@@ -127,7 +127,7 @@ class Policy(TrainedModule):
     """A torch module that acts. `evaluate` on what `act` produced gives the same log-probabilities.
 
     By default an action is the simulator's own, normalised, for one step. A policy whose actions are its own (tokens, a denoising, a
-    chunk) says so with `translates`, and how many units they have; it has a `cloning_loss` of its own.
+    chunk) says so with `translates`, and how many units they have; it has its own `cloning_loss`.
     """
 
     spec: SimSpec
@@ -209,7 +209,7 @@ class Policy(TrainedModule):
             action: [B, A] normalised, int64 [B, 1] for discrete; [B, K, A] of a policy that `translates`.
             mask: [B, K] bool, steps of chunks that exist; None: all.
         """
-        assert mask is None, "a policy that acts in chunks has a cloning loss of its own"
+        assert mask is None, "a policy that acts in chunks has its own cloning loss"
         return -self.evaluate(observation, action).log_prob.sum(-1)
 
     def limit_noise(self, smallest: float) -> None:

@@ -47,7 +47,7 @@ def make_vec_env(
     task: str | None = None,
     **kwargs: Any,
 ) -> ManagerVectorEnv:
-    """A simulator of the catalogue as a vector environment with worker processes of its own: ``make_vec_env("maniskill_pushcube", 8)``.
+    """A simulator of the catalogue as a vector environment with its own worker processes: ``make_vec_env("maniskill_pushcube", 8)``.
 
     Args:
         sim: a name of ``python -m embodied_rl.catalog sims``.
@@ -76,7 +76,7 @@ def make_vec_env(
 
 
 def make_env(sim: str, *, task: str | None = None, **kwargs: Any) -> ManagerEnv:
-    """One environment of a simulator of the catalogue, in a process of its own, as a `gymnasium.Env`: ``make_env("cartpole")``.
+    """One environment of a simulator of the catalogue, in its own process, as a `gymnasium.Env`: ``make_env("cartpole")``.
 
     Arguments and errors are those of `make_vec_env`.
     """

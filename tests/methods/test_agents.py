@@ -239,7 +239,7 @@ def test_asynchronous_collection_and_other_methods_run(tmp_path: Path) -> None:
         (["algorithm=ppo_episodes"], "algorithm.advantage='gae' needs a critic"),
         (["generation=torch"], "generation.backend='torch' does not sample tokens"),
         (["policy=mlp"], "generation.backend='tokens_torch' samples tokens"),
-        (["policy=mlp", "generation=torch"], "algorithm.warm_start.player=x answers in words"),
+        (["policy=mlp", "generation=torch"], "algorithm.warm_start.player=x answers in text"),
         (["algorithm.warm_start={episodes: 1}"], "algorithm.warm_start of a language agent clones a scripted player"),
     ],
 )

@@ -71,7 +71,7 @@ def test_group_statistics_and_age() -> None:
 
 
 def test_mixed_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="domain 'only' and seed 0 alone"):
+    with pytest.raises(ValueError, match="domain 'only' and only seed 0"):
         EpisodeGroup(0, "only", 0, 0, (episode(), episode(seed=1)))
     with pytest.raises(ValueError, match="domain"):
         group([])

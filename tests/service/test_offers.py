@@ -154,7 +154,7 @@ def test_which_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second[1]
     assert len({first[0], second[0]}) == 2
     assert token_to_ask_for("TOKEN_OF_A_TEST", "none", "127.0.0.1") == (None, False)
-    with pytest.raises(UserError, match="token=none is for a server on this machine alone"):
+    with pytest.raises(UserError, match="token=none is only for a server on this machine"):
         token_to_ask_for("TOKEN_OF_A_TEST", "none", "0.0.0.0")
     with pytest.raises(UserError, match="there is no token"):
         token_to_ask_for("TOKEN_OF_A_TEST", None, "0.0.0.0")

@@ -143,8 +143,8 @@ def test_each_fault_is_caught_by_its_check_alone(fault: str, check: str, says: s
     ("fault", "says"),
     [
         ("", "observed after every 4 steps and at their ends: 3 episodes of 40 steps, bit by bit"),
-        ("looks_and_moves", "observed after every 4 steps alone: environment 0: 'reward' differs first at step 2"),
-        ("rewards_what_is_seen", "observed after every 4 steps alone: environment 0: 'reward' differs first at step 2"),
+        ("looks_and_moves", "observed only after every 4 steps: environment 0: 'reward' differs first at step 2"),
+        ("rewards_what_is_seen", "observed only after every 4 steps: environment 0: 'reward' differs first at step 2"),
     ],
 )
 def test_observations_that_are_left_out_change_nothing(fault: str, says: str) -> None:

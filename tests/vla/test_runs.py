@@ -148,7 +148,7 @@ def test_evaluate_and_render_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
         (("record.share=0.5",), "record.share=0.5 writes actions step by step"),
         (("algorithm.ratio=action", "policy=mlp"), "need a policy that acts in chunks"),
         ((WARM,), "has no expert"),
-        (("+algorithm.warm_start={player: a:b}",), "answers in words"),
+        (("+algorithm.warm_start={player: a:b}",), "answers in text"),
     ],
 )
 def test_a_mistake_is_one_line(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:

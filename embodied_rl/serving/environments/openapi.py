@@ -43,7 +43,7 @@ def described(limits: ServiceLimits) -> dict[str, Any]:
         "/v1/environments": {
             "get": _route("Which environments there are.", "Each of them.", {"environments": {"type": "array", "items": _OBJECT}}),
             "post": _route(
-                "Make environments, each in a process of its own.",
+                "Make environments, each in its own process.",
                 "Their ids and their spec.",
                 {"environments": _TEXTS, "spec": _OBJECT},
                 body=(make, ["sim"]),
