@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,8 +30,11 @@ PROBE_TIMEOUT_S = 120.0
 COMMAND = Command(
     name="doctor",
     summary="Say what this machine can run, what is missing, and the command that brings it.",
-    arguments=(Argument("json", bool, "print the report as JSON (--json does too)", False),),
-    examples=("", "json=true"),
+    arguments=(
+        Argument("json", bool, "print the report as JSON (--json does too)", False),
+        Argument("export", bool, "print only what other programs need to draw here, as lines for a shell's eval", False),
+    ),
+    examples=("", "json=true", "export=true"),
 )
 
 _NOT_HERE = 3  # exit status of a probe that raised NotHere
@@ -150,6 +154,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["--probe"]:  # ourselves, in a process for one probe
         return _probe_here(words[1])
     values, _ = COMMAND.parse(["json=true" if word == "--json" else word for word in words])
+    if values["export"]:
+        from embodied_rl.sim.rendering import exports
+
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in exports().items()))
+        return 0
     checks = examine()
     if values["json"]:
         print(json.dumps({"can_train": can_train(checks), "checks": [asdict(check) for check in checks]}, indent=2))

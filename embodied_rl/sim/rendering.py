@@ -56,6 +56,16 @@ def configure_rendering() -> dict[str, str]:
     return chosen
 
 
+def exports() -> dict[str, str]:
+    """What other programs' processes need in their environment to draw as ours do: what `configure_rendering` chooses, and where the
+    libraries lie that it would load itself."""
+    folder, chosen = Path(sys.prefix) / PRIVATE_FOLDER, configure_rendering()
+    if (folder / "preload.txt").is_file():
+        others = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path and path != str(folder)]
+        chosen["LD_LIBRARY_PATH"] = os.pathsep.join([str(folder), *others])
+    return chosen
+
+
 @lru_cache(maxsize=1)
 def vulkan_available() -> bool:
     """Whether SAPIEN finds a Vulkan device that it accepts here; asked once, in a child process, without importing sapien.

@@ -42,6 +42,8 @@ from embodied_rl.types import SimSpec, TensorSpec
 if TYPE_CHECKING:
     import h5py
 
+_BY_SUCCESS = "embodied_rl_terminated_by_success"
+"""Attribute of an episode of ours whose termination is only its success."""
 NAME = "trajectory"
 TARGET = "embodied_rl.sim.robots.maniskill:make"
 """Of the simulator that plays these tasks here."""
@@ -155,6 +157,8 @@ class ManiSkillRecording(ForeignRecording):
         for ours, theirs in (("terminated", "terminated"), ("truncated", "truncated")):
             flag = split_ends(file.array(group, theirs, number, length).astype(bool), ours, notes)
             fields[ours] = last_only(length, flag)
+        if file.attribute(group, _BY_SUCCESS, number):
+            fields["terminated"][-1] = False
         for ours, theirs, kind in (("success", "success", bool), ("reward", "rewards", np.float32)):
             if file.has(group, theirs):
                 fields[ours] = file.array(group, theirs, number, length).astype(kind)
@@ -277,7 +281,7 @@ def _write_h5(path: Path, recording: Recording, kept: Mapping[str, TensorSpec], 
     with import_h5py().File(path, "w") as file:
         for number, episode in enumerate(recording):
             group = file.create_group(f"traj_{number}", track_order=True)
-            _write_episode(group, episode, kept, notes)
+            _write_episode(group, episode, kept, notes, ends_at_success=recording.info.sim.get("target") == TARGET)
             theirs = dict(episode.metadata).get("maniskill")
             known = theirs if isinstance(theirs, dict) else {}
             reset = known.get("reset_kwargs") or _reset_kwargs(episode, recording.info)
@@ -303,7 +307,9 @@ def _reset_kwargs(episode: RecordedEpisode, info: RecordingInfo) -> dict[str, An
     return {"seed": episode.seed} | ({"options": options} if options else {})
 
 
-def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: NoteBook) -> None:
+def _write_episode(
+    group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: NoteBook, ends_at_success: bool
+) -> None:
     if tuple(kept) == ("state",):
         write_array(group, "obs", episode.observation["state"])
     else:
@@ -311,8 +317,13 @@ def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[st
         for key in kept:
             write_array(obs, _place(key), episode.observation[key])
     group.create_dataset("actions", data=episode.action)
-    for name in ("terminated", "truncated", "success"):
-        group.create_dataset(name, data=getattr(episode, name), dtype=bool)
+    terminated = episode.terminated.copy()
+    if ends_at_success and episode.success[-1] and not terminated[-1]:
+        # ManiSkill's tasks terminate at success, and its own recordings say so; ours go on, or are cut there.
+        terminated[-1] = group.attrs[_BY_SUCCESS] = True
+        notes.add("terminated", "changed", "success at the last step is termination, as ManiSkill's tasks have it; read back as it was")
+    for name, flags in (("terminated", terminated), ("truncated", episode.truncated), ("success", episode.success)):
+        group.create_dataset(name, data=flags, dtype=bool)
     group.create_dataset("rewards", data=episode.reward, dtype=np.float32)
     if episode.state is not None:
         states = group.create_group("env_states", track_order=True)

@@ -19,10 +19,12 @@ from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.recording import Recording, RecordingError
 from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.sim.rendering import vulkan_available
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.formats.samples import STATE, info_of, record, rich_episode
 
+ROOT = Path(__file__).resolve().parents[3]
 REPLAY = Path(__file__).with_name("maniskill_replay.py")
 
 
@@ -254,6 +256,49 @@ def play(folder: Path, task: str) -> Recording:
             sink.finish({})
     sim.close()
     return open_recording(folder)
+
+
+def test_success_at_the_last_step_is_termination_in_their_file(tmp_path: Path) -> None:
+    """Their tasks terminate at success; ours was cut there. Ours comes back as it was, and other simulators' episodes are left alone."""
+    won, lost = (make_episode(STATE, seed, 3, ends="truncated", success=seed == 1) for seed in (1, 2))
+    assert won.truncated[-1]
+    assert not won.terminated.any()
+    for target, expected in ((TARGET, [True, False]), ("elsewhere:make", [False, False])):
+        folder = tmp_path / expected.__repr__()
+        with record(folder / "native", RecordingInfo(STATE, {"target": target}, {"kind": "expert"}), [won, lost]) as source:
+            write_foreign(source, folder / "there", "maniskill")
+        with h5py.File(folder / "there" / "trajectory.h5") as file:
+            assert [bool(file[f"traj_{number}/terminated"][-1]) for number in range(2)] == expected
+            assert [bool(file[f"traj_{number}/truncated"][-1]) for number in range(2)] == [True, True]
+        with open_recording(folder / "there") as back:
+            assert [bool(episode.terminated.any()) for episode in back] == [False, False]
+
+
+@pytest.mark.slow
+def test_the_documented_command_runs_in_a_fresh_shell(tmp_path: Path) -> None:
+    """Nothing of this process is known there: the shell takes what drawing needs from `doctor export=true`, then runs their program."""
+    pytest.importorskip("mani_skill")
+    with play(tmp_path / "native", "PushCube-v1") as source:
+        write_foreign(source, tmp_path / "there", "maniskill")
+    script = (
+        f'eval "$({sys.executable} -m embodied_rl.doctor export=true)"; '
+        f"{sys.executable} -m mani_skill.trajectory.replay_trajectory --traj-path {tmp_path}/there/trajectory.h5 "
+        "--save-traj --allow-failure"
+    )
+    fresh = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", script], env=fresh, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL
+    )
+    if (
+        "export VK_ICD_FILENAMES"
+        not in subprocess.run(
+            [sys.executable, "-m", "embodied_rl.doctor", "export=true"], env=fresh, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        and not vulkan_available()
+    ):
+        pytest.skip("this machine has no Vulkan driver, of the system's or of the environment's")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Replayed 2 episodes" in done.stdout
 
 
 @pytest.mark.slow
