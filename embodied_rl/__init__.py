@@ -1,3 +1,31 @@
-"""embodied_rl trains vision-language-action policies and language agents by reinforcement learning in simulators."""
+"""embodied_rl trains vision-language-action policies and language agents by reinforcement learning in simulators.
+
+From Python: `embodied_rl.learn(sim=MyEnv)` returns a `Run`, and `embodied_rl.load_policy(path)` what answers ``predict(observation)``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from embodied_rl.commands.learn import Run as Run
+    from embodied_rl.commands.learn import learn as learn
+    from embodied_rl.commands.load_policy import LoadedPolicy as LoadedPolicy
+    from embodied_rl.commands.load_policy import load_policy as load_policy
 
 __version__ = "0.1.0"
+
+_HOMES = {"learn": "learn", "Run": "learn", "load_policy": "load_policy", "LoadedPolicy": "load_policy"}
+"""{what the package offers at its top: its module in `embodied_rl.commands`}. Each is imported when it is first asked for: simulator
+processes import this package too."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'embodied_rl' has no attribute {name!r}")
+    return getattr(import_module(f"embodied_rl.commands.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

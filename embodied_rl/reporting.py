@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ import numpy as np
 from embodied_rl.checkpoint.card import show_action
 from embodied_rl.config import TrainConfig
 from embodied_rl.files import write_atomic
+from embodied_rl.progress import clock_text
 from embodied_rl.statistics import bootstrap_mean_interval, wilson_interval
 from embodied_rl.types import EpisodeSummary, SimSpec
 from embodied_rl.versions import machine, versions
@@ -152,6 +154,26 @@ def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, devic
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     policy = f"policy {config.policy.name} with {num_parameters:,} parameters on {device}"
     return f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
+
+
+def sweep_table(folders: Sequence[Path]) -> str:
+    """Runs one below the other: where each lies, what came of it, and how it differs; the best first."""
+    rows = []
+    for folder in folders:
+        try:
+            results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:  # it was interrupted
+            rows.append((-math.inf, (str(folder), "not evaluated", "", "")))
+            continue
+        success, score = results["success"], results["return_mean"]
+        told = f"{score:.4g}" if success is None else f"{success:.1%}"
+        rows.append(
+            (score if success is None else success, (str(folder), told, f"{results['steps']:,}", clock_text(results["wall_clock_s"])))
+        )
+    rows.sort(key=lambda row: -row[0])
+    table = [("run", "held-out success, or return", "steps", "wall-clock"), *(row for _, row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
 
 
 def write_results(summary: RunSummary) -> dict[str, Any]:

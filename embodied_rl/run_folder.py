@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from embodied_rl.config import TrainConfig
 
 RUN_FILE = "run.json"
+SOURCE_FOLDER = "source"
+"""Of a run's folder: modules that hold what was defined in a notebook, written before the run begins."""
 _LOCK = ".lock"
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+")
 """Of a run's folder, where the user names none."""
@@ -195,7 +197,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _holds_files(run_dir: Path) -> bool:
-    return run_dir.is_dir() and any(path.name not in (_LOCK, RUN_FILE) for path in run_dir.iterdir())
+    return run_dir.is_dir() and any(path.name not in (_LOCK, RUN_FILE, SOURCE_FOLDER) for path in run_dir.iterdir())
 
 
 def _claim(run_dir: Path) -> IO[bytes] | None:

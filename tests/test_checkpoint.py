@@ -294,7 +294,7 @@ def test_the_model_card_says_how_it_was_made_and_how_to_use_it(tmp_path: Path) -
         "learning_rate: 0.0003",
         f"- torch {torch.__version__}",
         "2,048 environment steps",
-        f"python -m embodied_rl.train experiment=fetch_reach resume={folder}",
+        f"python -m embodied_rl.train resume={folder}",
     ):
         assert part in card, part
 
@@ -307,9 +307,21 @@ def test_the_held_out_result_comes_to_the_head_of_the_card_once(tmp_path: Path) 
     assert result.splitlines() == ["| metric | value |", "|---|---|", "| held-out success | 95 % |", "| eval/success | 0.25 |"]
 
 
-def test_the_command_to_continue_keeps_the_overrides() -> None:
-    command = "python -m embodied_rl.train sim=cartpole resume=auto total_steps=100 +policy.a=1 'run_dir=my runs/1'"
-    expected = "python -m embodied_rl.train sim=cartpole +policy.a=1 'resume=my runs/1' total_steps=200"
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            "python -m embodied_rl.train sim=cartpole trust=my.env:Env resume=auto total_steps=100 'run_dir=runs/${hydra:job.num}'",
+            "python -m embodied_rl.train 'resume=my runs/1' total_steps=200 trust=my.env:Env",
+        ),
+        ("from Python, with the configuration below", "python -m embodied_rl.train 'resume=my runs/1' total_steps=200"),
+        (
+            "PYTHONPATH='my runs/1/source' python -m embodied_rl.train sim=custom",
+            "PYTHONPATH='my runs/1/source' python -m embodied_rl.train 'resume=my runs/1' total_steps=200",
+        ),
+    ],
+)
+def test_the_command_to_continue_repeats_nothing_that_the_checkpoint_holds(command: str, expected: str) -> None:
     assert resume_command(command, "my runs/1", total_steps=200) == expected
 
 

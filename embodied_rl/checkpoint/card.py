@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,10 +29,19 @@ def add_result_to_card(folder: Path, rows: Mapping[str, str]) -> None:
 
 
 def resume_command(command: str, path: Path | str, **changes: object) -> str:
-    """The command that continues a run: `command` with ``resume=path`` and other values for the keys of `changes`, in the run's folder."""
-    replaced = {"resume": path, **changes}
-    words = [word for word in shlex.split(command) if word.split("=", 1)[0].lstrip("+") not in (*replaced, "run_dir")]
-    return shlex.join([*words, *(f"{key}={value}" for key, value in replaced.items())])
+    """The command that continues a run, with other values for the keys of `changes`: its configuration lies in the checkpoint.
+
+    Of `command`, which started the run, what no checkpoint holds stays: ``trust=…`` and variables before ``python``.
+    """
+    kept = [word for word in shlex.split(command) if word.startswith("trust=")]
+    given = [f"resume={path}", *(f"{key}={value}" for key, value in changes.items()), *kept]
+    return f"{python_of(command)} -m embodied_rl.train {shlex.join(given)}"
+
+
+def python_of(command: str) -> str:
+    """``python``, after the variables that stood before it in a run's command (``PYTHONPATH=…``, for code of a notebook)."""
+    variables = itertools.takewhile(lambda word: "=" in word, shlex.split(command))
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, _, value in (word.partition("=") for word in variables)), "python"])
 
 
 def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, spec: SimSpec) -> str:
@@ -41,7 +51,8 @@ def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, sp
     metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
     installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
     action = show_action(spec)
-    given = shlex.quote(f"checkpoint={final}")
+    given, python = shlex.quote(f"checkpoint={final}"), python_of(document["command"])
+    domain = f", domain={next(iter(config.domains))!r}" if config.domains else ""
     observation = ", ".join(f"{key} {show(part)}" for key, part in spec.observation.items())
     return f"""# {spec.task}: {config.policy.name} trained with {config.algorithm.name}
 
@@ -61,9 +72,18 @@ A policy of embodied_rl after {document["step"]:,} environment steps, saved {doc
 
 ## Use
 ```
-python -m embodied_rl.evaluate {given} num_episodes=100
-python -m embodied_rl.render {given} num_episodes=4
+{python} -m embodied_rl.evaluate {given} num_episodes=100
+{python} -m embodied_rl.render {given} num_episodes=4
 {resume_command(document["command"], final)}
+```
+
+In a control loop; `observation` is one step's or a batch, `action` in the simulator's units:
+```python
+import embodied_rl
+
+policy = embodied_rl.load_policy({str(final)!r}{domain})
+policy.reset()  # where an episode begins
+action = policy.predict(observation)
 ```
 
 ## Configuration

@@ -43,6 +43,22 @@ def _hydra_main() -> None:
         if len(runs) > 1:
             print(("---\n" if number else "") + f"# {shlex.join(word for word in run if '=' in word)}")
         hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
+    if _swept:
+        _tell_sweep(_swept)
+
+
+_swept: list[Path] = []
+"""The folders of a sweep's runs (``-m``)."""
+
+
+def _tell_sweep(folders: Sequence[Path]) -> None:
+    """A table of the runs of a sweep, and one report over all of them."""
+    from embodied_rl.reporting import sweep_table
+    from embodied_rl.reports.page import MAX_RUNS, write_report
+
+    print(f"\n{sweep_table(folders)}")
+    if len(folders) <= MAX_RUNS:
+        print(f"\n  report      {write_report(folders)}", flush=True)
 
 
 def _train(composed: DictConfig) -> None:
@@ -53,20 +69,26 @@ def _train(composed: DictConfig) -> None:
 
 
 def _train_composed(composed: DictConfig, overrides: list[str]) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
     from omegaconf import OmegaConf
 
     from embodied_rl.config import TrainConfig
 
     plain = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(plain, dict)
-    train(
-        TrainConfig.from_dict({str(key): value for key, value in plain.items()}),
-        overrides=overrides,
-        command=command_line("train", overrides),
-    )
+    config = TrainConfig.from_dict({str(key): value for key, value in plain.items()})
+    # What Hydra made of its own words, such as ${hydra:job.num}: nobody could type the command again with them.
+    overrides = [f"run_dir={config.run_dir}" if word.startswith("run_dir=") and "${" in word else word for word in overrides]
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if sweep:
+        print(f"\nRun {HydraConfig.get().job.num + 1}: {shlex.join(overrides)}", flush=True)
+    folder = train(config, overrides=overrides, command=command_line("train", overrides))
+    if sweep:
+        _swept.append(folder)
 
 
-def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = "embodied_rl.train.train(config)") -> Path:
+def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = "from Python, with the configuration below") -> Path:
     """Run a configuration from start to report. Returns the run's folder.
 
     Args:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from embodied_rl.checkpoint import add_result_to_card, load_checkpoint, resume_command
+from embodied_rl.checkpoint.card import python_of
 from embodied_rl.errors import UserError
 from embodied_rl.progress import clock_text, progress_bar
 from embodied_rl.registry import load_target
@@ -57,13 +58,15 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
         lines.append(f"  {'no video':<11} {no_video_reason}")
     stopped_early = summary.steps < summary.config.total_steps
     changes = {"total_steps": summary.steps + summary.config.total_steps, **({"stop_at_success": "null"} if stopped_early else {})}
+    if summary.config.max_minutes is not None:
+        changes["max_minutes"] = "null"  # they are those of the whole run
     # Where filming was tried, its outcome decides; otherwise what the simulator declares.
     filmable = bool(videos) or (not no_video_reason and _can_be_filmed(summary))
     domain = f" domain={next(iter(summary.config.domains))}" if summary.config.domains else ""
-    given = shlex.quote(f"checkpoint={run_dir}")
+    given, python = shlex.quote(f"checkpoint={run_dir}"), python_of(summary.command)
     commands = [
-        ("more held-out episodes", f"python -m embodied_rl.evaluate {given}{domain} num_episodes=500"),
-        *([("more videos", f"python -m embodied_rl.render {given}{domain} num_episodes=4")] if filmable else []),
+        ("more held-out episodes", f"{python} -m embodied_rl.evaluate {given}{domain} num_episodes=500"),
+        *([("more videos", f"{python} -m embodied_rl.render {given}{domain} num_episodes=4")] if filmable else []),
         ("train on", resume_command(summary.command, run_dir, **changes)),
     ]
     if (run_dir / "tensorboard").is_dir():
