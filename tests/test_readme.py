@@ -37,7 +37,7 @@ def run(folder: Path, *words: str, timeout: float = 600) -> str:
 @pytest.mark.ci_sample
 @pytest.mark.timeout(1800)
 def test_every_command_runs(tmp_path: Path) -> None:
-    (code,) = blocks(README, "python")
+    code, _ = blocks(README, "python")  # the lines from Python run in tests/test_learn.py
     path = re.match(r"# (\S+\.py)\n", code)
     assert path is not None
     module = tmp_path / path.group(1)
