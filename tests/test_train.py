@@ -315,13 +315,13 @@ def test_hydra_help_sweeps_and_configuration_still_work(tmp_path: Path) -> None:
     assert "maniskill_pushcube" in shown.stdout
     printed = run_command("--cfg", "job", "seed=9", cwd=tmp_path)
     assert "seed: 9" in printed.stdout
-    swept = run_command("-m", *PENDULUM, "total_steps=256", "seed=1,2", "run_dir=runs/${hydra:job.num}", cwd=tmp_path)
-    returns = [json.loads((tmp_path / f"runs/{number}/results.json").read_text())["return_mean"] for number in (0, 1)]
+    swept = run_command("-m", *PENDULUM, "total_steps=256", "seed=1,2", "run_dir=runs/seed${seed}", cwd=tmp_path)
+    returns = [json.loads((tmp_path / f"runs/seed{seed}/results.json").read_text())["return_mean"] for seed in (1, 2)]
     assert [line.partition(":")[0] for line in swept.stdout.splitlines() if line.startswith("Run ")] == ["Run 1", "Run 2"]
     table = swept.stdout[swept.stdout.index("held-out success, or return") :].splitlines()
     assert [line.split()[1] for line in table[1:3]] == [f"{score:.4g}" for score in sorted(returns, reverse=True)]
     assert (tmp_path / "runs/report.html").exists()
-    assert "${hydra" not in swept.stdout + (tmp_path / "runs/1/checkpoints/last/MODEL_CARD.md").read_text()
+    assert "${seed}" not in swept.stdout + (tmp_path / "runs/seed2/checkpoints/last/MODEL_CARD.md").read_text()
 
 
 def test_a_killed_simulator_leaves_the_curve_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

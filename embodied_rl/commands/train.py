@@ -78,7 +78,7 @@ def _train_composed(composed: DictConfig, overrides: list[str]) -> None:
     plain = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(plain, dict)
     config = TrainConfig.from_dict({str(key): value for key, value in plain.items()})
-    # What Hydra made of its own words, such as ${hydra:job.num}: nobody could type the command again with them.
+    # A shell would read ${seed} as its own.
     overrides = [f"run_dir={config.run_dir}" if word.startswith("run_dir=") and "${" in word else word for word in overrides]
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if sweep:
