@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from embodied_rl.commands.train_help import help_text
+from embodied_rl.config.describing import described_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,3 +40,13 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     missing = [page for page in pages if page.name != "README.html" and not (tmp_path / "site" / page).is_file()]
     assert not missing
     assert "algorithm.gamma" in (tmp_path / "site" / "configuration.html").read_text(encoding="utf-8")
+
+
+def test_every_key_is_described_and_the_help_fits_a_terminal() -> None:
+    keys = [key for group in described_keys().values() for key in group]
+    assert len(keys) > 300
+    assert [key.name for key in keys if not key.text] == []
+    text = help_text(width=80)
+    assert all(key.name in text for key in keys)
+    assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith("  python -m ")] == []
+    assert re.search(r"  total_steps  \(int, between 1 and [\d,]+: 250000\)\n      Environment steps to train for, at most\.", text)

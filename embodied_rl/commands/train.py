@@ -34,6 +34,11 @@ def _hydra_main() -> None:
     from embodied_rl.config.compose import add_installed_configs, add_resolvers, check_overrides, runs_to_show
     from embodied_rl.paths import configs_dir
 
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        from embodied_rl.commands.train_help import help_text
+
+        print(help_text())
+        return
     arguments = check_overrides("train", sys.argv[1:])
     add_installed_configs()
     add_resolvers()

@@ -90,6 +90,7 @@ class AgentConfig(Config, place="agent"):
     answer: Literal["word", "tag"] = "tag"
     """word: the answer is the action. tag: it stands in <action>…</action>, and anything may stand before."""
     tag: str = "action"
+    """Name of the tag around an action, with answer=tag."""
     summary_tag: str = "summary"
     """summarised: the answer's <summary>…</summary> is what the next prompt holds."""
     summary_chars: Annotated[int, Bounds(1, 100_000_000)] = 500
@@ -99,11 +100,13 @@ class AgentConfig(Config, place="agent"):
     invalid_penalty: Coefficient = 0.0
     """Taken from the reward of a turn whose answer was no action. The simulator gets the empty text then."""
     max_new_tokens: Tokens = 64
+    """Of an answer."""
     temperature: Temperature = 1.0
     """In training."""
     evaluation_temperature: Temperature = 0.0
     """In evaluation and films; 0 takes the likeliest token. A player without a memory may walk in circles for ever without chance."""
     top_p: PositiveShare = 1.0
+    """Tokens are drawn from the likeliest that have this probability together."""
     top_k: Annotated[int, Bounds(0, 100_000_000)] = 0
     """0: all tokens."""
     stop: tuple[str, ...] = ()
@@ -138,7 +141,9 @@ class WarmStartConfig(Config, place="algorithm.warm_start"):
     episodes: Episodes = 200
     """Successful ones that are learned from."""
     num_epochs: Epochs = 2
+    """Passes over the cloned episodes."""
     minibatch_rows: Rows = 64
+    """Rows of a gradient step."""
     learning_rate: LearningRate = 1e-3
     """Falls linearly to a tenth."""
     measured_episodes: Episodes = 100

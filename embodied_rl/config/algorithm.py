@@ -145,6 +145,7 @@ class InitializedConfig(Config, place="algorithm.initialized"):
     expert_episodes: Episodes = 4
     """Successful episodes of the expert that are recorded when a run begins."""
     max_sources: Size = 8
+    """Episodes that are kept to start in."""
     chunk_steps: Size = 10
     """Messages of a chunk; starts lie at its multiples."""
     threshold: Share = 0.5
@@ -154,6 +155,7 @@ class InitializedConfig(Config, place="algorithm.initialized"):
     anchors: Literal["uniform", "random", "crucial"] = "random"
     """parallel: one of `num_anchors` evenly spaced starts, any start, or the one before the chunk that decides most."""
     num_anchors: Size = 8
+    """States of an episode at which groups may begin."""
     crucial_effect: Share = 0.3
     """A chunk is crucial when success after it exceeds that before it by at least this, and beyond doubt."""
     success_return: Score | None = None
@@ -171,6 +173,7 @@ class AlgorithmConfig(Config, place="algorithm"):
     """Which mathematics turn experience into a gradient: an advantage, a loss, what surrounds them, and how long."""
 
     name: str = "ppo"
+    """Of the method, as its file in configs/algorithm is called."""
     advantage: str = "gae"
     """How credit is assigned; `python -m embodied_rl.catalog algorithms` lists them."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
@@ -202,9 +205,13 @@ class AlgorithmConfig(Config, place="algorithm"):
     """Largest age, in updates, of anything in a rollout (without groups): above 0 the next ones are collected while training, where
     another process plays. 0: synchronous and deterministic."""
     gamma: Share = 0.99
+    """Discount of later rewards."""
     gae_lambda: Share = 0.95
+    """Of generalised advantage estimation: 0 trusts the critic, 1 the returns."""
     num_epochs: Epochs = 10
+    """Passes over each batch."""
     minibatch_size: Annotated[int, Bounds(2, 1_000_000_000)] = 256
+    """Rows of a gradient step."""
     adjust_batch: Literal["copy", "delete", "auto", "random_sample"] | None = None
     """Make the rows of an update a multiple of minibatch_size and of ranks × micro_batch_size, after advantages: minibatches are equal.
     copy: fill up with copies, which count for nothing. delete: drop random rows. auto: the nearer of the two. random_sample: as many random
@@ -215,6 +222,7 @@ class AlgorithmConfig(Config, place="algorithm"):
     """What has one probability ratio: a whole decision, each step of its chunk, or each action unit (token, action dimension) by itself.
     Units of steps that were not executed are left out."""
     learning_rate: LearningRate = 3e-4
+    """Of Adam."""
     value_learning_rate: LearningRate | None = None
     """Of the critic's own parameters; null: learning_rate."""
     head_learning_rate: LearningRate | None = None
@@ -222,21 +230,31 @@ class AlgorithmConfig(Config, place="algorithm"):
     critic_warmup: Annotated[int, Bounds(0, 1_000_000_000)] = 0
     """Iterations at the beginning in which only the critic is trained: after a warm start, its first advantages would be noise."""
     lr_schedule: Literal["constant", "linear"] = "constant"
+    """Over the run: the same, or falling to 0 with the steps."""
     adam_eps: PositiveShare = 1e-5
+    """Added to Adam's denominator."""
     clip_low: PositiveShare = 0.2
+    """The probability ratio is cut to 1 minus this from below."""
     clip_high: Positive = 0.2
+    """The probability ratio is cut to 1 plus this from above."""
     dual_clip: Annotated[float, Bounds(1, 10**9, above=True)] | None = None
     """c > 1 of dual-clip PPO (Ye et al. 2020); null: off."""
     value_clip: Positive | None = None
+    """The critic may move by this much in an update; null: by any."""
     value_loss: Literal["mse", "huber"] = "mse"
+    """Of the critic's error."""
     huber_delta: Positive = 1.0
     """Error from which on Huber's loss is linear."""
     value_coef: Coefficient = 0.5
+    """Weight of the critic's loss."""
     entropy_coef: Coefficient = 0.0
+    """Weight of the policy's entropy, which keeps it exploring."""
     max_grad_norm: Positive = 0.5
+    """Gradients of a larger norm are scaled down to it."""
     target_kl: Positive | None = None
     """Stop an update's epochs when the approximate KL divergence to the acting policy exceeds this; null: never."""
     normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
+    """Over what advantages are brought to mean 0 and standard deviation 1."""
     advantage_clip: Positive | None = None
     """Limit advantages to ± this, after they were normalised (not by minibatch); null: no limit."""
     anchor_similarity: PositiveShare | None = None
@@ -244,6 +262,7 @@ class AlgorithmConfig(Config, place="algorithm"):
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
     reward_clip: Positive = 10.0
+    """With normalize_reward: normalised rewards are cut to ± this."""
 
     @property
     def on_policy(self) -> bool:

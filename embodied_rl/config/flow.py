@@ -51,11 +51,15 @@ class FlowNetworkConfig(Config, place="policy"):
     hidden_sizes: tuple[Size, ...] = (128, 128, 128)
     """Of the velocity's network and of the critic. Two modes want three layers."""
     activation: Literal["tanh", "relu", "elu"] = "relu"
+    """Between the layers."""
     image_features: Size = 128
     """Numbers that an image becomes."""
     cnn_channels: tuple[Size, ...] = (16, 32, 32)
+    """Channels of each convolution."""
     cnn_kernels: tuple[Size, ...] = (4, 4, 4)
+    """Side of each convolution's kernel, in pixels."""
     cnn_strides: tuple[Size, ...] = (2, 2, 2)
+    """Step of each convolution, in pixels."""
     time_features: Annotated[int, Bounds(2, 1_000_000)] = 8
     """Sines and cosines of the denoising time; even."""
     normalize_observation: bool = True
@@ -73,6 +77,7 @@ class FlowPolicyConfig(FlowNetworkConfig, FlowOptions):
     """The small flow-matching policy (see docs/flow_policies.md): networks and denoising."""
 
     name: Literal["flow"] = "flow"
+    """The kind of policy."""
     chunk: Chunk = 4
     """K: steps of an action chunk."""
     num_steps: Annotated[int, Bounds(2, 10_000)] = 5
@@ -96,6 +101,7 @@ class PI0PolicyConfig(FlowOptions):
     path: str
     """Folder with config.json, safetensors and the tokenizer's files."""
     name: Literal["pi0"] = "pi0"
+    """The kind of policy."""
     cameras: tuple[str, ...] = ("rgb",)
     """Observations that hold the images, in the order that the model was trained with."""
     state_key: str | None = "state"
@@ -103,6 +109,7 @@ class PI0PolicyConfig(FlowOptions):
     instruction: str | None = None
     """What to do; null: the observation's, or the simulator's own instruction."""
     instruction_key: str = "instruction"
+    """Of the observation, where the simulator gives instructions of its own."""
     chunk: Chunk = 5
     """K: steps of the model's chunk that are carried out before it is asked again."""
     prompt_tokens: Tokens | None = 64

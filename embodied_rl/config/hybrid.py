@@ -57,8 +57,11 @@ class RayGpusConfig(Config, place="hybrid.ray.gpus"):
     """GPUs of each role's actor; parts of one may be shared (0.5)."""
 
     env: Units = 0.0
+    """Of each player's simulators."""
     generation: Units = 0.0
+    """Of each player's generator."""
     reward: Units = 0.0
+    """Of each reward worker."""
     train: Units = 0.0
     """Of all ranks together: each needs a whole one, or as many as the others."""
 
@@ -85,6 +88,7 @@ class RewardWorkerConfig(Config, place="hybrid.reward_worker"):
     """``package.module:name``, called with an `Episode`, returns a number; or, where `kwargs` are given, called with them once to make
     what is called with episodes. ``embodied_rl.rollout.judge:OpenAIJudge`` asks a language model over HTTP."""
     kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the target."""
     num_workers: Processes = 1
     """Episodes scored at a time: threads, or actors with hybrid.cluster=ray."""
     combine: Literal["add", "replace"] = "add"
@@ -118,6 +122,7 @@ class HybridConfig(Config, place="hybrid"):
     max_restarts: Retries = 3
     """How often roles outside this process are begun anew in a run, when they end unexpectedly."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where training and generation run; auto: a GPU where there is one."""
     num_threads: Processes | None = None
     """Threads of the learner on a CPU, of each rank with sharding; null: as many as there are cores, one with sharding."""
     precision: Literal["float32", "bfloat16"] = "float32"

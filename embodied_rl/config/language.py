@@ -14,10 +14,15 @@ class TinyModelConfig(Config, place="policy.tiny"):
     """A small random Llama with a tokenizer of words and signs, made where no model is given."""
 
     hidden_size: Size = 128
+    """Width of the model."""
     num_layers: Layers = 2
+    """Of the transformer."""
     num_heads: Size = 4
+    """Of attention, in each layer."""
     num_key_value_heads: Size = 4
+    """Heads that keys and values have; fewer than num_heads: each serves several."""
     intermediate_size: Size = 256
+    """Width of the layers between attentions."""
     max_context: Tokens = 1024
     """Tokens of prompt and answer together."""
 
@@ -33,6 +38,7 @@ class LanguageConfig(Config, place="policy"):
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """Of the weights; auto: as stored."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Which implementation of attention computes the model."""
     lora_rank: LoraRank = 0
     """0 trains all weights."""
     lora_alpha: Positive = 16.0
@@ -44,11 +50,14 @@ class LanguageConfig(Config, place="policy"):
     layout: Literal["auto", "packed", "right", "left"] = "auto"
     """How sequences are laid out for teacher forcing. auto: packed where the model keeps packed sequences apart, else right."""
     max_tokens_per_micro_batch: Tokens = 4096
+    """Tokens of one forward and backward pass."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass, which saves memory and costs time."""
     images: tuple[str, ...] = ()
     """Parts of an observation that are pictures, shown before its text (vision-language models)."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     name: Literal["language"] = "language"
+    """The kind of policy."""
 
     @property
     def folder(self) -> str:

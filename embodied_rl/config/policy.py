@@ -17,6 +17,7 @@ class PolicyConfig(Config, place="policy"):
     """An actor-critic over a flat state, an image, or several of both."""
 
     name: Literal["actor_critic"] = "actor_critic"
+    """The kind of policy."""
     encoder: Literal["mlp", "cnn", "mixed"] = "mlp"
     """mlp: one vector. cnn: one image. mixed: vectors and images together, each image with its own convolutions."""
     observation_key: str = "state"
@@ -24,16 +25,23 @@ class PolicyConfig(Config, place="policy"):
     observation_keys: tuple[str, ...] = ()
     """What encoder=mixed reads; empty: every vector and every image that the simulator shows."""
     hidden_sizes: tuple[Size, ...] = (256, 256)
+    """Units of each hidden layer, of the policy's network and of the critic's."""
     activation: Literal["tanh", "relu", "elu"] = "tanh"
+    """Between the layers."""
     distribution: Literal["gaussian", "squashed"] = "gaussian"
     """For continuous actions; discrete ones are always categorical."""
     init_log_std: LogStd = -0.5
+    """Logarithm of the standard deviation of actions at the beginning."""
     normalize_observation: bool = False
+    """Subtract the running mean of observations and divide by their running standard deviation."""
     observation_clip: Positive = 10.0
+    """Normalised observations are cut to ± this."""
     cnn_channels: tuple[Size, ...] = (32, 64, 64)
     """Of each convolution; with `cnn_kernels` and `cnn_strides` those of Mnih et al. (2015)."""
     cnn_kernels: tuple[Size, ...] = (8, 4, 3)
+    """Side of each convolution's kernel, in pixels."""
     cnn_strides: tuple[Size, ...] = (4, 2, 1)
+    """Step of each convolution, in pixels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +69,7 @@ class CustomPolicyConfig(Config, place="policy"):
     target: str
     """``package.module:Class``, a subclass of `embodied_rl.policies.base.Policy`; or a name that an installed package gives it."""
     name: Literal["custom"] = "custom"
+    """The kind of policy."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of its constructor, whose first is the simulator's spec."""
     chunk: Chunk = 1

@@ -82,6 +82,7 @@ class OffPolicyConfig(Config, place="algorithm.off_policy"):
     hidden_sizes: tuple[Size, ...] = (256, 256)
     """Of each critic."""
     num_critics: Size = 2
+    """Networks that estimate the value of actions; the least of them counts."""
     target_critics: Size = 2
     """Of these many critics, drawn for each update, the smallest value is the target."""
     layer_norm: bool = True

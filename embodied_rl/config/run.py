@@ -75,7 +75,9 @@ class CheckpointConfig(Config, place="checkpoint"):
     every_steps: Steps | None = 50_000
     """Environment steps between checkpoints; null: at the end only."""
     keep_last: Annotated[int, Bounds(1, 1_000_000)] = 2
+    """So many of the newest stay."""
     keep_best: bool = True
+    """The one with the best evaluation stays too."""
     within_episodes: bool = False
     """Save the running episodes too and go on within them, where the simulator's can be saved (rollouts of all slots); false: all slots
     begin new episodes at a checkpoint, whether the run was interrupted there or not."""
@@ -100,7 +102,9 @@ class VideoConfig(Config, place="video"):
     enabled: Literal["auto", "yes", "no"] = "auto"
     """auto: film the final policy where this machine can render, and say so where it cannot."""
     num_episodes: Size = 4
+    """Episodes that are filmed at the end of a run."""
     fps: FramesPerSecond = 20
+    """Pictures a second."""
     size: Pixels = 384
     """Pixels per side of the square picture."""
 
@@ -112,7 +116,9 @@ class LoggerConfig(Config, place="logger"):
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """{logger of your own: arguments of its class}, by its name, or by the class of a ``package.module:Class``."""
     wandb_project: str = "embodied_rl"
+    """Of Weights & Biases."""
     wandb_mode: Literal["online", "offline"] = "offline"
+    """Send to Weights & Biases while the run goes on, or keep files for `wandb sync`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,11 +146,13 @@ class TrainConfig(Config):
     checkpoint: CheckpointConfig
     video: VideoConfig
     run_dir: str
+    """The run's folder."""
     record: RecordConfig = RecordConfig()
     agent: AgentConfig = field(default_factory=AgentConfig)
     domains: dict[str, DomainConfig] = field(default_factory=dict)
     """{name: what is played there}: several domains in one run (docs/multi_domain.md); `sim` is not played then. Empty: only `sim`."""
     seed: Seed = 1
+    """Of everything that is drawn: the same seed gives the same run."""
     total_steps: Steps = 200_000
     """Environment steps to train for, at most."""
     stop_at_success: PositiveShare | None = None

@@ -14,14 +14,17 @@ class SimConfig(Config, place="sim"):
     """One simulator task and how its processes run."""
 
     name: str
+    """Of the simulator, as its file in configs/sim is called."""
     target: str
     """``package.module:Attribute`` of a SimEnv, gymnasium.Env or VectorEnv factory."""
     task: str | None = None
+    """The simulator's name of the task; null: the target has one task."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the target."""
     extra: str | None = None
     """Which extra of the package brings the simulator."""
     num_slots: Slots = 16
+    """Environments that are stepped side by side."""
     num_workers: Processes | Literal["auto"] | None = "auto"
     """Processes; auto: as many as were the fastest when training with this simulator first began on this machine, as many as there are
     cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""

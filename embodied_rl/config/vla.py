@@ -14,6 +14,7 @@ class TinyVLAConfig(Config, place="policy"):
     """A small vision-language-action model: an image and words in, a chunk of action tokens out."""
 
     name: Literal["tiny_vla"] = "tiny_vla"
+    """The kind of policy."""
     image_key: str = "rgb"
     """Observation with the image, uint8 [height, width, 3]."""
     state_key: str | None = None
@@ -33,7 +34,9 @@ class TinyVLAConfig(Config, place="policy"):
     width: Size = 96
     """D of the transformer."""
     num_layers: Layers = 2
+    """Of the transformer."""
     num_heads: Size = 4
+    """Of attention, in each layer."""
     conv_channels: tuple[Size, ...] = (24, 48)
     """Of the convolutions before the last, each of which halves the image; the last has `width`."""
     num_keypoints: Size = 16
@@ -41,6 +44,7 @@ class TinyVLAConfig(Config, place="policy"):
     vocabulary: Annotated[int, Bounds(1, 100_000_000)] = 1024
     """Rows of the word embedding; a word's row is a hash of it."""
     max_words: Size = 16
+    """Words of an instruction that are read; the rest is cut."""
     value: Literal["chunk", "action"] = "chunk"
     """chunk: one value for the chunk. action: one for each of its steps (algorithm.advantage=gae_action)."""
     value_gradient: bool = False
@@ -74,6 +78,7 @@ class OpenVLAPolicyConfig(Config, place="policy"):
     path: str
     """Folder with config.json, safetensors and the tokenizer's files."""
     name: Literal["openvla"] = "openvla"
+    """The kind of policy."""
     cameras: tuple[str, ...] = ("rgb",)
     """Observations that hold the images, in the order that the model was trained with."""
     proprio_key: str = "state"
@@ -81,19 +86,25 @@ class OpenVLAPolicyConfig(Config, place="policy"):
     instruction: str | None = None
     """What to do; null: the observation's, or the simulator's own instruction."""
     instruction_key: str = "instruction"
+    """Of the observation, where the simulator gives instructions of its own."""
     unnorm_key: str | None = None
     """Data set whose action ranges are used; null where the checkpoint has only one."""
     bounds: Literal["quantiles", "extremes"] = "quantiles"
+    """What of the recorded actions is mapped onto the ends of the action tokens: their 1% and 99% quantiles, or their extremes."""
     temperature: PositiveTemperature = 1.0
     """Of sampling and of log-probabilities."""
     prompt_tokens: Tokens | None = 64
     """All prompts are padded to this length, so that steps with different instructions lie side by side; null: the longest's."""
     image_recipe: Literal["resize", "libero"] = "resize"
+    """How pictures are prepared: resized as the checkpoint says, or as LIBERO's data set was (half a turn, a JPEG round trip, a crop)."""
     gripper: Literal["as_is", "libero"] = "as_is"
+    """How the gripper's dimension is translated: as it is, or from 0 … 1 to the 1 or -1 of LIBERO's simulator."""
     generation: Literal["eager", "compile", "cuda_graph"] = "eager"
+    """How tokens are computed: step by step, compiled, or replayed as a CUDA graph."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the model's weights; auto: as stored."""
     value_head: bool = True
+    """Give the model a critic; false: for methods without one."""
     lora_rank: LoraRank = 0
     """0 trains all weights that are not frozen."""
     lora_alpha: Positive = 16.0
@@ -128,6 +139,7 @@ class OpenVLAOFTPolicyConfig(OpenVLAPolicyConfig):
     """OpenVLA-OFT: what OpenVLA takes, and what the checkpoint was fine-tuned with, which its files do not say."""
 
     name: Literal["openvla_oft"] = "openvla_oft"  # type: ignore[assignment]
+    """The kind of policy."""
     chunk: Chunk = 8
     """K: 8 on LIBERO, 25 on ALOHA, 5 on Bridge."""
     head: Literal["discrete", "l1"] = "discrete"
