@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LINE_INTERVAL_S = 10.0
 _began = time.time()
-"""When the user's command began; `begin_clock` knows better."""
+"""When the user's command began; `begin_run` knows better."""
 
 
 class Advance(Protocol):
@@ -54,6 +54,8 @@ class _Display:
         self.board: Callable[[], Any] | None = None
         self.live: Any = None
         self.spoke_s = 0.0
+        self.to_stdout = False
+        """Where lines go: to stderr where a command's output is its result."""
         self._ended: threading.Event | None = None
 
     def open(self, phase: _Phase) -> None:
@@ -116,7 +118,7 @@ class _Display:
         while not ended.wait(0.5):
             if self.phases and time.monotonic() - self.spoke_s >= LINE_INTERVAL_S:
                 self.spoke_s = time.monotonic()
-                print(self.phases[-1].line(), file=sys.stderr, flush=True)
+                print(self.phases[-1].line(), file=sys.stdout if self.to_stdout else sys.stderr, flush=True)
 
 
 _display = _Display()
@@ -160,10 +162,10 @@ def spoke() -> None:
     _display.spoke_s = time.monotonic()
 
 
-def begin_clock(started: float) -> None:
-    """Count all times that are shown from `started`, a ``time.time()``."""
+def begin_run(started: float) -> None:
+    """A training run: all times that are shown count from `started`, a ``time.time()``, and lines go to stdout, where its figures are."""
     global _began
-    _began = started
+    _began, _display.to_stdout = started, True
 
 
 def clock_text(seconds: float | None) -> str:

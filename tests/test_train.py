@@ -304,7 +304,7 @@ def test_a_run_says_first_what_it_will_do_and_at_the_end_that_nothing_was_traine
     assert first.startswith("Training actor_critic with ppo in cartpole (CartPole-v1), seed 1: at most ")
     assert first.endswith("at most 0.01 minutes.")
     assert folder == "Run folder: run"
-    line = done.stderr.splitlines()[-1]  # on a busy machine what it is at comes before
+    (line,) = done.stderr.splitlines()
     assert line.startswith("error: Nothing was trained: max_minutes=0.01 was over when the first iteration was to begin")
     assert not (tmp_path / "run" / "results.json").exists(), "an untrained policy has no success of 0.0%"
     assert "parameters on cpu; action discrete(2); 16 slots over 1 worker" in done.stdout.replace("8 slots", "16 slots")

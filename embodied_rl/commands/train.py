@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied_rl.commands.cli import command_line, run_command
-from embodied_rl.progress import begin_clock, progress_bar
+from embodied_rl.progress import begin_run, progress_bar
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
         from embodied_rl.reporting import plan_text, shows_progress
 
         started: float | None = _process_start()
-        begin_clock(started or time.time())
+        begin_run(started or time.time())
         if shows_progress(config):
             # What follows imports torch, which takes seconds.
             print(plan_text(config, run_dir), flush=True)
