@@ -130,7 +130,7 @@ def test_what_is_missing_or_too_old_is_said(monkeypatch: pytest.MonkeyPatch, cap
     assert by_name["cartpole"].installed
     assert not {e.name: e for e in entries("experiments")}["maniskill_pushcube"].installed
     main(["simulators"])
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" maniskill_pickcube ")]
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("maniskill_pickcube\t")]
     assert "maniskill ✗ not installed" in row
     assert 'pip install "embodied-rl[maniskill]"' in row
 
@@ -183,7 +183,7 @@ def test_tables_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in KINDS:
         assert f"{kind} ({len(files(kind))})" in printed
         for entry in entries(kind):
-            assert f" {entry.name} " in printed
+            assert f"\n{entry.name}\t" in printed
             assert entry.command in printed
     main(["policies", "loggers"])
     some = capsys.readouterr().out
@@ -198,7 +198,9 @@ def test_other_names_of_kinds_and_unpadded_lines(capsys: pytest.CaptureFixture[s
         main(words)
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] == printed[2]
-    assert [line for line in printed[0].splitlines() if line != line.rstrip()] == []
+    rows = [line.split("\t") for line in printed[0].splitlines()[2:-1]]
+    assert [row[0] for row in rows] == [entry.name for entry in entries("simulators")]
+    assert [cell for row in rows for cell in row if cell != cell.strip()] == [], "cells are not padded"
 
 
 def test_algorithms_lists_the_mathematics_after_its_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,9 +216,9 @@ def test_algorithms_lists_the_mathematics_after_its_files(capsys: pytest.Capture
             # Whole and unchanged: "-H[pi]" is no markup.
             assert info.summary in lines[kind][name]
             assert lines[kind][name].rstrip().endswith(info.source)
-            assert f" {info.unit} " in lines[kind][name]
-    assert "  critic  " in lines["advantages"]["gae"]
-    assert "  behaviour log-probs  " in lines["losses"]["topr"]
+            assert f"\t{info.unit}\t" in lines[kind][name]
+    assert "\tcritic\t" in lines["advantages"]["gae"]
+    assert "\tbehaviour log-probs\t" in lines["losses"]["topr"]
     assert "log-probs" not in lines["losses"]["policy_gradient"]
 
 

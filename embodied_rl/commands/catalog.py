@@ -283,16 +283,17 @@ def print_methods(kind: str) -> None:
 
 
 def _print_table(table: Table) -> None:
-    """On a terminal as wide as it is. A pipe has no width: whole lines are better there than lines cut at 80 letters, and no padding."""
+    """On a terminal as wide as it is; into a pipe a line a row, with tabs between its cells."""
     from rich.console import Console
+    from rich.text import Text
 
     if sys.stdout.isatty():
         Console(highlight=False).print(table)
         return
-    console = Console(highlight=False, width=320, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    print(*(line.rstrip() for line in captured.get().splitlines()), sep="\n")
+    print(table.title)
+    print("\t".join(str(column.header) for column in table.columns))
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        print("\t".join(Text.from_markup(str(cell)).plain for cell in cells).rstrip("\t"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -61,6 +61,8 @@ def _check_choices(overrides: Sequence[str]) -> None:
     for override in overrides:
         group, equals, value = override.partition("=")
         names = group_names(group) if re.fullmatch(r"\w+", group) else []
+        if group == "protocol" and value == "null":
+            raise UserError("protocol=null: to leave out an experiment's protocol, type '~protocol' (in quotes).")
         if equals and names and (value in ("null", "true", "false") or not re.fullmatch(r"[A-Za-z_][\w.-]*", value)):
             raise UserError(f"{group} must be the name of one file of configs/{group}, got {shown(value)}.{did_you_mean(value, names)}")
 
@@ -232,7 +234,8 @@ def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     """Which part of a dotted key exists, and what lies there, by the files that the overrides choose."""
     # Only choices of existing files: a mistake in another override would be reported in place of the key.
     chosen = [word for word in overrides if word.partition("=")[2] in group_names(word.partition("=")[0])]
-    here: Any = compose_config(name, chosen)
+    composed = compose_config(name, chosen)
+    here: Any = composed
     walked: list[str] = []
     for part in key.split("."):
         if not isinstance(here, Mapping) or part not in here:
@@ -242,4 +245,9 @@ def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     place = f"in '{'.'.join(walked)}' " if walked else ""
     missing = key.split(".")[len(walked)] if len(walked) < len(key.split(".")) else key
     choices = [str(choice) for choice in here] if isinstance(here, Mapping) else []
+    if here is None and walked == ["algorithm", "groups"]:
+        who = f"algorithm={composed['algorithm']['name']}"
+        return f"{shown(key)}: {who} learns from rollouts of all slots and has no groups. Choose a method on groups: algorithm=grpo, say."
+    if here is None and walked:
+        return f"{shown(key)} sets a part of {'.'.join(walked)}, which is null here: choose a file that has it. See docs/configuration.md."
     return f"Configuration key '{key}' is not known: {place}there is no '{missing}'.{did_you_mean(missing, choices)}"

@@ -209,7 +209,7 @@ def _refusal(response: httpx.Response) -> FailedAttemptError:
         return FailedAttemptError("server_error", text, status=status, retry_after_s=wait)
     if any(sign in message for sign in _TOO_LONG):
         return FailedAttemptError("prompt_too_long", text, status=status)
-    hint = " Check the API key." if status in (401, 403) else ""
+    hint = " Check the API key: the variable that api_key_env (openai.api_key_env) names holds it." if status in (401, 403) else ""
     return FailedAttemptError("rejected", text + hint, status=status)
 
 

@@ -188,6 +188,11 @@ def _is_image(part: TensorSpec) -> bool:
 def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
     key = config.observation_key
     if key not in spec.tensors:
+        if spec.action.kind == "text":
+            raise UserError(
+                f"Task '{spec.task}' is played in text, and policy.name='actor_critic' reads numbers. Type: "
+                "policy=language generation=tokens_torch algorithm=grpo"
+            )
         raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
     part = spec.tensors[key]
     if config.encoder == "cnn" and not _is_image(part):
