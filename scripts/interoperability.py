@@ -1,0 +1,78 @@
+"""Run the tests that hold this project against other people's packages, and write docs/interoperability.md from their outcomes.
+
+    python scripts/interoperability.py
+
+Packages that are not in the lock are installed beside it, each in a folder of its own (tests/neighbours/overlay.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "interoperability.md"
+TRAINERS, FORMATS, VECTOR = "tests/neighbours/test_trainers.py", "tests/neighbours/test_formats.py", "tests/sim/test_vector.py"
+MANISKILL = "tests/episodes/formats/test_maniskill.py"
+ROWS = (
+    ("gymnasium", "", "drives ours", "`VectorEnv` against its own `SyncVectorEnv`, wrappers, three autoreset modes, texts", VECTOR),
+    ("gymnasium", "", "drives ours", "`check_env` on `make_env()`", f"{VECTOR}::test_one_environment_passes_gymnasiums_checker"),
+    ("stable-baselines3", "", "trains on ours", "PPO learns CartPole", f"{TRAINERS}::test_stable_baselines3_learns"),
+    ("stable-baselines3", "", "drives ours", "infos, seeds, `VecNormalize`", f"{TRAINERS}::test_stable_baselines3s_own_checks"),
+    ("torch", "", "trains on ours", "CleanRL-style PPO learns CartPole", f"{TRAINERS}::test_a_loop_in_cleanrls_style_learns"),
+    ("torchrl", "0.14.1", "trains on ours", "`GymWrapper`, PPO learns CartPole", f"{TRAINERS}::test_torchrls_gym_wrapper_learns"),
+    ("tianshou", "2.0.1", "trains on ours", "PPO learns CartPole", f"{TRAINERS}::test_tianshou_learns"),
+    ("minari", "0.5.4", "reads ours", "lists and loads exports, namespaces too", f"{FORMATS}::test_minari_lists_and_loads_ours"),
+    ("robomimic", "0.3.0", "reads ours", "`SequenceDataset` by `train` and `valid`", f"{FORMATS}::test_robomimics_loader_takes_both_masks"),
+    (
+        "mani-skill",
+        "",
+        "plays ours",
+        "`replay_trajectory` in a fresh shell",
+        f"{MANISKILL}::test_the_documented_command_runs_in_a_fresh_shell",
+    ),
+    ("mani-skill", "", "plays ours", "observations, rewards, states equal", f"{MANISKILL}::test_their_own_program_plays_ours"),
+)
+"""(package, its version where it is not in the environment, direction, what is run, the test)"""
+
+
+class Outcomes:
+    """A plugin of pytest that remembers how each test ended."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        worst = {"passed": 0, "skipped": 1, "failed": 2}
+        if report.when == "call" or report.outcome != "passed":
+            before = self.of.get(report.nodeid, "passed")
+            self.of[report.nodeid] = max(before, report.outcome, key=worst.__getitem__)
+
+    def ended(self, test: str) -> str:
+        """passed, failed or skipped: the worst of all tests of this name or file."""
+        found = {outcome for name, outcome in self.of.items() if name == test or name.startswith((f"{test}[", f"{test}::"))}
+        return next((outcome for outcome in ("failed", "skipped", "passed") if outcome in found), "not run")
+
+
+def main() -> int:
+    outcomes = Outcomes()
+    status = pytest.main([*dict.fromkeys(str(ROOT / row[-1]) for row in ROWS), "-q", "-m", "", "-p", "no:xdist"], plugins=[outcomes])
+    lines = [
+        "# Interoperability",
+        "",
+        "What of other people's is run against this project, and how it ended; written by `python scripts/interoperability.py` from the",
+        "tests' outcomes.",
+        "",
+        "| Package | Version | Direction | What is run | Result |",
+        "|---|---|---|---|---|",
+    ]
+    for package, version, direction, what, test in ROWS:
+        lines.append(f"| {package} | {version or importlib.metadata.version(package)} | {direction} | {what} | {outcomes.ended(test)} |")
+    PAGE.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return int(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
