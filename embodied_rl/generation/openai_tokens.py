@@ -20,7 +20,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.background_loop import BackgroundLoop
 from embodied_rl.generation.mailbox import Mailbox
 from embodied_rl.generation.openai_http import Gate, Reply, RetryPolicy, ask
-from embodied_rl.generation.tokens import Completion, Failure, FinishReason, GenerationRequest, LengthLimit, derive_seed
+from embodied_rl.generation.tokens import Completion, Failure, FinishReason, GenerationRequest, LengthLimit, TokenBackend, derive_seed
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 
 
@@ -60,7 +60,7 @@ class OpenAIOptions:
             raise UserError(f"max_concurrent must be >= 1 and timeout_s > 0, got {self.max_concurrent} and {self.timeout_s}.")
 
 
-class OpenAITokens:
+class OpenAITokens(TokenBackend):
     """Implements `TokenBackend`. Requests run side by side in a thread of their own; each ends in a completion, whatever the server does.
 
     While paused nothing new is sent; what a server is answering goes on there and is taken.

@@ -14,6 +14,7 @@ from embodied_rl.generation.tokens import (
     FinishReason,
     GenerationRequest,
     LengthLimit,
+    TokenBackend,
     check_new_ids,
     derive_seed,
     uniform_stream,
@@ -23,7 +24,7 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 """What to answer to a prompt, its stop token included where it ends with one."""
 
 
-class _Instant:
+class _Instant(TokenBackend):
     """Requests wait in order and are answered in full by the `poll` that comes to them. The shared part of both backends."""
 
     def __init__(self, version: int) -> None:

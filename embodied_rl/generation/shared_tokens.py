@@ -37,7 +37,7 @@ class SharedTokens:
             view.take(replace(completion, request_id=own))
 
 
-class TokenView:
+class TokenView(TokenBackend):
     """One caller's view of a shared backend. Implements `TokenBackend`."""
 
     def __init__(self, shared: SharedTokens) -> None:

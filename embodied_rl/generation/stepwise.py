@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from embodied_rl.generation.tokens import Completion
+from embodied_rl.generation.tokens import Completion, TokenBackend
 
 _YIELD_S = 0.0005
 
 
-class Stepwise:
+class Stepwise(TokenBackend):
     """Half of a `TokenBackend`: a subclass gives `_step` and `num_in_flight`, and appends to `_ready`."""
 
     def __init__(self) -> None:

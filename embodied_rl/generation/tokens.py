@@ -7,9 +7,10 @@ Shapes: P tokens of a prompt, n sampled tokens.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -164,47 +165,72 @@ class Completion:
         )
 
 
-class TokenBackend(Protocol):
+class TokenCache(ABC):  # noqa: B024  # every method has a default
+    """The keys and values that a token backend keeps of its requests; by default it keeps none here."""
+
+    @property
+    def can_free_memory(self) -> bool:
+        """Whether `release_memory` gives memory back."""
+        return False
+
+    @property
+    def device(self) -> object:
+        """Where the cache lies, as text."""
+        return "cpu"
+
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take now."""
+        return 0
+
+    def release_memory(self) -> int:
+        """Let the cache go, and sample nothing until `restore_memory`; returns the bytes that were freed."""
+        return 0
+
+    def restore_memory(self) -> None:  # noqa: B027  # a default
+        """Go on where `release_memory` stopped."""
+
+
+class TokenBackend(TokenCache):
     """Continues prompts request by request; finished requests do not wait for slower ones.
 
-    Every submitted request comes back from `poll` exactly once, in whatever way it ended. A backend may also have
-    ``sampled_so_far(request_ids) -> {request_id: token ids}`` of those that are being sampled, for callers that show an answer while it
-    grows, and ``watch(request_ids)``, where it must know before `submit` whose tokens will be asked for.
+    Every submitted request comes back from `poll` exactly once, in whatever way it ended.
     """
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """Of the weights that sample now."""
-        ...
 
+    @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Take requests; work on them goes on in the background or inside `poll`.
 
         Raises:
             UserError: a request id is in flight already, or the backend cannot do what a request asks (top_k, images, …).
         """
-        ...
 
+    @abstractmethod
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
         """Completions that are ready, oldest first.
 
         Waits until `min_ready` (at least 1) are there, nothing is in flight any more, or `timeout_s` is over. With 0 it does not wait; a
         backend that works inside `poll` takes one step. While paused, a wait without a time limit returns at once with what is there.
         """
-        ...
 
+    @abstractmethod
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these now; what was sampled so far comes back from `poll` as ``aborted``. Unknown ids are ignored (they just ended)."""
-        ...
 
+    @abstractmethod
     def pause(self) -> None:
         """Stop sampling between two tokens; requests in flight stay where they are."""
-        ...
 
+    @abstractmethod
     def resume(self) -> None:
         """Go on where `pause` stopped."""
-        ...
 
+    @abstractmethod
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Replace weights in place, tensor by tensor (`LanguagePolicy.named_weights`); requests in flight go on with the new ones.
 
@@ -213,11 +239,14 @@ class TokenBackend(Protocol):
         Raises:
             UserError: the backend does not own its weights, or the tensors are another model's.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End everything; requests in flight are lost. May be called twice."""
-        ...
+
+    def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
+        """{request: its tokens by now} of those that are being sampled, where it knows: for callers that show a growing answer."""
+        return {}
 
 
 def check_new_ids(requests: Sequence[GenerationRequest], in_flight: Iterable[int]) -> None:

@@ -185,6 +185,11 @@ class TorchTokens(Stepwise):
                 self._fill_cache()
 
     @property
+    def can_free_memory(self) -> bool:
+        """Its cache is a tensor, anywhere."""
+        return True
+
+    @property
     def device(self) -> torch.device:
         """Where the model and its cache lie."""
         return self._device

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from embodied_rl.generation.tokens import TokenCache
+
 Call = Callable[..., Any]
 """(name of a method of the engine, arguments …) → what it returns, once it has."""
 
@@ -52,7 +54,7 @@ class Sleeper:
             self.asleep, self._weights_are_here = False, True
 
 
-class Sleeps:
+class Sleeps(TokenCache):
     """What a backend whose engine can sleep reports about it."""
 
     _sleeper: Sleeper

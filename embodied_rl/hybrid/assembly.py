@@ -9,6 +9,7 @@ from torch import nn
 from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
+from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.hybrid.engine import HybridEngine, TrainedCopy
 from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 from embodied_rl.learning.learner import Learner
@@ -71,9 +72,8 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
 def _cache_of(generator: Any) -> Hooks:
     """A token backend's key-value cache; nothing of it is kept on the host."""
     backend = getattr(generator, "backend", generator)
-    frees = getattr(backend, "can_free_memory", hasattr(backend, "release_memory"))
-    if not frees:
-        why = "gives its cache back only on GPUs" if hasattr(backend, "release_memory") else "keeps no cache that could be let go"
+    if not (isinstance(backend, TokenCache) and backend.can_free_memory):
+        why = "keeps no cache that could be let go (vLLM gives its own back on GPUs only)"
         raise UserError(f"hybrid.offload=[kv_cache]: {type(backend).__name__} {why}. Leave it out, or use generation=tokens_torch.")
 
     def release() -> int:

@@ -22,8 +22,11 @@ from embodied_rl.rollout.migration import PartialAnswer, TokenHost
 LoadAll = Callable[[int, Iterable[tuple[str, Any]]], None]
 
 
-class MultiplexedTokens:
+class MultiplexedTokens(TokenBackend):
     """Implements `TokenBackend`; a request goes to the emptiest host. Called by one thread, the collector's."""
+
+    version: int = 0
+    """Of the weights that sample now."""
 
     def __init__(
         self,
@@ -55,8 +58,6 @@ class MultiplexedTokens:
         self._ready: list[Completion] = []
         self._in_flight: set[int] = set()
         """Ids of what was submitted and has not ended."""
-        self.version = 0
-        """Of the weights that sample now."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`."""
@@ -150,11 +151,11 @@ class MultiplexedTokens:
 
     def _release(self, hosts: Iterable[int]) -> None:
         for number in hosts:
-            getattr(self.backends[number], "release_memory", lambda: None)()
+            self.backends[number].release_memory()
 
     def _restore(self, hosts: Iterable[int]) -> None:
         for number in hosts:
-            getattr(self.backends[number], "restore_memory", lambda: None)()
+            self.backends[number].restore_memory()
 
 
 def start_token_hosts(config: TrainConfig, files: ModelFiles, plan: HostPlan) -> MultiplexedTokens:

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from embodied_rl.generation.tokens import Completion, GenerationRequest
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.roles.ray_calls import value_of
 
 _ROLE = "GenerationWorker"
 
 
-class RayTokens:
+class RayTokens(TokenBackend):
     """Implements `TokenBackend`; every call is answered by the worker before it returns, so that their order is the caller's.
 
     Raises RoleLost when the worker has ended, and what the backend raised there.
     """
 
+    version: int = 0
+    """Of the weights that sample now."""
+
     def __init__(self, worker: Any, files: ModelFiles, kind: str) -> None:
         """Have the worker build its backend of a kind (`generation.backend`). Raises UserError as `blank_backend` does."""
         self._worker, self._kind = worker, kind
         value_of(worker.begin_tokens.remote(dict(files), kind), _ROLE)
-        self.version = 0
-        """Of the weights that sample now."""
         self._closed = False
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:

@@ -37,8 +37,11 @@ for _kind in (GenerationRequest, Completion, Failure):
 _NAP_S = 0.001
 
 
-class TokenProcess:
+class TokenProcess(TokenBackend):
     """The handle. Implements `TokenBackend`; many that take the same weights `load` what one publisher has written."""
+
+    version: int = 0
+    """Of the weights that sample now."""
 
     def __init__(self, config: TrainConfig, files: ModelFiles, *, gpu: str | None = None, num_threads: int = 1) -> None:
         """Start the process; `started` waits until it can be asked.
@@ -50,8 +53,6 @@ class TokenProcess:
         """
         self._role = RoleProcess("embodied_rl.roles.token_process", "A process that generates", gpu=gpu)
         self.process = self._role.process
-        self.version = 0
-        """Of the weights that sample now."""
         self._publisher: SharedWeightsPublisher | None = None
         self._outbox: list[GenerationRequest] = []
         self._in_flight: set[int] = set()
@@ -124,9 +125,10 @@ class TokenProcess:
         self._until_answered()
         self.version = version
 
-    def release_memory(self) -> None:
-        """Let the cache go, where the backend can; nothing may be in flight."""
+    def release_memory(self) -> int:
+        """Let the cache go, where the backend can; nothing may be in flight. 0: its bytes are the other process's."""
         self._ask("release_memory")
+        return 0
 
     def restore_memory(self) -> None:
         """Take it back."""
@@ -213,11 +215,11 @@ class _Host:
         self._done()
 
     def _release_memory(self) -> None:
-        getattr(self.backend, "release_memory", lambda: None)()
+        self.backend.release_memory()
         self._done()
 
     def _restore_memory(self) -> None:
-        getattr(self.backend, "restore_memory", lambda: None)()
+        self.backend.restore_memory()
         self._done()
 
     def _done(self) -> None:

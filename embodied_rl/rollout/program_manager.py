@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 from embodied_rl.agents.agent import Agent
 from embodied_rl.config import SimConfig
@@ -50,7 +50,8 @@ class ProgramGenerator(AgentGenerator):
         options = ProxyOptions(model=MODEL_NAME, stop_ids=agent.stop_ids, max_new_tokens=agent.config.max_new_tokens)
         # Programs have their own time limits.
         self.proxy = AgentProxy(backend, tokenizer, options, token=token, limits=SessionLimits(max_sessions=4096, idle_s=_NEVER_S))
-        super().__init__(agent, self.proxy.shared_backend, weights)
+        # Of it, this process uses weights and cache: programs ask for their tokens through the proxy.
+        super().__init__(agent, cast(TokenBackend, self.proxy.shared_backend), weights)
 
     def sampling(self, temperature: float, seed: int = 0) -> SessionSampling:
         """Of a session, by the agent's configuration."""

@@ -35,9 +35,11 @@ ROOT = Path(__file__).parents[2]
 class LetterByLetter(Stepwise):
     """Answers with a text, a token whenever the test says so."""
 
+    version = 3
+
     def __init__(self, tokens: list[int]) -> None:
         super().__init__()
-        self.version, self.allowed = 3, threading.Semaphore(0)
+        self.allowed = threading.Semaphore(0)
         self._tokens, self._rows = tokens, dict[int, list[int]]()
 
     @property

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, TokenCache
 
 _POLL_S = 0.02
 """New requests wait so long at most behind a decoding step of those in flight."""
@@ -177,8 +177,6 @@ class BackendPump:
 
     def _submit(self, asked: _Asked) -> None:
         try:
-            if asked.told is not None and (watch := getattr(self._backend, "watch", None)) is not None:
-                watch([asked.request.request_id])
             self._backend.submit([asked.request])
         except ValueError as error:  # UserError among them: this request is refused, others go on
             asked.future.set_exception(error)
@@ -206,10 +204,9 @@ class BackendPump:
 
     def _tell(self) -> None:
         """Hand on what watched requests have by now."""
-        sampled_so_far = getattr(self._backend, "sampled_so_far", None)
-        if sampled_so_far is None or not self._watched:
+        if not self._watched:
             return
-        for number, tokens in sampled_so_far(list(self._watched)).items():
+        for number, tokens in self._backend.sampled_so_far(list(self._watched)).items():
             if len(tokens) > self._num_told.get(number, 0):
                 self._num_told[number] = len(tokens)
                 self._watched[number].put(tokens)
@@ -237,7 +234,7 @@ def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-class SharedBackend:
+class SharedBackend(TokenCache):
     """A pump's backend for the trainer that owns the weights while programs use it: the pump's thread makes each call between two polls."""
 
     def __init__(self, pump: BackendPump, backend: TokenBackend) -> None:
@@ -252,11 +249,25 @@ class SharedBackend:
         """See `TokenBackend.load_weights`; requests in flight go on with the new weights."""
         self._pump.call(lambda backend: backend.load_weights(version, tensors))
 
-    def __getattr__(self, name: str) -> Any:
-        """What only some backends have: letting their cache go and bringing it back."""
-        if name not in ("release_memory", "restore_memory", "device", "cache_bytes"):
-            raise AttributeError(name)
-        found = getattr(self._backend, name)
-        if not callable(found):
-            return self._pump.call(lambda backend: getattr(backend, name))
-        return lambda: self._pump.call(lambda backend: getattr(backend, name)())
+    @property
+    def can_free_memory(self) -> bool:
+        """See `TokenCache`."""
+        return self._backend.can_free_memory
+
+    @property
+    def device(self) -> object:
+        """See `TokenCache`."""
+        return self._backend.device
+
+    @property
+    def cache_bytes(self) -> int:
+        """See `TokenCache`."""
+        return int(self._pump.call(lambda backend: backend.cache_bytes))
+
+    def release_memory(self) -> int:
+        """See `TokenCache`."""
+        return int(self._pump.call(lambda backend: backend.release_memory()))
+
+    def restore_memory(self) -> None:
+        """See `TokenCache`."""
+        self._pump.call(lambda backend: backend.restore_memory())
