@@ -25,8 +25,8 @@ from embodied_rl.algorithms.advantage_table import ADVANTAGES
 from embodied_rl.algorithms.loss_table import LOSSES
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
+from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
-from embodied_rl.methods import check_method
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def main() -> None:
                 folder = arguments.folder / f"{advantage}-{loss}-{seed}"
                 try:
                     config = load_train_config(overrides(advantage, loss, seed, arguments.budget, folder))
-                    check_method(config)
+                    resolve(config)
                 except UserError:
                     break
                 figures.append(run(config, task.measure, folder))

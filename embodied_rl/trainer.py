@@ -17,19 +17,19 @@ import torch
 
 from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_compatible, checkpoint_name
 from embodied_rl.config import TrainConfig
+from embodied_rl.config.rules import resolve
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import next_free, write_atomic_with
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import check_loggers, make_loggers
-from embodied_rl.methods import Experience, check_method
-from embodied_rl.methods.domain_building import with_domains
+from embodied_rl.methods import Experience
 from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.policies.base import read_and_left
 from embodied_rl.progress import Advance, clock_text, progress_bar
 from embodied_rl.reporting import RunSummary, parts_text, shows_progress, summarise, task_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
-from embodied_rl.roles.assembly import check_roles, hybrid_here, with_roles
+from embodied_rl.roles.assembly import hybrid_here
 from embodied_rl.roles.cast import Started, end_ranks, start_simulators
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.training_recording import TrainingRecorder
@@ -69,7 +69,7 @@ class Trainer:
             UserError: the simulator rejects its configuration, packages or assets are missing.
             IncompatibleCheckpointError: the checkpoint does not fit.
         """
-        config = with_roles(with_domains(config))
+        config = resolve(config)
         self.config, self.run_dir, self.command = config, run_dir, command
         self._started = time.time() if started is None else started
         self.iteration = self.steps = 0
@@ -88,8 +88,6 @@ class Trainer:
         """What the warm start came to; empty before it and without one."""
         self.recorders: list[TrainingRecorder] = []
         self.timeline: Timeline | None = None
-        check_method(config)
-        check_roles(config)
         check_loggers(config.logger)
         self._shown = shows_progress(config)
         self._episode_s: float | None = None

@@ -77,9 +77,24 @@ FLOORS: dict[str, set[str]] = {
     "methods": GROUND | {"agents", "config", "algorithms", "episodes", "generation", "learning", "policies", "rollout", "sim"},
     "roles": GROUND
     | {"agents", "algorithms", "config", "distributed", "generation", "hybrid", "learning", "methods", "policies", "rollout", "sim"},
+    "config.facts": GROUND | {"algorithms", "config", "hybrid", "learning", "methods", "roles", "sim"},
+    "config.rules": GROUND | {"algorithms", "config", "config.facts", "episodes", "methods", "policies", "roles"},
     "resuming": GROUND | {"config", "checkpoint", "learning", "methods", "policies"},
     "trainer": GROUND
-    | {"checkpoint", "config", "episodes", "generation", "hybrid", "loggers", "methods", "policies", "reporting", "resuming", "roles"}
+    | {
+        "checkpoint",
+        "config",
+        "config.rules",
+        "episodes",
+        "generation",
+        "hybrid",
+        "loggers",
+        "methods",
+        "policies",
+        "reporting",
+        "resuming",
+        "roles",
+    }
     | {"rollout", "run_folder", "sim"},
     # The outer ring: nothing above imports it.
     "probes": GROUND | {"config", "sandbox", "sim"},

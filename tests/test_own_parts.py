@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 from collections.abc import Iterator
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.loss_table import loss_info
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.commands import evaluate
 from embodied_rl.config import AlgorithmConfig, CustomPolicyConfig, GroupsConfig, LoggerConfig, PolicyConfig
 from embodied_rl.config.compose import load_train_config
+from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
 from embodied_rl.loggers import check_loggers
 from embodied_rl.loggers.jsonl import read_metrics
@@ -219,8 +220,10 @@ HERE = "tests.test_own_parts"
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(changes: dict[str, Any], reason: str) -> None:
+    algorithm = AlgorithmConfig(**{"advantage": "grpo", "groups": GroupsConfig(), **changes})
+    config = dataclasses.replace(load_train_config(["sim=cartpole"]), algorithm=algorithm)
     with pytest.raises(UserError, match=reason) as caught:
-        compose(AlgorithmConfig(**{"advantage": "grpo", "groups": GroupsConfig(), **changes}))
+        resolve(config)
     assert len(str(caught.value)) <= 400
     assert "\n" not in str(caught.value)
 

@@ -66,6 +66,8 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
     """From the command's words, and from what they were parsed to. Raises UserError."""
     from embodied_rl.config import group_names
     from embodied_rl.config.compose import load_train_config
+    from embodied_rl.config.facts import Run
+    from embodied_rl.config.rules import EVALUATION, refuse
     from embodied_rl.errors import UserError, did_you_mean
 
     kind, experiment = values["policy"], values["experiment"]
@@ -92,8 +94,8 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
         words.append(f"evaluation.temperature={values['temperature'] or 'null'}")
     elif kind in ("random", "openai"):
         words.append("evaluation.temperature=null")
-    # Nothing is trained: how much of it goes into a minibatch does not matter.
-    config = load_train_config([*words, "algorithm.minibatch_size=2"])
+    config = load_train_config(words)
+    refuse(EVALUATION, Run(config))
     if config.domains:
         raise UserError(f"experiment={experiment} has several domains: evaluate one of them by its simulator, sim=….")
     return Untrained(config, kind or config.policy.name, _server(overrides) if kind == "openai" else None)

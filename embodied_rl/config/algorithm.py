@@ -147,7 +147,7 @@ class InitializedConfig(Config, place="algorithm.initialized"):
     max_sources: Size = 8
     """Episodes that are kept to start in."""
     chunk_steps: Size = 10
-    """Messages of a chunk; starts lie at its multiples."""
+    """Messages of a chunk; starts lie at its multiples. A message is a step or, of a policy that acts in chunks, one of its chunks."""
     threshold: Share = 0.5
     """rollback: success rate at which the start moves back by a chunk."""
     min_episodes: Episodes = 8

@@ -184,27 +184,6 @@ class TrainConfig(Config):
             "given for a simulator of your own, such as sim.target=my_package.my_module:MyEnv",
             self.sim.target,
         )
-        require(
-            self.stop_at_return is None or self.evaluation.every_steps is not None,
-            "evaluation.every_steps",
-            "set where stop_at_return is",
-            self.evaluation.every_steps,
-        )
-        require(
-            self.evaluation.temperature is None or (hasattr(self.policy, "temperature") and not self.domains),
-            "evaluation.temperature",
-            f"null for policy.name={self.policy.name}: it is of action tokens (tiny_vla, openvla, openvla_oft)",
-            self.evaluation.temperature,
-        )
-        require(
-            self.algorithm.groups is not None
-            or not self.algorithm.on_policy
-            or self.algorithm.minibatch_size <= self.decisions_per_iteration,
-            "algorithm.minibatch_size",
-            f"<= sim.num_slots * algorithm.rollout_steps ({self.decisions_per_iteration})",
-            self.algorithm.minibatch_size,
-        )
-
         # Each domain's overrides are checked now too, not when its method is built.
         for name in self.domains:
             self._own_parts(name)

@@ -18,7 +18,6 @@ from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import TrainConfig
-from embodied_rl.errors import UserError
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import TokenObjective
 from embodied_rl.learning.rows import TokenBatch
@@ -165,32 +164,6 @@ def make_agent_collector(config: TrainConfig, manager: Simulators, generator: Ag
         min_ready=1 if groups.max_staleness else None,
         greedy_member="greedy_baseline" in compose(config.algorithm).advantage.needs,
     )
-
-
-def check_agent(config: TrainConfig) -> None:
-    """Raises UserError for what a language agent cannot do, before any simulator is started."""
-    algorithm = config.algorithm
-    if algorithm.groups is None:
-        raise UserError(
-            f"policy.name=language learns from whole episodes, and algorithm={algorithm.name} does not: choose one with groups "
-            "(algorithm=grpo, gigpo, reinforce_plus_plus, …)."
-        )
-    if algorithm.advantage in ("gae", "gae_chunk", "gae_action"):
-        raise UserError(
-            f"algorithm.advantage='{algorithm.advantage}' needs a critic, and language agents have none: take grpo, gigpo, rloo, "
-            "segment_returns, …"
-        )
-    if config.generation.backend not in ("tokens_torch", "vllm"):
-        raise UserError(
-            f"generation.backend='{config.generation.backend}' does not sample tokens: choose generation=tokens_torch or generation=vllm."
-        )
-    if algorithm.warm_start is not None and algorithm.warm_start.player is None:
-        raise UserError(
-            "algorithm.warm_start of a language agent clones a scripted player: set algorithm.warm_start.player, such as "
-            "embodied_rl.sim.text.frozenlake:player, or algorithm.warm_start=null."
-        )
-    if algorithm.initialized.share > 0:
-        raise UserError("algorithm.initialized is offered for robots' policies: set algorithm.initialized.share=0.")
 
 
 def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> PreparedTurns:

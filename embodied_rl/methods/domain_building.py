@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.generation import make_generator
-from embodied_rl.methods.agents import check_agent
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.domain_playing import seat_agents
 from embodied_rl.methods.domain_roles import LanguageRole, OwnRole, Role, RolePolicies
@@ -25,18 +23,6 @@ from embodied_rl.sim.instrumented import plain_spec
 
 LANGUAGE = "language"
 """The role of the run's own policy, in metrics and checkpoints; the others have their domains' names."""
-
-
-def with_domains(config: TrainConfig) -> TrainConfig:
-    """The configuration as a run with several domains sees it: a run that has players but no domains has `sim` for its only domain."""
-    if config.domains or not config.generation.mix:
-        return config
-    from embodied_rl.config import DomainConfig
-
-    start = config.algorithm.warm_start
-    own = {} if start is None else {"warm_start": dataclasses.asdict(start)}
-    algorithm = dataclasses.replace(config.algorithm, warm_start=None)
-    return dataclasses.replace(config, algorithm=algorithm, domains={config.sim.name: DomainConfig(config.sim, algorithm=own)})
 
 
 def start_domains(config: TrainConfig) -> DomainManagers | None:
@@ -135,64 +121,3 @@ def _add_warm_starts(config: TrainConfig, role: LanguageRole, seats: Sequence[Se
             start = WarmStart(config.for_domain(seat.domain), seat.manager, role.learner, generator)
             if start.options is not None:
                 role.warm_starts[seat.domain] = start
-
-
-# ---- what makes no sense --------------------------------------------------------------------------------------------
-
-
-def check_domains(config: TrainConfig) -> None:
-    """Raises UserError for what a run with several domains cannot do, before any simulator is started."""
-    if config.algorithm.groups is None:
-        raise UserError(
-            f"domains: all domains fill one queue of groups, and algorithm={config.algorithm.name} has none: choose one with groups "
-            "(algorithm=grpo, gigpo, …)."
-        )
-    if config.algorithm.warm_start is not None:
-        raise UserError("domains: players are cloned by domain: set domains.NAME.algorithm.warm_start, and algorithm.warm_start=null.")
-    refused = {
-        "hybrid.offload": bool(config.hybrid.offload),
-        "hybrid.reward_worker": config.hybrid.reward_worker is not None,
-        "recording": bool(config.recording),
-        "algorithm.initialized.share": config.algorithm.initialized.share > 0,
-    }
-    for key, given in refused.items():
-        if given:
-            raise UserError(f"{key} is not offered in a run with several domains or players: leave it out.")
-    if config.hybrid.sharding is not None and all(domain.policy is not None for domain in config.domains.values()):
-        raise UserError("hybrid.sharding divides the run's language policy, and every domain has its own policy: set hybrid=local.")
-    if config.video.enabled != "no":
-        raise UserError("A run with several domains or players makes no film at its end: set video.enabled=no.")
-    for name in config.domains:
-        _check_domain(config, name)
-    for name, player in config.generation.mix.items():
-        text = [domain for domain, own in config.domains.items() if own.policy is None]
-        for domain in player.domains:
-            if domain not in text:
-                raise UserError(f"generation.mix.{name}.domains: '{domain}' is no domain of text.{did_you_mean(domain, text)}")
-        if not text:
-            raise UserError(f"generation.mix.{name}: there is no domain of text to play.")
-
-
-def _check_domain(config: TrainConfig, name: str) -> None:
-    if not name.isidentifier() or name in (LANGUAGE, "roles"):
-        raise UserError(f"domains: '{name}' must be made of letters, digits and _, and not be '{LANGUAGE}'.")
-    own = config.for_domain(name)
-    domain = config.domains[name]
-    if domain.policy is None:
-        if config.policy.name != "language":
-            raise UserError(
-                f"domains.{name} has no policy, and the run's, policy.name='{config.policy.name}', is no language policy: "
-                f"choose policy=language, or give domains.{name}.policy."
-            )
-        check_agent(own)
-        return
-    if domain.policy.name == "language":
-        raise UserError(
-            f"domains.{name}.policy: a run has one language policy, its own (policy=language); leave domains.{name}.policy out."
-        )
-    if own.policy.chunk_size != 1:
-        raise UserError(f"domains.{name}.policy acts in chunks, which several domains are not offered: choose mlp or cnn.")
-    if own.algorithm.warm_start is not None:
-        raise UserError(f"domains.{name}.algorithm.warm_start is offered for domains of text: set it null.")
-    if domain.backend is not None:
-        raise UserError(f"domains.{name}.backend samples tokens, and its policy acts in batches: leave it out.")

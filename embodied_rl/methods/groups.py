@@ -149,7 +149,8 @@ class GroupMethod(Method):
             return
         # The expert reads the simulator's state, in separate processes: the run's simulators stay as they are.
         shown = instrumented(self.config.sim, expert=options.expert, reconfigure=False)
-        with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False) as manager:
+        chunk_size = self.config.policy.chunk_size
+        with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False, chunk_size=chunk_size) as manager:
             self._record_with(manager, shown_expert)
 
     def _record_with(self, manager: Simulators, make_expert: Callable[[], Expert]) -> None:

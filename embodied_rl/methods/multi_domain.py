@@ -96,7 +96,8 @@ class DomainManagers(Simulators):
             for domain, player in seats_of(config):
                 sim, other = config.domains[domain].sim, config.generation.mix.get(player)
                 # Separate simulators for each player: a slow server holds up no other player.
-                manager = EnvManager.from_config(sim, seeds, num_slots=None if other is None else other.num_slots, autoreset=False)
+                slots, chunk_size = None if other is None else other.num_slots, config.for_domain(domain).policy.chunk_size
+                manager = EnvManager.from_config(sim, seeds, num_slots=slots, autoreset=False, chunk_size=chunk_size)
                 stack.callback(manager.close)
                 seats.append(Seat(domain, player, sim, manager, trained=is_trained(config, player)))
             found = DomainManagers(config, seats)

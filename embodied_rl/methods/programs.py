@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.errors import UserError
 from embodied_rl.methods.agents import AgentMethod
 from embodied_rl.methods.base import Experience
 from embodied_rl.policies.language import LanguagePolicy
@@ -51,15 +50,3 @@ class ProgramMethod(AgentMethod):
             sampling=served.sampling(served.agent.config.temperature),
             greedy_member="greedy_baseline" in self.algorithm.composition.advantage.needs,
         )
-
-
-def check_programs(config: TrainConfig) -> None:
-    """Raises UserError for what agent programs cannot do, before anything is started."""
-    if config.policy.name != "language":
-        raise UserError(f"sim={config.sim.name} is an agent program, which talks to a language model: set policy=language.")
-    if config.hybrid.plays_apart:
-        raise UserError("Agent programs are served by the process that trains: set hybrid=local or fsdp2.")
-    if config.record.share > 0:
-        raise UserError("record.share writes steps of a simulator, and an agent program is none: set record.share=0.")
-    if config.algorithm.warm_start is not None:
-        raise UserError("algorithm.warm_start plays in a simulator, and an agent program is none: set algorithm.warm_start=null.")

@@ -104,7 +104,8 @@ class AgentPlayer(Player):
         self.queue = make_group_queue(self.config, spec.task, self._share)
         collector = make_agent_collector(self.config, self.manager, self._agent.generator, self.queue)
         self.collector = collector
-        self.scorer = collector.scorer = self._make_scoring(self.config)
+        self.scorer = self._make_scoring(self.config)
+        collector.score_with(self.scorer)
 
     def demonstrate(self) -> list[AgentEpisode]:
         """See `play_script`; what was being played is lost, so that `restart` must follow."""

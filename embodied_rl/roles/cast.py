@@ -17,6 +17,7 @@ from embodied_rl.methods import Method, make_method, training_sim
 from embodied_rl.methods.domain_building import build_domains, build_domains_apart, start_domains
 from embodied_rl.methods.language_apart import ModelFiles, model_files
 from embodied_rl.methods.language_player import make_agent_generator, make_language_policy
+from embodied_rl.methods.multi_domain import DomainManagers
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.assembly import add_scorer, connect, hybrid_here, start_player
 from embodied_rl.roles.remote import RemotePlayer
@@ -58,7 +59,7 @@ def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Starte
     if (player := start_player(config)) is not None:
         return Started(player, functools.partial(_around_player, config, player))
     if (managers := start_domains(config)) is not None:
-        return Started(managers, lambda spec, run_dir, folder, base: Cast(*build_domains(config, managers, run_dir, folder)))
+        return Started(managers, functools.partial(_around_domains, config, managers))
     sim, seeds, autoreset = training_sim(config), EpisodeSeeds.training(config.seed), config.algorithm.groups is None
     if is_program(sim):
         manager: Simulators = make_manager(sim, seeds)
@@ -78,6 +79,18 @@ def _around_manager(config: TrainConfig, manager: Simulators, spec: SimSpec, run
         policy = build_policy(config.policy, spec)
         generator = make_generator(config.generation, policy)
     method = make_method(own, manager, policy, generator, run_dir)
+    with ExitStack() as undo:
+        undo.callback(end_ranks, method)
+        add_scorer(config, method)
+        undo.pop_all()
+    return Cast(policy, generator, method)
+
+
+def _around_domains(
+    config: TrainConfig, managers: DomainManagers, spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
+) -> Cast:
+    """All in this process, of several domains."""
+    policy, generator, method = build_domains(config, managers, run_dir, folder)
     with ExitStack() as undo:
         undo.callback(end_ranks, method)
         add_scorer(config, method)

@@ -21,7 +21,8 @@ from embodied_rl.methods.language_apart import ModelFiles, read_model, write_mod
 from embodied_rl.methods.multi_domain import OWN_PLAYER, DomainManagers, Seat, make_domain_collector, make_domain_queue
 from embodied_rl.methods.warm_start import play_script
 from embodied_rl.roles.agent_player import MakeBackend, own_backend
-from embodied_rl.roles.player import OwnGenerator, Player, PlayingGenerator
+from embodied_rl.roles.player import OwnGenerator, Player, PlayingGenerator, make_scorer
+from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.types import EpisodeSummary, SimSpec
 
@@ -70,6 +71,7 @@ class DomainPlayer(Player):
         make_backend: MakeBackend = own_backend,
         make_acting: MakeActing = acting_here,
         make_roles: Callable[[Iterable[TokenBackend], Mapping[str, PlayingGenerator]], LoadsWeights] = RolesHere,
+        make_scoring: Callable[[TrainConfig], Scorer | None] = make_scorer,
     ) -> None:
         """Start the simulators. Raises UserError as `EnvManager` does.
 
@@ -78,8 +80,10 @@ class DomainPlayer(Player):
             make_backend: samples tokens, once for each kind of backend.
             make_acting: makes the acting policy of a domain that has its own.
             make_roles: from these two, makes the object that loads published weights.
+            make_scoring: makes the reward workers, where the configuration asks for some.
         """
         self._make_backend, self._make_acting, self._make_roles = make_backend, make_acting, make_roles
+        self._make_scoring = make_scoring
         self._roles: LoadsWeights | None = None
         self._start(config)
 
@@ -120,6 +124,8 @@ class DomainPlayer(Player):
                 seat.collector = make_group_collector(own, seat.manager, acts.generator, self.queue, acts.layout)
         self._roles = self._make_roles(backends.values(), acting)
         self.collector = make_domain_collector(config, self.manager.seats, self.queue)
+        self.scorer = self._make_scoring(config)
+        self.collector.score_with(self.scorer)
 
     def load(self, version: int, tensors: Any) -> None:
         """See `Player.load`: the weights of all roles."""

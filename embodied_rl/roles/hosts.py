@@ -6,7 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from embodied_rl.config import SimConfig, TrainConfig
+from embodied_rl.config.placement import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
+from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.learning.devices import resolve_device
 from embodied_rl.sim.affinity import available_cores
 
@@ -73,12 +75,17 @@ def plan_hosts(config: TrainConfig, *, num_gpus: int, num_cores: int) -> HostPla
 
 def plan_here(config: TrainConfig) -> HostPlan:
     """Of this machine. Raises UserError as `plan_hosts`."""
+    return plan_hosts(config, num_gpus=len(this_machine(config).gpus), num_cores=available_cores())
+
+
+def this_machine(config: TrainConfig) -> Cluster:
+    """The devices that a run without Ray has."""
     gpus = 0
     if resolve_device(config.hybrid.device).type == "cuda":
         import torch
 
         gpus = torch.cuda.device_count()
-    return plan_hosts(config, num_gpus=gpus, num_cores=available_cores())
+    return Cluster(ClusterConfig((NodesConfig(cores=available_cores(), gpus=gpus),), name="this machine"))
 
 
 def hosted_sim(config: TrainConfig, sim: SimConfig) -> SimConfig:

@@ -24,7 +24,7 @@ from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import hosted_sim, plan_here
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.wire import register
-from embodied_rl.rollout.collector import Collector, CollectorTimes
+from embodied_rl.rollout.collector import Collector, CollectorTimes, RolloutCollector
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.rollout.scoring import Scorer, ThreadScorer, load_score
@@ -128,7 +128,8 @@ class Player:
                 collector = make_group_collector(config, simulators, acting.generator, self.queue, acting.layout)
                 self.collector = collector
                 collector.on_stop = simulators.release
-                self.scorer = collector.scorer = (make_scoring or make_scorer)(config)
+                self.scorer = (make_scoring or make_scorer)(config)
+                collector.score_with(self.scorer)
         except BaseException:
             self.close()
             raise
@@ -201,6 +202,17 @@ class Player:
         temperature = self.config.evaluation.temperature
         return evaluate(self.manager, self.acting.generator, num_episodes, first_seed=first_seed, temperature=temperature)
 
+    def episodes(self) -> list[np.ndarray]:
+        """See `RolloutCollector.episodes`: the running episodes of all slots, [bytes] uint8 each."""
+        assert isinstance(self.collector, RolloutCollector), "fixed rollouts"
+        return [np.frombuffer(episode, np.uint8) for episode in self.collector.episodes()]
+
+    def take_up(self, episodes: list[np.ndarray]) -> None:
+        """See `RolloutCollector.take_up`."""
+        assert isinstance(self.collector, RolloutCollector), "fixed rollouts"
+        self.collector.take_up([episode.tobytes() for episode in episodes])
+        self._may_pump = True
+
     def peek(self, slots: list[int]) -> dict[str, np.ndarray]:
         """See `EnvManager.peek`."""
         return {name: np.array(part) for name, part in self.manager.peek(slots).items()}
@@ -209,7 +221,11 @@ class Player:
         """Play on for a moment, between requests; False: nothing may be played now."""
         if not self._may_pump:
             return False
-        in_lockstep = self.queue is not None and self.collector.min_ready is None
+        if self.queue is None:
+            # A checkpoint takes the running episodes between two rollouts.
+            in_lockstep = self.config.checkpoint.within_episodes
+        else:
+            in_lockstep = self.collector.min_ready is None
         return not in_lockstep and self.collector.pump()
 
     def close(self) -> None:

@@ -130,6 +130,7 @@ class EnvWorker:
                     make_backend=make_backend,
                     make_acting=lambda _, spec, domain: RayGenerator(generation, spec, domain),
                     make_roles=lambda backends, acting: RayRoles(generation, backends, acting),
+                    make_scoring=make_scoring,
                 )
             if config.policy.name == "language":
                 return AgentPlayer(config, make_backend=make_backend, make_scoring=make_scoring, share=share)

@@ -109,19 +109,19 @@ class RemotePlayer(Simulators):
 
     def texts(self) -> list[str]:
         """See `AgentPlayer.texts`."""
-        return [str(text) for text in self._insist("texts")]
+        return [str(text) for text in self.insist("texts")]
 
     def texts_of(self, domain: str) -> list[str]:
         """See `DomainPlayer.texts`."""
-        return [str(text) for text in self._insist("texts", domain=domain)]
+        return [str(text) for text in self.insist("texts", domain=domain)]
 
     def demonstrate(self) -> list[AgentEpisode]:
         """See `AgentPlayer.demonstrate`."""
-        return list(self._insist("demonstrate"))
+        return list(self.insist("demonstrate"))
 
     def demonstrate_in(self, domain: str) -> list[AgentEpisode]:
         """See `DomainPlayer.demonstrate`."""
-        return list(self._insist("demonstrate", domain=domain))
+        return list(self.insist("demonstrate", domain=domain))
 
     @property
     def fault_records(self) -> list[FaultRecord]:
@@ -146,11 +146,11 @@ class RemotePlayer(Simulators):
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
         """See `Player.evaluate`."""
-        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed))
+        return list(self.insist("evaluate", num_episodes=num_episodes, first_seed=first_seed))
 
     def evaluate_in(self, domain: str, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
         """See `DomainPlayer.evaluate`."""
-        return list(self._insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=domain))
+        return list(self.insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=domain))
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """See `PlayerHandle.call`."""
@@ -207,7 +207,7 @@ class RemotePlayer(Simulators):
             return {name: tensor for name, tensor in state.items() if is_lora(name)} if self._has_base else dict(state)
         return dict(self.policy.named_weights())
 
-    def _insist(self, what: str, **arguments: Any) -> Any:
+    def insist(self, what: str, **arguments: Any) -> Any:
         """`ask`, again of a new player when one ends."""
         while True:
             try:
@@ -259,6 +259,21 @@ class RemoteCollector(Collector):
             else:
                 self._player.needs_restart = False
                 return
+
+    def episodes(self) -> list[bytes]:
+        """See `RolloutCollector.episodes`; of a player that was replaced, those that it begins."""
+        while True:
+            if self._player.needs_restart:
+                self._begin_again(self._player.version)
+            try:
+                return [episode.tobytes() for episode in self._player.ask("episodes")]
+            except RoleLost as lost:
+                self._player.replace(lost)
+
+    def take_up(self, episodes: Sequence[bytes]) -> None:
+        """See `RolloutCollector.take_up`."""
+        self._player.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
+        self._player.needs_restart = False
 
     def next_rollout(self, version: int) -> Rollout:
         """See `RolloutCollector.next_rollout`."""

@@ -58,6 +58,10 @@ class Collector:
         """Begin new episodes: those that `queue` asks for, or in all slots, with seeds of `seed_round`."""
         raise NotImplementedError
 
+    def score_with(self, scorer: Scorer | None) -> None:
+        """Hand finished episodes to `scorer` first; None: to the queue."""
+        self.scorer = scorer
+
     def next_rollout(self, version: int) -> Rollout:
         """The rollout that `version` learns from. Raises SimFault (see EnvManager)."""
         raise AssertionError("this collector fills groups")

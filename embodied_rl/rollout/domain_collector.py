@@ -21,6 +21,7 @@ from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.scoring import Scorer, divided_scorer
 from embodied_rl.types import Episode, EpisodeGroup
 
 _GLANCE_S = 0.002
@@ -73,6 +74,13 @@ class DomainCollector(Collector):
         self.times = CollectorTimes()
         self._figures: dict[str, float] = {}
 
+    def score_with(self, scorer: Scorer | None) -> None:
+        """See `Collector.score_with`: one scorer for all collectors, each of which gets its own episodes back."""
+        self.scorer = scorer
+        shares = [None] * len(self.collectors) if scorer is None else divided_scorer(scorer, len(self.collectors))
+        for collector, share in zip(self.collectors.values(), shares, strict=True):
+            collector.score_with(share)
+
     def pump(self) -> bool:
         """A round of all collectors. False: no episode is running, and none may begin."""
         ran = [self._pump(collector) for collector in self.collectors.values()]
@@ -101,8 +109,9 @@ class DomainCollector(Collector):
         return groups
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch (`batch_figures`), and of the agents up to it (`AgentCollector.figures`): ``domains/lake/agent/invalid``."""
-        return self._figures
+        """Of the last batch (`batch_figures`), of its scores, and of the agents up to it (`AgentCollector.figures`):
+        ``domains/lake/agent/invalid``."""
+        return {**self._figures, **({} if self.scorer is None else self.scorer.metrics())}
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Give every running episode up and go on with another queue."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.generation.base import Generator
+from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.initialized import Outcome, Start, StartLibrary
 from embodied_rl.rollout.members import Assignment
@@ -59,6 +59,8 @@ class EpisodeRecorder:
     """None: it began ordinarily."""
     observation: list[dict[str, Any]] = field(default_factory=list)
     action: list[np.ndarray] = field(default_factory=list)
+    given: list[np.ndarray] = field(default_factory=list)
+    """What the simulator got: actions [A], or chunks [k, A]."""
     log_prob: list[np.ndarray] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
@@ -80,11 +82,13 @@ class EpisodeRecorder:
         if success and self.success_at is None:
             self.success_at = len(self.reward)
 
-    def acted(self, observation: dict[str, Any], action: np.ndarray, log_prob: np.ndarray, version: int) -> None:
+    def acted(self, observation: dict[str, Any], acted: ActedBatch, given: np.ndarray, row: int) -> None:
+        """`row` of what the policy drew, and of what the simulator is given for it."""
         self.observation.append(observation)
-        self.action.append(action)
-        self.log_prob.append(log_prob)
-        self.version.append(version)
+        self.action.append(acted.action[row])
+        self.given.append(given[row])
+        self.log_prob.append(acted.log_prob[row])
+        self.version.append(acted.version)
 
     def finish(self, batch: StepBatch, row: int, success: bool, metadata: dict[str, Any], unit_steps: np.ndarray | None = None) -> Episode:
         """The episode, whose last step is a row of `batch`; `unit_steps` [L] says which step of a chunk each action unit belongs to."""
@@ -237,8 +241,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         return recorder.finish(batch, row, summary.success_once, metadata, self.layout.unit_steps(self.manager.spec.action.dim))
 
     def _record(self, to: TrainingRecorder, recorder: EpisodeRecorder, episode: Episode) -> None:
-        given, whose = self.manager.spec.action.denormalise(episode.action), recorder.assignment
-        to.finished(episode, given, recorder.success, group=whose.group, member=whose.member)
+        whose = recorder.assignment
+        to.finished(episode, np.stack(recorder.given), recorder.success, group=whose.group, member=whose.member)
 
     def _outcome(self, starts: StartLibrary, recorder: EpisodeRecorder, episode: Episode, summary: EpisodeSummary) -> Outcome:
         """What the library learns from an episode; `summary` is of the whole, what came before the start included."""
@@ -246,8 +250,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         candidate = None
         if starts.wants(success):
             before, seed = starts.before(recorder.start, recorder.assignment.seed)
-            played = self.manager.spec.action.denormalise(episode.action[: recorder.success_at])
-            actions = (*before, *(str(action) if played.dtype == object else action for action in played))
+            actions = (*before, *recorder.given[: recorder.success_at])
             every, skipped = starts.config.chunk_steps, len(before)
             seen = {step: recorder.observation[step - skipped] for step in range(every, len(actions), every) if step >= skipped}
             candidate = SourceEpisode("own", seed, actions, summary.episode_return, success, seen=seen)
@@ -272,7 +275,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         noise = np.stack([self._playing[slot].noise.next() for slot in slots]) if noisy else None
         self.generator.send(np.asarray(slots), observation, noise)
         acted = self.generator.recv()
+        given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
         for row, slot in enumerate(slots):
-            self._playing[slot].acted(rows[row], acted.action[row], acted.log_prob[row], acted.version)
-        self.manager.send(slots, acted.for_simulator(self.manager.spec.action, self.manager.chunk_size))
+            self._playing[slot].acted(rows[row], acted, given, row)
+        self.manager.send(slots, given)
         self._in_step += len(slots)

@@ -55,11 +55,15 @@ class ProgramCollector(QueuePump):
         self._counts: Counter[str] = Counter()
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
-        """Start the programs that the queue asks for, and hand in those that ended. False: none is running."""
+        """Start the programs that the queue asks for, and hand in those that ended. False: none is running, and none is being scored."""
         # Model and programs work at the same time: their times are not separated, and no time counts as waited.
+        scored = self._take_scores()
         self._start()
         if not self.runner.num_running:
-            return False
+            if self._awaited and self.scorer is not None:
+                self.scorer.wait(patience_s)
+                self._tick()
+            return scored or bool(self._awaited)
         for played in self.runner.wait(min(patience_s, _LOOK_S)):
             self._finish(played)
         self._look()
@@ -71,6 +75,7 @@ class ProgramCollector(QueuePump):
         assert queue is not None, "groups are asked for by a queue"
         self.runner.stop_all()
         self._turns.clear()
+        self._awaited.clear()
         self.queue = queue
 
     def figures(self) -> dict[str, float]:
@@ -82,8 +87,8 @@ class ProgramCollector(QueuePump):
         return {"episodes": float(counts["episodes"]), "failed": 0.0, **failed, **means}
 
     def metrics(self) -> dict[str, float]:
-        """`figures`, as they are logged, and those of the last batch (`batch_figures`)."""
-        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._batch}
+        """`figures`, as they are logged, and those of the last batch (`batch_figures`) and of its scores."""
+        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._common_metrics()}
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +130,7 @@ class ProgramCollector(QueuePump):
             }
         )
         self._counts["seconds"] += played.seconds  # type: ignore[assignment]
-        self.queue.finished(whose, episode)
+        self._hand_in(whose, episode)
 
     def _look(self) -> None:
         """Stop programs that are not needed any more, and report to the queue those that have moved on."""

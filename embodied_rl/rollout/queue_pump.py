@@ -30,6 +30,9 @@ class QueuePump(Collector, abc.ABC):
         self._waited = 0.0
         self._batch: dict[str, float] = {}
         """Figures of the last batch."""
+        self._awaited: dict[int, Assignment] = {}
+        """Of episodes that are being scored, by the scorer's numbers."""
+        self._num_scored = 0
         self._ticked_at = time.monotonic()
 
     @abc.abstractmethod
@@ -67,6 +70,32 @@ class QueuePump(Collector, abc.ABC):
             self._ticked_at = time.monotonic()
             self.queue.tick()  # what it gives up is dropped when its slot comes back
 
+    def _hand_in(self, assignment: Assignment, episode: Episode) -> bool:
+        """Give a finished episode to the queue, or to the scorer first; whether the queue has taken it."""
+        if self.scorer is None:
+            return self.queue.finished(assignment, episode)
+        self._num_scored += 1
+        self._awaited[self._num_scored] = assignment
+        self.scorer.submit(self._num_scored, episode)
+        return False
+
+    def _take_scores(self) -> bool:
+        """Hand in the episodes that were scored meanwhile; whether there were any."""
+        scored = [] if self.scorer is None else self.scorer.ready()
+        for number, found in scored:
+            assignment = self._awaited.pop(number, None)
+            if assignment is None:
+                continue  # submitted before a restart
+            if isinstance(found, str):
+                self.queue.failed(assignment, f"it was not scored: {found}")
+            else:
+                self.queue.finished(assignment, found)
+        return bool(scored)
+
+    def _common_metrics(self) -> dict[str, float]:
+        """Of the last batch, and of its scores."""
+        return {**self._batch, **({} if self.scorer is None else self.scorer.metrics())}
+
 
 class SlotPump(QueuePump, Generic[Playing]):
     """A pump over a manager made with ``autoreset=False``: a slot plays an episode of the queue's, or is idle and stands still."""
@@ -74,9 +103,6 @@ class SlotPump(QueuePump, Generic[Playing]):
     def __init__(self, manager: Simulators, queue: GroupQueue, *, seed: int, min_ready: int | None) -> None:
         super().__init__(queue, seed=seed)
         self.manager, self.min_ready = manager, min_ready
-        self._awaited: dict[int, Assignment] = {}
-        """Of episodes that are being scored, by the scorer's numbers."""
-        self._num_scored = 0
         self._playing: dict[int, Playing] = {}
         self._idle = list(range(manager.num_slots))
         self._in_step = 0
@@ -106,28 +132,6 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._idle.append(slot)
         self._idle.sort()
 
-    def _hand_in(self, assignment: Assignment, episode: Episode) -> bool:
-        """Give a finished episode to the queue, or to the scorer first; whether the queue has taken it."""
-        if self.scorer is None:
-            return self.queue.finished(assignment, episode)
-        self._num_scored += 1
-        self._awaited[self._num_scored] = assignment
-        self.scorer.submit(self._num_scored, episode)
-        return False
-
-    def _take_scores(self) -> bool:
-        """Hand in the episodes that were scored meanwhile; whether there were any."""
-        scored = [] if self.scorer is None else self.scorer.ready()
-        for number, found in scored:
-            assignment = self._awaited.pop(number, None)
-            if assignment is None:
-                continue  # submitted before a restart
-            if isinstance(found, str):
-                self.queue.failed(assignment, f"it was not scored: {found}")
-            else:
-                self.queue.finished(assignment, found)
-        return bool(scored)
-
     def _forget_all(self, queue: GroupQueue | None) -> None:
         """Give every running episode up and go on with another queue."""
         assert queue is not None, "groups are asked for by a queue"
@@ -136,7 +140,3 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._playing.clear()
         self._awaited.clear()
         self._idle, self._in_step = list(range(self.manager.num_slots)), 0
-
-    def _common_metrics(self) -> dict[str, float]:
-        """Of the last batch, and of its scores."""
-        return {**self._batch, **({} if self.scorer is None else self.scorer.metrics())}

@@ -182,3 +182,39 @@ class ThreadScorer:
                 result = f"{type(error).__name__}: {error}"
             self._done.put((number, result))
             self._some.set()
+
+
+def divided_scorer(scorer: Scorer, count: int) -> list[Scorer]:
+    """One scorer for `count` collectors, each of which numbers its episodes itself and gets its own back."""
+    waiting_there: list[list[tuple[int, Episode | str]]] = [[] for _ in range(count)]
+    return [_ScorerShare(scorer, index, waiting_there) for index in range(count)]
+
+
+class _ScorerShare:
+    """One collector's part of a scorer: its number n is n · (number of collectors) + (its index) there. Implements `Scorer`."""
+
+    def __init__(self, scorer: Scorer, index: int, found: list[list[tuple[int, Episode | str]]]) -> None:
+        self._scorer, self._index, self._found = scorer, index, found
+
+    def submit(self, number: int, episode: Episode) -> None:
+        """See `Scorer.submit`."""
+        self._scorer.submit(number * len(self._found) + self._index, episode)
+
+    def ready(self) -> list[tuple[int, Episode | str]]:
+        """See `Scorer.ready`; what came for the others waits for them."""
+        for number, result in self._scorer.ready():
+            self._found[number % len(self._found)].append((number // len(self._found), result))
+        own, self._found[self._index] = self._found[self._index], []
+        return own
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Scorer.wait`."""
+        if not self._found[self._index]:
+            self._scorer.wait(timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing: the whole scorer's are counted once."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing: the whole scorer is closed once."""

@@ -30,7 +30,7 @@ class SourceEpisode:
     seed: int
     """Of its reset."""
     actions: tuple[Any, ...]
-    """[T] messages in the simulator's units: actions [A], or texts."""
+    """[T] messages in the simulator's units: actions [A], chunks [k, A] or texts."""
     episode_return: float
     success: bool
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def record_expert(
     keeps_states = manager.spec.snapshots in ("exact", "approximate")
     for first in range(0, len(seeds), manager.num_slots):
         chosen = list(seeds[first : first + manager.num_slots])
-        recorders = [_Recorder(make_expert(), seed, manager.spec.action) for seed in chosen]
+        recorders = [_Recorder(make_expert(), seed, manager.spec.action, chunks=manager.chunk_size > 1) for seed in chosen]
         slots = list(range(len(chosen)))
         manager.begin(slots, chosen)
         observations = _rows(manager.recv(slots))
@@ -121,8 +121,9 @@ def shown_expert() -> Expert:
 class _Recorder:
     """One episode of an expert."""
 
-    def __init__(self, expert: Expert, seed: int, action: ActionSpec) -> None:
-        self._expert, self._seed, self._action = expert, seed, action
+    def __init__(self, expert: Expert, seed: int, action: ActionSpec, *, chunks: bool) -> None:
+        """`chunks`: the manager's messages are chunks, of which the expert's have one step."""
+        self._expert, self._seed, self._action, self._chunks = expert, seed, action, chunks
         self.actions: list[Any] = []
         self.states: dict[int, Mapping[str, Any]] = {}
         self.source: SourceEpisode | None = None
@@ -130,7 +131,9 @@ class _Recorder:
 
     def act(self, observation: Mapping[str, Any]) -> Any:
         action = self._expert(observation)
-        self.actions.append(action if self._action.kind == "text" else np.atleast_1d(np.asarray(action, self._action.dtype)))
+        if self._action.kind != "text":
+            action = np.atleast_1d(np.asarray(action, self._action.dtype))
+        self.actions.append(action[None] if self._chunks else action)
         return self.actions[-1]
 
     def is_due(self, every: int) -> bool:

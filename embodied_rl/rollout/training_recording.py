@@ -95,7 +95,9 @@ class TrainingRecorder:
                     seen = seen or split(observation).observation
                     seed, who = self._seed(slot, playing.index), {"kind": "training", "version": acted.version}
                     self._sinks.start(slot, seed, seen, row, metadata={"policy": who})
-        done = {"action": given, "sampled_action": acted.action, "log_prob": acted.log_prob}
+        done = {"action": given, "log_prob": acted.log_prob}
+        if _is_kept(acted.action, acted.log_prob):
+            done["sampled_action"] = acted.action
         for name, rows in (done | {"policy_version": np.full(len(slots), acted.version)}).items():
             if name not in self._done:
                 self._done[name] = np.empty((self._num_slots, *rows.shape[1:]), rows.dtype)
@@ -143,7 +145,7 @@ class TrainingRecorder:
             terminated=_last(episode.num_messages, episode.terminated),
             truncated=_last(episode.num_messages, episode.truncated),
             success=np.asarray(success, bool),
-            sampled_action=episode.action,
+            sampled_action=episode.action if _is_kept(episode.action, episode.log_prob) else None,
             # The mode's is no probability of having drawn it.
             log_prob=None if episode.metadata.get("greedy") else episode.log_prob,
             policy_version=episode.policy_version,
@@ -187,6 +189,11 @@ class TrainingRecorder:
             if self._sinks.in_progress(slot):
                 self._sinks.discard(slot)
         self._slots = []
+
+
+def _is_kept(action: np.ndarray, log_prob: np.ndarray) -> bool:
+    """Whether actions as the policy drew them can be stored: one number a unit, and no denoising."""
+    return action.shape[1] == log_prob.shape[1]
 
 
 def _joined(part: np.ndarray, last: Any) -> np.ndarray:

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose, correction_of
+from embodied_rl.algorithms.composition import correction_of
 from embodied_rl.algorithms.losses import ppo_clip_loss
 from embodied_rl.algorithms.off_policy import decoupled_ppo_loss
 from embodied_rl.algorithms.ppo import corrected
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig
-from embodied_rl.errors import UserError
 from embodied_rl.loggers.jsonl import read_metrics
 from tests.short_run import train_shortly
 
@@ -77,23 +75,6 @@ def test_units_that_were_not_executed_do_not_count() -> None:
     weighed, _ = corrected(batch, proximal, CorrectionConfig(mode="mask", high=100.0))
     seen = (proximal - batch.log_prob)[:, :2].sum(-1).exp()
     torch.testing.assert_close(weighed.advantage, batch.advantage * seen)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (("algorithm.loss=gspo",), "offered on whole episodes"),
-        (("algorithm.loss=decoupled_ppo",), "weight_high"),
-        (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.normalize_advantage=minibatch"), "minibatch"),
-        (("algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5", "algorithm.ratio=token"), r"algorithm\.ratio=token"),
-        (("algorithm.correction.mode=clamp", "algorithm.ratio=token"), r"algorithm\.correction on fixed rollouts weighs whole decisions"),
-        (("algorithm=grpo", "algorithm.max_staleness=1"), r"algorithm\.groups\.max_staleness"),
-    ],
-)
-def test_refused(overrides: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        compose(load_train_config(["sim=cartpole", *overrides]).algorithm)
-    compose(load_train_config(["sim=cartpole", "algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5"]).algorithm)
 
 
 def test_the_preset_is_the_loss_of_that_name(tmp_path: Path) -> None:

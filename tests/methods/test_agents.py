@@ -25,7 +25,6 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.learning.learner import make_learner
 from embodied_rl.learning.objectives import TokenObjective
-from embodied_rl.methods import check_method
 from embodied_rl.methods.agents import agent_episodes, of_turns, prepare_turns, token_batch, token_rows, turn_batch
 from embodied_rl.train import train
 from embodied_rl.types import EpisodeGroup
@@ -230,26 +229,6 @@ def test_asynchronous_collection_and_other_methods_run(tmp_path: Path) -> None:
     assert figures["train/kl"] >= 0.0
     assert figures["train/log_prob_difference"] < 1.0
     assert figures["groups/consumed"] >= 4
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["algorithm=ppo"], "policy.name=language learns from whole episodes, and algorithm=ppo does not"),
-        (["algorithm=ppo_episodes"], "algorithm.advantage='gae' needs a critic"),
-        (["generation=torch"], "generation.backend='torch' does not sample tokens"),
-        (["policy=mlp"], "generation.backend='tokens_torch' samples tokens"),
-        (["policy=mlp", "generation=torch"], "algorithm.warm_start.player=x answers in text"),
-        (["algorithm.warm_start={episodes: 1}"], "algorithm.warm_start of a language agent clones a scripted player"),
-    ],
-)
-def test_combinations_that_make_no_sense_are_one_line(overrides: list[str], told: str) -> None:
-    base = ["sim=frozenlake", "policy=language", "algorithm=grpo", "generation=tokens_torch"]
-    warm = ["algorithm.warm_start={player: x, episodes: 1}"]
-    chosen = {word.split("=")[0] for word in overrides}
-    arguments = [word for word in base if word.split("=")[0] not in chosen] + overrides + (warm if "player=x" in told else [])
-    with pytest.raises(UserError, match=told):
-        check_method(load_train_config(arguments))
 
 
 def test_a_simulator_without_words_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
-from embodied_rl.methods import check_method
 from embodied_rl.methods.programs import FAULTS_FILE
 from embodied_rl.rollout.program_runner import Played
 from embodied_rl.serving.agents.captured import CapturedSession
@@ -88,13 +87,16 @@ def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: list[str]
 
 
 def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
-    run = train(small(tmp_path / "run", "total_steps=1", "evaluation.num_episodes=3"))
+    scored = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, combine: replace}"
+    run = train(small(tmp_path / "run", "total_steps=1", "evaluation.num_episodes=3", scored))
     results = json.loads((run / "results.json").read_text())
     assert results["num_episodes"] == 3
     assert "say" in (run / "dialogues.html").read_text()
     figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert figures[0]["groups/consumed"] == 2
     assert 1 <= figures[0]["agent/turns_per_program"] <= 2
+    assert figures[0]["reward_worker/scored"] == 4.0
+    assert figures[0]["reward_worker/score"] == pytest.approx(-0.1 * figures[0]["agent/turns_per_program"])
     checkpoint = load_checkpoint(run)
     again = evaluate_checkpoint(checkpoint, 3)
     assert [episode.seed for episode in again.episodes] == [2**30, 2**30 + 1, 2**30 + 2]
@@ -153,14 +155,3 @@ def test_success_rises(tmp_path: Path) -> None:
     returns = [line["episode/success"] for line in figures if "episode/success" in line]
     assert returns[0] <= 0.35
     assert json.loads((tmp_path / "run" / "results.json").read_text())["success"] >= 0.75
-
-
-def test_what_makes_no_sense_is_told(tmp_path: Path) -> None:
-    blind = [word for word in SMALL if not word.startswith("policy.tiny")]
-    for overrides, message in (
-        ([*blind, *STAYS, "policy=mlp", "generation=torch", "~policy.tiny", "~policy.layout"], "set policy=language"),
-        ([*SMALL, *STAYS, "record.share=0.5"], "record.share writes steps of a simulator"),
-        ([*SMALL, *STAYS, "algorithm.warm_start={player: 'x:y'}"], "warm_start=null"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_method(load_train_config([*overrides, f"run_dir={tmp_path}"]))

@@ -1,4 +1,4 @@
-"""Placements that cannot be had are refused before anything is started, with the reason and the nearest that can be had."""
+"""Placements that can be had, and who has which device (those that cannot: tests/test_rules.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.compose import load_train_config
+from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
-from embodied_rl.roles.assembly import check_roles, playing_gpu
+from embodied_rl.roles.assembly import playing_gpu
 
 CARTPOLE = ("sim=cartpole", "hybrid.device=cpu")
 APART = "hybrid=disaggregated"
@@ -21,31 +22,6 @@ def configured(*overrides: str) -> TrainConfig:
     # What is composed later replaces the simulator.
     chosen = any(word.startswith(("sim=", "experiment=")) for word in overrides)
     return load_train_config([*(CARTPOLE[1:] if chosen else CARTPOLE), *overrides])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason", "nearest"),
-    [
-        (("hybrid.placement=multiplexed",), "have all slots end together", "hybrid.placement=disaggregated"),
-        (("algorithm.max_staleness=1",), "take turns", "hybrid=disaggregated"),
-        ((APART, "algorithm=sac", "algorithm.max_staleness=1"), "keeps what it learns from", "set it to 0"),
-        (("hybrid.placement={kind: hybrid, num_pipeline_stages: 4}",), "is what sim.pipeline_groups says", "sim.pipeline_groups=4"),
-        (("hybrid.placement={env: [1/cpu], generation: [0/cpu], train: [0/cpu]}",), "Device '1/cpu' does not exist", "0/cpu"),
-        ((APART, "algorithm=bc"), "learns from recorded", "hybrid=collocated"),
-        ((APART, "algorithm=sac"), "learns from recorded", "hybrid=collocated"),
-        ((APART, "record.share=0.5"), "record.share", "hybrid=collocated"),
-        ((APART, "hybrid.offload=[simulators]"), "hybrid.offload", "hybrid=collocated"),
-        (("hybrid=ray", "hybrid.sharding={num_shards: 2}", "hybrid.ray.gpus.train=1"), "ranks need a GPU each", "hybrid.ray.gpus.train=2"),
-        ((*SPEAKING, "sim=agent_program", "hybrid.reward_worker={target: a.b:c}"), "rewards of their own", "reward_worker=null"),
-        (("hybrid=ray", "algorithm=grpo", "algorithm.warm_start={episodes: 1}"), "algorithm.warm_start", "hybrid=collocated"),
-        (("hybrid.reward_worker={target: a.b:c}",), "scores whole episodes", "algorithm=grpo"),
-    ],
-)
-def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_roles(configured(*overrides))
-    assert reason in str(refused.value)
-    assert nearest in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +47,7 @@ def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
     ],
 )
 def test_allowed(overrides: tuple[str, ...]) -> None:
-    check_roles(configured(*overrides))
+    resolve(configured(*overrides))
 
 
 def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,38 +55,23 @@ def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytes
     on_ray = ("hybrid=ray", "hybrid.sharding={num_shards: 2, cpu_offload: true}", "hybrid.device=auto")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.warns(UserWarning, match=r"cpu_offload has no effect: .*device=auto finds no GPU") as told:
-        check_roles(configured(*words))
+        resolve(configured(*words))
     assert len(told) == 1
     with pytest.warns(UserWarning, match=r"cpu_offload has no effect: .*hybrid\.ray\.gpus\.train=0"):
-        check_roles(configured(*on_ray))
+        resolve(configured(*on_ray))
     with pytest.raises(UserError, match=r"cpu_offload must be false with hybrid\.device=cpu"):
         configured(*words[:2])
     # Where there is one, there is nothing to say.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_roles(configured(*on_ray, "hybrid.ray.gpus.train=2"))
+        resolve(configured(*on_ray, "hybrid.ray.gpus.train=2"))
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        check_roles(configured(*words))
+        resolve(configured(*words))
 
 
 def test_the_player_has_the_last_gpu() -> None:
     assert playing_gpu(None, 4) == "3"
     assert playing_gpu("2,5, 7", 3) == "7"
-
-
-@pytest.mark.parametrize(
-    ("count", "overrides", "reason"),
-    [
-        (1, (), "needs at least 2 GPUs, and 'this machine' has 1"),
-        (2, ("hybrid=fsdp2", "hybrid.placement=disaggregated"), "beside those of 2 training ranks"),
-    ],
-)
-def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch, count: int, overrides: tuple[str, ...], reason: str) -> None:
-    """The counts alone are made up: machines with so many GPUs are what this is about."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
-    with pytest.raises(UserError, match=reason):
-        check_roles(load_train_config(["sim=cartpole", APART, *overrides, "hybrid.device=cuda"]))
 
 
 def test_the_keys_are_checked() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,6 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.compose import load_train_config
-from embodied_rl.config import TrainConfig
-from embodied_rl.errors import UserError
-from embodied_rl.methods import check_method
-from embodied_rl.roles.assembly import check_roles
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_multi_domain import COMMON, DOMAINS
@@ -32,18 +26,22 @@ MIX = (
     "generation.mix={cool: {share: 0.25, backend: tokens_torch, temperature: 0.5, num_slots: 2}, "
     "chance: {share: 0.25, backend: random, domains: [lake]}}"
 )
+SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 2, combine: replace}"
 NETWORKS = [word for word in COMMON if not word.startswith(("policy", "agent.", "generation"))]
 
 
 def test_domains_apart_are_the_run_in_one_process_bit_for_bit(tmp_path: Path) -> None:
-    """A robot's own network, two domains of text with scripted players, and evaluations in between."""
-    task = [*COMMON, *DOMAINS, *STARTS, "total_steps=200", "evaluation.every_steps=100", "evaluation.interim_episodes=1"]
+    """A robot's own network, two domains of text with scripted players, evaluations in between, and a reward worker for all of them."""
+    task = [*COMMON, *DOMAINS, *STARTS, SCORED, "total_steps=200", "evaluation.every_steps=100", "evaluation.interim_episodes=1"]
     assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
     rows = curve(tmp_path / "apart")
     assert rows[-1]["warm_start/lake/episodes"] == rows[-1]["warm_start/sums/episodes"] == 4.0
     assert any("eval/return" in row for row in rows)
     updates = [row for row in rows if "groups/consumed" in row]
     assert len(updates) > 1
+    for row in updates:
+        assert row["domains/pole/return"] == pytest.approx(-0.1 * row["domains/pole/length"]), "its score, and nothing else"
+    assert updates[-1]["reward_worker/scored"] == 12.0 * len(updates)
     for name in ("lake", "sums", "pole"):
         assert updates[-1][f"domains/{name}/groups_consumed"] == 2 * len(updates), "two of the six groups of each batch"
     told = [row["train/language/log_prob_difference"] for row in updates if "train/language/log_prob_difference" in row]
@@ -51,6 +49,16 @@ def test_domains_apart_are_the_run_in_one_process_bit_for_bit(tmp_path: Path) ->
     for domain in ("lake", "sums"):
         pages = [(tmp_path / name / f"dialogues-{domain}.html").read_text(encoding="utf-8") for name in ("here", "apart")]
         assert pages[0] == pages[1]
+
+
+def test_a_domain_s_policy_acts_in_chunks_here_and_there(tmp_path: Path) -> None:
+    """Beside one that acts step by step; ten steps of an episode are four decisions of its policy."""
+    points = "{name: points, target: 'tests.vla.toys:PointSim', num_slots: 3, num_workers: 1}"
+    vla = "{name: tiny_vla, width: 16, num_heads: 2, num_layers: 1, conv_channels: [4], num_keypoints: 4, num_bins: 9, chunk: 3}"
+    task = [*NETWORKS, "policy=mlp", DOMAINS[-1], f"domains.points={{weight: 2, sim: {points}, policy: {vla}}}", "total_steps=200"]
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
+    updates = [row for row in curve(tmp_path / "apart") if "groups/consumed" in row]
+    assert [row["domains/points/length"] for row in updates] == [10.0] * len(updates)
 
 
 @pytest.mark.slow
@@ -122,21 +130,3 @@ def test_domains_are_played_while_training_and_none_is_older_than_allowed(tmp_pa
     assert ages == {("one", 0), ("one", 1), ("two", 0), ("two", 1)}, "1 is missing: nothing was played while training"
     assert len(numbers) == len(set(numbers)) == counts.consumed == 6 * iterations
     assert counts.add_up
-
-
-@pytest.mark.parametrize(
-    ("check", "change", "told"),
-    [
-        (
-            check_roles,
-            "hybrid=multiplexed",
-            "one task.* The nearest possible: hybrid.placement=disaggregated",
-        ),
-        (check_method, "hybrid.offload=[optimizer]", "hybrid.offload is not offered in a run with several domains"),
-        (check_roles, "record.share=0.5", "does not go together with record.share"),
-    ],
-)
-def test_what_domains_apart_cannot_have_is_one_line(tmp_path: Path, check: Callable[[TrainConfig], None], change: str, told: str) -> None:
-    config = load_train_config([*COMMON, *DOMAINS, APART, change, f"run_dir={tmp_path}"])
-    with pytest.raises(UserError, match=told):
-        check(config)

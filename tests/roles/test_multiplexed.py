@@ -15,11 +15,11 @@ import torch
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
+from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
 from embodied_rl.methods.language_apart import model_files
 from embodied_rl.methods.language_player import make_language_policy
 from embodied_rl.policies.packing import TokenSequence
-from embodied_rl.roles.assembly import check_roles, with_roles
 from embodied_rl.roles.hosts import HostPlan, plan_hosts
 from embodied_rl.roles.make_player import make_player
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
@@ -343,22 +343,6 @@ def test_vllm_engines_as_hosts(tmp_path: Path) -> None:
 # ---- what is planned and refused ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "reason", "nearest"),
-    [
-        (("sim=cartpole", "algorithm=ppo"), "fixed rollouts", "hybrid.placement=disaggregated"),
-        (("sim=cartpole", "algorithm=grpo", "hybrid.cluster=ray"), "one machine", "hybrid.cluster=local"),
-        (("sim=cartpole", "algorithm=grpo", "hybrid.placement={kind: multiplexed, num_train_gpus: 2}"), "lends 2 of 2", "num_train_gpus=1"),
-        (("experiment=multi_domain",), "several domains", "hybrid.placement=disaggregated"),
-    ],
-)
-def test_refused(overrides: tuple[str, ...], reason: str, nearest: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_roles(load_train_config([SHARED, *overrides]))
-    assert reason in str(refused.value)
-    assert nearest in str(refused.value)
-
-
 def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> None:
     plan = HostPlan(2, 1, 2, on_gpus=False)
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 5})
@@ -383,8 +367,9 @@ def test_hosts_and_threads_of_this_machine() -> None:
     assert plan.gpu(0, "2") is None
     with pytest.raises(UserError, match=r"num_hosts must be between 2 and 65,536"):
         load_train_config(["sim=cartpole", "hybrid.placement={kind: multiplexed, num_hosts: 1}"])
-    assert with_roles(load_train_config(["sim=cartpole", "algorithm=grpo"])).hybrid.num_threads is None
-    assert with_roles(config).hybrid.num_threads is not None
+    assert resolve(load_train_config(["sim=cartpole", "algorithm=grpo"])).hybrid.num_threads is None
+    with pytest.warns(UserWarning, match=r"hosts and training take turns\. Set algorithm\.groups\.max_staleness=1"):
+        assert resolve(config).hybrid.num_threads is not None
     with pytest.raises(UserError, match=r"at least 2 GPUs.*collocated"):
         plan_hosts(config, num_gpus=1, num_cores=8)
     with pytest.raises(UserError, match="each GPU is a host"):

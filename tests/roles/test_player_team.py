@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.errors import UserError
-from embodied_rl.roles.assembly import check_roles, playing_gpu
+from embodied_rl.roles.assembly import playing_gpu
 from embodied_rl.roles.player_team import divided, united
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, Share
@@ -124,22 +123,6 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
     assert ages == {(0, 0), (0, 1), (1, 0), (1, 1)}, "1 is missing: nothing was played while training"
     assert len(numbers) == len(set(numbers)) == counts.consumed == 2 * iterations
     assert counts.add_up
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["sim=cartpole", "hybrid=disaggregated", "hybrid.players=2"], "fixed rollouts. The nearest possible: hybrid.players=1"),
-        ([*GROUPS, "hybrid.players=2"], "processes of hybrid=disaggregated, or actors of hybrid=ray"),
-        ([*GROUPS, "hybrid=multiplexed", "hybrid.players=2"], "processes of hybrid=disaggregated"),
-        ([*GROUPS, "hybrid=disaggregated", "hybrid.players=3"], "groups_per_step=2 groups and .* possible: hybrid.players=2"),
-        (["experiment=multi_domain", "hybrid=disaggregated", "hybrid.players=2"], "several domains"),
-        ([*GROUPS, "hybrid.players=0"], "hybrid.players must be between 1 and 65,536"),
-    ],
-)
-def test_teams_that_cannot_be_are_one_line(tmp_path: Path, overrides: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        check_roles(configured(tmp_path, *overrides))
 
 
 def test_each_player_has_a_gpu() -> None:

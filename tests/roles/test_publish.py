@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from embodied_rl.errors import UserError
 from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource
-from embodied_rl.roles.assembly import check_roles
-from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, trained
+from tests.roles.runs import GROUPS, TEXTS, assert_same_run, trained
 
 APART = "hybrid=disaggregated"
 LORA = [*TEXTS, "algorithm.warm_start=null", "policy.lora_rank=2", "policy.lora_targets=[q_proj]", "total_steps=200"]
@@ -74,17 +71,3 @@ def test_robots_and_two_players(tmp_path: Path) -> None:
     assert_same_run(trained(tmp_path / "whole", *task), trained(tmp_path / "changed", *task, "hybrid.publish=changed"))
     two = [*LORA, APART, "hybrid.players=2"]
     assert_same_run(trained(tmp_path / "two", *two), trained(tmp_path / "adapters", *two, "hybrid.publish=adapter"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        ([*GROUPS, "hybrid.publish=changed"], "here nothing is sent: set hybrid.publish=full, or hybrid=disaggregated"),
-        ([*GROUPS, APART, "hybrid.publish=adapter"], "The nearest possible: hybrid.publish=changed"),
-        ([*TEXTS, APART, "hybrid.publish=adapter"], "policy.lora_rank=8"),
-        ([*GROUPS, APART, "hybrid.publish=delta"], "hybrid.publish"),
-    ],
-)
-def test_refused(tmp_path: Path, overrides: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told)):
-        check_roles(configured(tmp_path, *overrides))

@@ -10,9 +10,9 @@ import pytest
 
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RewardWorkerConfig
 from embodied_rl.config.placement import ClusterConfig, NodesConfig
+from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster
-from embodied_rl.roles.assembly import check_roles
 from embodied_rl.roles.ray_cluster import needs_of, nodes_of_players, prepare
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, TEXTS, assert_same_run, configured, curve, trained
@@ -108,8 +108,8 @@ def test_the_nodes_of_players() -> None:
 
 
 def test_players_of_a_cluster_divide_groups(tmp_path: Path) -> None:
-    check_roles(configured(tmp_path, *GROUPS, "hybrid=ray", "hybrid.players=2"))
+    resolve(configured(tmp_path, *GROUPS, "hybrid=ray", "hybrid.players=2"))
     with pytest.raises(UserError, match=r"fixed rollouts\. The nearest possible: hybrid\.players=1"):
-        check_roles(configured(tmp_path, "sim=cartpole", "hybrid=ray", "hybrid.players=2"))
+        resolve(configured(tmp_path, "sim=cartpole", "hybrid=ray", "hybrid.players=2"))
     with pytest.raises(UserError, match="several domains"):
-        check_roles(configured(tmp_path, "experiment=multi_domain", "hybrid=ray", "hybrid.players=2"))
+        resolve(configured(tmp_path, "experiment=multi_domain", "hybrid=ray", "hybrid.players=2"))

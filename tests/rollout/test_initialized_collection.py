@@ -16,7 +16,7 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.config import InitializedConfig, SimConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.random_backend import RandomGenerator
-from embodied_rl.methods import check_method, make_starts
+from embodied_rl.methods import make_starts
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import GroupQueue
@@ -347,8 +347,6 @@ def test_success_of_a_run_is_that_of_ordinary_starts(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told_before_anything_is_played() -> None:
-    with pytest.raises(UserError, match="is about groups of whole episodes: choose a method with groups"):
-        check_method(load_train_config(["sim=cartpole", "algorithm.initialized.share=0.5"]))
     config = load_train_config(["sim=cartpole", "algorithm=grpo", "algorithm.initialized.share=0.5"])
     spec = SimSpec("cart", {}, ActionSpec.discrete(2))
     with pytest.raises(UserError, match=r"'cart' does not report success: set algorithm\.initialized\.success_return"):

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.advantages import whiten
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episodes import EpisodeBatch
 from embodied_rl.algorithms.ppo import PPO, RolloutValues
 from embodied_rl.config import AlgorithmConfig, TinyVLAConfig
-from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.base import given_action, layout_of, prepare_observation
 from embodied_rl.policies.build import build_policy
@@ -194,15 +192,3 @@ def test_groups_of_episodes_hold_chunks_too() -> None:
     with torch.no_grad():
         again = policy.evaluate(batch.observation, batch.action).log_prob
     np.testing.assert_allclose(again.numpy(), batch.unit_log_prob.numpy(), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"advantage": "gae_action"}, "ratio=chunk has one ratio"),
-        ({"advantage": "gae_action", "ratio": "token", "normalize_reward": True}, "normalize_reward is about decisions"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        compose(dataclasses.replace(ALGORITHM, **changes))

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from embodied_rl.commands import evaluate, render
 from embodied_rl.compose import load_train_config
+from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.train import train
 from tests.vla.toys import QUIET, SIM, TINY
@@ -135,6 +136,35 @@ def test_evaluate_and_render_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
     capsys.readouterr()
 
 
+def test_episodes_start_inside_those_of_chunks(tmp_path: Path) -> None:
+    """An expert's episodes, step by step, and own ones, chunk by chunk: played again, both show what was seen there the first time."""
+    starts = ("share=0.7", "sources=[expert,success]", "expert=tests.vla.toys:PointExpert", "expert_episodes=2", "chunk_steps=1")
+    words = [*GRPO, "total_steps=400", *(f"algorithm.initialized.{word}" for word in (*starts, "min_episodes=4"))]
+    last = curve(run(tmp_path / "run", *words))[-1]
+    assert last["initialized/expert_messages"] >= 4
+    assert last["initialized/sources"] > 2, "own episodes too"
+    assert last["initialized/replayed_messages"] > 0
+    assert last["initialized/mismatched_starts"] == last["initialized/replay_drift"] == 0
+    assert any(key.startswith("initialized/success_from_") for key in last)
+
+
+@pytest.mark.parametrize("method", [PPO, GRPO], ids=["rollouts", "groups"])
+@pytest.mark.parametrize(
+    "policy", [("policy.chunk=1",), ("policy=flow", "policy.chunk=1", "policy.hidden_sizes=[16]", "policy.num_steps=2")]
+)
+def test_what_was_given_step_by_step_is_recorded(method: tuple[str, ...], policy: tuple[str, ...], tmp_path: Path) -> None:
+    """Tokens of a VLA, and denoised motions: the recorded actions, in the simulator's units, lead from each state to the next."""
+    tiny = () if policy[0] == "policy=flow" else TINY
+    words = [*SIM, *tiny, *QUIET, *method, *policy, "total_steps=60", "record.share=1", f"run_dir={tmp_path}"]
+    recording = open_recording(train(load_train_config(words)) / "episodes")
+    assert len(recording) >= 4
+    for episode in recording:
+        x = episode.observation["state"][:, 0]
+        np.testing.assert_allclose(x[1:], np.clip(x[:-1] + 0.2 * np.clip(np.asarray(episode.action)[:, 0], -1, 1), -1, 1), atol=1e-6)
+        assert episode.log_prob is not None
+        assert (episode.sampled_action is not None) == bool(tiny)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -145,7 +175,7 @@ def test_evaluate_and_render_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
         (("algorithm.advantage=gae_action", "algorithm.ratio=action"), "goes with algorithm.advantage=gae_action"),
         (("policy.value=action",), "goes with algorithm.advantage=gae_action"),
         (("algorithm=iql", "algorithm.recorded.expert=tests.vla.toys:PointExpert"), "needs the simulator's own actions step by step"),
-        (("record.share=0.5",), "record.share=0.5 writes actions step by step"),
+        (("record.share=0.5",), "record.share=0.5 writes what is seen at every step"),
         (("algorithm.ratio=action", "policy=mlp"), "need a policy that acts in chunks"),
         ((WARM,), "has no expert"),
         (("+algorithm.warm_start={player: a:b}",), "answers in text"),

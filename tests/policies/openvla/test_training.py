@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 from embodied_rl.commands import evaluate, offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
+from embodied_rl.config.rules import resolve
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
-from embodied_rl.methods import check_method
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.model import OpenVLA
@@ -266,7 +266,7 @@ def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:
         assert (config.policy.name, config.policy.chunk_size, config.algorithm.ratio) == (kind, chunk, "token")
         assert config.hybrid.precision == "bfloat16"
         with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is no folder"):
-            check_method(config)  # before any simulator is started
+            resolve(config)  # before any simulator is started
         with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is no folder"):
             build_policy(config.policy, SPEC)
         ready = dataclasses.replace(config.policy, path=str(folder), dtype="float32", unnorm_key="bridge_orig")

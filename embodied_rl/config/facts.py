@@ -1,0 +1,237 @@
+"""What the rules of a configuration read: its parts, and what its names stand for on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from embodied_rl.algorithms.advantage_table import AdvantageInfo
+from embodied_rl.algorithms.composition import OF_ROLLOUTS, compose
+from embodied_rl.algorithms.loss_table import LossInfo
+from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig
+from embodied_rl.config.domains import DomainConfig
+from embodied_rl.config.flow import PI0PolicyConfig
+from embodied_rl.config.hybrid import HybridConfig
+from embodied_rl.config.policy import AnyPolicyConfig, PolicyConfig
+from embodied_rl.config.run import TrainConfig
+from embodied_rl.config.sim import SimConfig
+from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
+from embodied_rl.errors import did_you_mean
+from embodied_rl.hybrid.placement import Cluster, Placement
+from embodied_rl.hybrid.placement import resolve as placed
+from embodied_rl.learning.devices import resolve_device
+from embodied_rl.methods.domain_building import LANGUAGE
+from embodied_rl.roles.hosts import this_machine
+from embodied_rl.sim.text.program import is_program
+
+
+@dataclass(frozen=True)
+class Run:
+    """A configuration as rules read it: the whole run's, or that of a task, which is one of its domains or the run itself."""
+
+    config: TrainConfig
+    domain: str | None = None
+    """Whose configuration it is; None: the run's."""
+
+    @property
+    def sim(self) -> SimConfig:
+        return self.config.sim
+
+    @property
+    def policy(self) -> AnyPolicyConfig:
+        return self.config.policy
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        return self.config.algorithm
+
+    @property
+    def groups(self) -> GroupsConfig | None:
+        return self.config.algorithm.groups
+
+    @property
+    def hybrid(self) -> HybridConfig:
+        return self.config.hybrid
+
+    @cached_property
+    def advantage(self) -> AdvantageInfo:
+        return compose(self.algorithm).advantage
+
+    @cached_property
+    def loss(self) -> LossInfo:
+        return compose(self.algorithm).loss
+
+    @property
+    def why_episodes(self) -> str | None:
+        """Why the loss cannot learn from fixed rollouts, which show it each decision by itself; None: it can."""
+        loss = self.loss
+        if loss.name == "decoupled_ppo":
+            return None
+        if missing := [name for name in loss.inputs if name not in OF_ROLLOUTS]:
+            return f"it reads {missing[0]}"
+        if loss.unit != "entry":
+            return f"its ratio is that of a {loss.unit}"
+        return "it needs groups" if loss.needs & {"groups", "demonstrations"} else None
+
+    @property
+    def weighs(self) -> str:
+        return "algorithm.correction" if self.algorithm.correction.enabled else "algorithm.loss='decoupled_ppo'"
+
+    @cached_property
+    def of_program(self) -> bool:
+        """Whether episodes are agent programs."""
+        return is_program(self.sim)
+
+    @property
+    def speaks(self) -> bool:
+        return self.policy.name == "language"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the policy is a small network that acts step by step in the simulator's own actions."""
+        return isinstance(self.policy, PolicyConfig)
+
+    @property
+    def gives_others(self) -> bool:
+        """Whether a robot's policy gives something else than the simulator's actions: tokens, chunks, denoised motions."""
+        return not self.is_small and not self.speaks
+
+    @property
+    def model_folder(self) -> Path | None:
+        return Path(self.policy.path) if isinstance(self.policy, OpenVLAPolicyConfig | PI0PolicyConfig) else None
+
+    @property
+    def values_steps(self) -> bool:
+        """Whether the policy gives a value for each step of a chunk."""
+        return isinstance(self.policy, TinyVLAConfig | OpenVLAOFTPolicyConfig) and self.policy.value == "action"
+
+    @property
+    def value_of(self) -> str:
+        return "action" if self.values_steps else "chunk"
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Whether the policy draws action tokens, at a temperature."""
+        return isinstance(self.policy, TinyVLAConfig | OpenVLAPolicyConfig)
+
+    # ---- placement --------------------------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        return self.hybrid.placement.kind
+
+    @property
+    def on_ray(self) -> bool:
+        return self.hybrid.cluster == "ray"
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.hybrid.sharding is None else self.hybrid.sharding.num_ranks
+
+    @cached_property
+    def machine(self) -> Cluster:
+        return this_machine(self.config)
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.machine.gpus)
+
+    @cached_property
+    def roles(self) -> Placement:
+        """Where the roles of this machine are. Raises UserError for devices that it lacks."""
+        return placed(self.hybrid.placement, self.machine)
+
+    @property
+    def apart(self) -> str:
+        return "hybrid.cluster=ray" if self.on_ray else f"hybrid.placement={self.kind}"
+
+    @property
+    def player(self) -> str:
+        return "the player" if self.hybrid.players == 1 else "each player"
+
+    @property
+    def most_ranks(self) -> int:
+        return max(self.num_gpus - self.hybrid.players, 1)
+
+    @property
+    def nearest_kind(self) -> str:
+        return "disaggregated" if self.roles.trains_apart else "collocated"
+
+    def divides(self, players: int) -> bool:
+        """Whether so many players can have a slot each, and equally many groups."""
+        return self.groups is not None and self.groups.groups_per_step % players == 0 and players <= self.sim.num_slots
+
+    @property
+    def nearest_players(self) -> int:
+        return max(count for count in range(1, self.hybrid.players + 1) if self.divides(count))
+
+    @property
+    def ray_gpus(self) -> float:
+        return self.hybrid.ray.gpus.train
+
+    @property
+    def nearest_gpus(self) -> float:
+        return max(self.ray_gpus // self.ranks, 1) * self.ranks
+
+    @property
+    def trains_on_gpu(self) -> bool:
+        return self.ray_gpus > 0 if self.on_ray else resolve_device(self.hybrid.device).type == "cuda"
+
+    @property
+    def no_gpu(self) -> str:
+        return "hybrid.ray.gpus.train=0" if self.on_ray else "hybrid.device=auto finds no GPU"
+
+    # ---- domains ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tasks(self) -> Iterator[Run]:
+        """Each domain's own run; where there are no domains, the run itself."""
+        return (Run(self.config.for_domain(name), name) for name in self.config.domains) if self.config.domains else iter([self])
+
+    @property
+    def texts(self) -> list[str]:
+        """Domains of the run's own policy."""
+        return [name for name, domain in self.config.domains.items() if domain.policy is None]
+
+    @property
+    def ill_named(self) -> str | None:
+        return next((name for name in self.config.domains if not name.isidentifier() or name in (LANGUAGE, "roles")), None)
+
+    @property
+    def without_policy(self) -> str | None:
+        """A domain that neither has a policy nor shares one that speaks."""
+        return next(iter(self.texts), None) if not self.speaks else None
+
+    def first(self, found: Callable[[DomainConfig], bool]) -> str | None:
+        return next((name for name, domain in self.config.domains.items() if domain.policy is not None and found(domain)), None)
+
+    @property
+    def second_speaker(self) -> str | None:
+        return self.first(lambda domain: domain.policy is not None and domain.policy.name == "language")
+
+    @property
+    def warm_domain(self) -> str | None:
+        return next((name for name in self.config.domains if name not in self.texts and self._of(name).warm_start is not None), None)
+
+    def _of(self, domain: str) -> AlgorithmConfig:
+        return self.config.for_domain(domain).algorithm
+
+    @property
+    def sampling_domain(self) -> str | None:
+        return self.first(lambda domain: domain.backend is not None)
+
+    @property
+    def stray(self) -> tuple[str, str] | None:
+        """(player, domain) of the first player of `generation.mix` that is to play where no text is."""
+        named = ((name, domain) for name, player in self.config.generation.mix.items() for domain in player.domains)
+        return next(((name, domain) for name, domain in named if domain not in self.texts), None)
+
+    @property
+    def near_stray(self) -> str:
+        return did_you_mean(self.stray[1], self.texts) if self.stray is not None else ""
+
+    @property
+    def mixed(self) -> str:
+        return next(iter(self.config.generation.mix), "")

@@ -1,0 +1,774 @@
+"""What no run may be, and what follows from what a configuration says: one table of refusals, and one `resolve` at the boundary.
+
+A value by itself is bounded by its field's type, and a part of a configuration by its own class. Here stand the combinations: a `Rule` is
+a condition and the line that a user reads. `resolve` comes before any simulator or process is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embodied_rl.algorithms.composition import compose
+from embodied_rl.algorithms.filters import build_filters
+from embodied_rl.config.algorithm import GroupsConfig, RewardConfig
+from embodied_rl.config.domains import DomainConfig
+from embodied_rl.config.facts import Run
+from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import CustomPolicyConfig, PolicyConfig
+from embodied_rl.config.run import TrainConfig
+from embodied_rl.config.vla import OpenVLAOFTPolicyConfig
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.errors import UserError
+from embodied_rl.methods.demonstrations import expert_of, training_sim
+from embodied_rl.methods.groups import queue_config
+from embodied_rl.policies.custom import custom_class
+from embodied_rl.roles.hosts import plan_here, with_host_threads
+
+_TOKENS = ("tokens_torch", "vllm")
+_OF_CHUNKS = ("gae_chunk", "gae_action")
+
+
+Condition = Callable[[Run], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is refused, or warned of."""
+
+    name: str
+    when: Condition
+    """Whether it applies: true in the boolean sense."""
+    says: str
+    """One line for the user; {names} are the attributes of a `Run`."""
+
+    def message(self, run: Run) -> str:
+        """What the user reads."""
+        names = {"run": run, "config": run.config, "algorithm": run.algorithm, "policy": run.policy, "hybrid": run.hybrid, "sim": run.sim}
+        return self.says.format(**names)
+
+
+def _every(*conditions: Condition) -> Condition:
+    return lambda run: all(condition(run) for condition in conditions)
+
+
+def _no_groups(run: Run) -> bool:
+    return run.groups is None
+
+
+def _has_domains(run: Run) -> bool:
+    return bool(run.config.domains)
+
+
+def _is_apart(run: Run) -> bool:
+    return run.hybrid.plays_apart
+
+
+def _without_groups(when: Condition) -> Condition:
+    return _every(_no_groups, when)
+
+
+def _with_groups(when: Callable[[Run, GroupsConfig], Any]) -> Condition:
+    return lambda run: run.groups is not None and when(run, run.groups)
+
+
+def _is_set(key: str) -> Condition:
+    """Whether `algorithm` has a value there."""
+    return lambda run: dataclasses.asdict(run.algorithm)[key] is not None
+
+
+# ---- of each task: a domain, or the run itself -------------------------------------------------------------------------
+
+_FIXED_ROLLOUTS = (
+    Rule(
+        "rollouts_of_steps",
+        _without_groups(
+            lambda run: run.advantage.name not in ("gae", *_OF_CHUNKS) and not (run.advantage.own and run.advantage.returns_value_target)
+        ),
+        "algorithm.advantage='{algorithm.advantage}' works on whole episodes, and algorithm.groups is null: "
+        "choose a method with groups (algorithm=grpo, say), or advantage=gae.",
+    ),
+    Rule(
+        "one_ratio_for_steps",
+        _without_groups(lambda run: run.advantage.name == "gae_action" and run.algorithm.ratio == "chunk"),
+        "algorithm.advantage='gae_action' gives each step of a chunk its own advantage, and algorithm.ratio=chunk has one ratio "
+        "for all of them: set algorithm.ratio=action or token.",
+    ),
+    Rule(
+        "normalised_steps",
+        _without_groups(lambda run: run.advantage.name == "gae_action" and run.algorithm.normalize_reward),
+        "algorithm.normalize_reward is about decisions, and advantage=gae_action about their steps: set it false.",
+    ),
+    Rule(
+        "rollout_loss",
+        _without_groups(lambda run: run.why_episodes is not None),
+        "algorithm.loss='{algorithm.loss}' is offered on whole episodes ({run.why_episodes}): set algorithm.groups, or take a loss of "
+        "single decisions (ppo_clip, decoupled_ppo, cispo, one of your own).",
+    ),
+    Rule(
+        "old_without_ratio",
+        _without_groups(
+            lambda run: (
+                not {"old_log_prob", "proximal_log_prob"} & set(run.loss.inputs)
+                and (run.algorithm.max_staleness or run.algorithm.num_epochs > 1)
+            )
+        ),
+        "algorithm.loss='{algorithm.loss}' has no ratio and takes old decisions for new ones: set algorithm.num_epochs=1 and "
+        "algorithm.max_staleness=0, or take ppo_clip or cispo.",
+    ),
+    *(
+        Rule(
+            f"weighed_{what}",
+            _every(_no_groups, lambda run: run.loss.name == "decoupled_ppo" or run.algorithm.correction.enabled, wrong),
+            f"{{run.weighs}} on fixed rollouts weighs whole decisions, and {shown} does not: set algorithm.ratio=chunk, "
+            "algorithm.normalize_advantage=batch and leave weight_level out.",
+        )
+        for what, wrong, shown in (
+            ("ratio", lambda run: run.algorithm.ratio != "chunk", "algorithm.ratio={algorithm.ratio}"),
+            (
+                "normalisation",
+                lambda run: run.algorithm.normalize_advantage == "minibatch",
+                "algorithm.normalize_advantage=minibatch",
+            ),
+            (
+                "level",
+                lambda run: run.algorithm.loss_options.get("weight_level", "token") != "token",
+                "algorithm.loss_options.weight_level={algorithm.loss_options[weight_level]}",
+            ),
+        )
+    ),
+    Rule(
+        "rollout_kl",
+        _without_groups(lambda run: run.algorithm.kl.coef > 0),
+        "algorithm.kl is offered on whole episodes: set algorithm.groups, or algorithm.kl.coef=0.",
+    ),
+    Rule(
+        "rollout_reward",
+        _without_groups(lambda run: run.algorithm.reward != RewardConfig()),
+        "algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.",
+    ),
+    Rule(
+        "initialized_rollouts",
+        _without_groups(lambda run: run.algorithm.initialized.share > 0),
+        "algorithm.initialized is about groups of whole episodes: choose a method with groups (algorithm=grpo, say).",
+    ),
+    Rule(
+        "minibatch_of_a_rollout",
+        _without_groups(lambda run: run.algorithm.on_policy and run.algorithm.minibatch_size > run.config.decisions_per_iteration),
+        "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps ({config.decisions_per_iteration}), got "
+        "{algorithm.minibatch_size}.",
+    ),
+)
+
+_WHOLE_EPISODES = (
+    Rule(
+        "rollout_staleness",
+        _with_groups(lambda run, groups: run.algorithm.max_staleness),
+        "algorithm.max_staleness is about fixed rollouts; with groups set algorithm.groups.max_staleness instead.",
+    ),
+    Rule(
+        "rollout_normalisation",
+        _with_groups(lambda run, groups: run.algorithm.normalize_reward),
+        "algorithm.normalize_reward is about fixed rollouts; with groups set algorithm.reward.scale or .std instead.",
+    ),
+    Rule(
+        "critic_warmup",
+        _with_groups(lambda run, groups: run.algorithm.critic_warmup),
+        "algorithm.critic_warmup is about fixed rollouts, and algorithm.groups is set: set algorithm.critic_warmup=0.",
+    ),
+    Rule(
+        "episodes_of_chunks",
+        _with_groups(lambda run, groups: run.advantage.name in _OF_CHUNKS),
+        "algorithm.advantage='{algorithm.advantage}' needs a policy that acts in chunks; this one acts step by step: take gae.",
+    ),
+    Rule(
+        "group_of_one",
+        _with_groups(lambda run, groups: "groups" in run.advantage.needs and groups.group_size < 2),
+        "algorithm.advantage='{algorithm.advantage}' compares the episodes of a group, and algorithm.groups.group_size is "
+        "{algorithm.groups.group_size}: set it to 2 or more, or take an advantage without groups (reinforce, gae).",
+    ),
+    Rule(
+        "greedy_baseline",
+        _with_groups(lambda run, groups: "greedy_baseline" in run.advantage.needs and (groups.redundancy or groups.group_size < 2)),
+        "algorithm.advantage='remax' plays one episode of each group by the policy's mode and needs it: "
+        "set algorithm.groups.redundancy=0 and group_size to 2 or more.",
+    ),
+    Rule(
+        "loss_of_demonstrations",
+        _with_groups(lambda run, groups: "demonstrations" in run.loss.needs),
+        "algorithm.loss='{algorithm.loss}' learns from demonstrations, and the episodes of a run are its own.",
+    ),
+    Rule(
+        "gpg_advantage",
+        _with_groups(lambda run, groups: run.loss.name == "gpg" and run.advantage.name != "gpg"),
+        "algorithm.loss='gpg' is a policy gradient with GPG's advantages: set advantage=gpg, not '{algorithm.advantage}'.",
+    ),
+    Rule(
+        "ipa_advantage",
+        _with_groups(lambda run, groups: run.loss.name == "ipa" and run.advantage.name != "ipa"),
+        "algorithm.loss='ipa' reads success from the sign of IPA's returns: set advantage=ipa, not '{algorithm.advantage}'.",
+    ),
+    Rule(
+        "kl_without_gradient",
+        _with_groups(
+            lambda run, groups: (kl := run.algorithm.kl).coef > 0 and kl.place == "loss" and kl.kind == "k1" and not kl.straight_through
+        ),
+        "algorithm.kl.kind='k1' as a loss has the gradient 0: take k2 or k3, or kl.place=reward.",
+    ),
+    Rule(
+        "anchor_similarity",
+        _with_groups(lambda run, groups: run.algorithm.anchor_similarity is not None and "anchors" not in run.advantage.needs),
+        "algorithm.anchor_similarity is about equal observations, which advantage='{algorithm.advantage}' does not compare.",
+    ),
+    Rule(
+        "stale_without_ratio",
+        _with_groups(lambda run, groups: groups.max_staleness > 0 and run.loss.name in ("policy_gradient", "gpg")),
+        "algorithm.loss='{algorithm.loss}' has no ratio and takes old episodes for new ones: set algorithm.groups.max_staleness=0, "
+        "or take ppo_clip, decoupled_ppo or topr.",
+    ),
+    Rule(
+        "aggregation_horizon",
+        _with_groups(lambda run, groups: (run.algorithm.aggregation == "seq-mean-token-sum-norm") != (run.algorithm.horizon is not None)),
+        "algorithm.aggregation=seq-mean-token-sum-norm divides by algorithm.horizon, the most steps that an episode may have, and "
+        "no other aggregation does: got aggregation={algorithm.aggregation} and horizon={algorithm.horizon}.",
+    ),
+    Rule(
+        "adapted_from_zero",
+        _with_groups(lambda run, groups: run.algorithm.kl.target is not None and run.algorithm.kl.coef == 0),
+        "algorithm.kl.target adapts a coefficient that starts at algorithm.kl.coef=0: give one above 0.",
+    ),
+)
+
+_WEIGHTS = (
+    Rule(
+        "two_corrections",
+        lambda run: run.algorithm.correction.enabled and run.loss.name == "decoupled_ppo",
+        "algorithm.loss='decoupled_ppo' brings its own weights: set loss=ppo_clip with algorithm.correction, or mode=none.",
+    ),
+    Rule(
+        "weighed_units",
+        lambda run: run.algorithm.correction.enabled and run.algorithm.ratio != "chunk",
+        "algorithm.correction weighs whole decisions, and algorithm.ratio={algorithm.ratio} tells apart what they are made of: "
+        "set algorithm.ratio=chunk.",
+    ),
+)
+
+_OFF_POLICY = (
+    Rule(
+        "unbounded_sac",
+        lambda run: (
+            (options := run.algorithm.off_policy) is not None
+            and options.update == "sac"
+            and isinstance(run.policy, PolicyConfig)
+            and run.policy.distribution != "squashed"
+        ),
+        "algorithm.off_policy.update='sac' needs a policy whose actions are bounded, got policy.distribution='{policy.distribution}': set "
+        "policy.distribution=squashed (continuous actions).",
+    ),
+    Rule(
+        "recorded_sac",
+        lambda run: (options := run.algorithm.off_policy) is not None and options.update == "sac" and not options.fresh,
+        "algorithm.off_policy.update='sac' follows its critics to actions that recordings do not hold; without fresh steps nothing "
+        "corrects it. Take iql or awac, or set algorithm.off_policy.fresh=true.",
+    ),
+    Rule(
+        "share_of_nothing_fresh",
+        lambda run: (options := run.algorithm.off_policy) is not None and not options.fresh and options.recorded_share > 0,
+        "algorithm.off_policy.recorded_share is about minibatches with fresh steps: leave it at 0 with fresh=false.",
+    ),
+    Rule(
+        "recording_unused",
+        lambda run: run.config.recording and not run.algorithm.learns_from_recordings and run.algorithm.warm_start is None,
+        "recording={config.recording[0]} is given, and algorithm={algorithm.name} learns only from its own episodes. "
+        "Choose one that learns from recorded ones: bc, dagger, iql, awac, rlpd.",
+    ),
+)
+
+_PROGRAMS = (
+    Rule(
+        "program_without_words",
+        lambda run: run.of_program and not run.speaks,
+        "sim={sim.name} is an agent program, which talks to a language model: set policy=language.",
+    ),
+    Rule(
+        "program_apart",
+        lambda run: run.of_program and run.hybrid.plays_apart,
+        "Agent programs are served by the process that trains: set hybrid=local or fsdp2.",
+    ),
+    Rule(
+        "program_recorded",
+        lambda run: run.of_program and run.config.record.share > 0,
+        "record.share writes steps of a simulator, and an agent program is none: set record.share=0.",
+    ),
+    Rule(
+        "program_warm_start",
+        lambda run: run.of_program and run.algorithm.warm_start is not None,
+        "algorithm.warm_start plays in a simulator, and an agent program is none: set algorithm.warm_start=null.",
+    ),
+)
+
+_LANGUAGE_AGENTS = (
+    Rule(
+        "agent_without_groups",
+        lambda run: run.speaks and run.groups is None,
+        "policy.name=language learns from whole episodes, and algorithm={algorithm.name} does not: choose one with groups "
+        "(algorithm=grpo, gigpo, reinforce_plus_plus, …).",
+    ),
+    Rule(
+        "agent_critic",
+        lambda run: run.speaks and run.algorithm.advantage in ("gae", *_OF_CHUNKS),
+        "algorithm.advantage='{algorithm.advantage}' needs a critic, and language agents have none: take grpo, gigpo, rloo, "
+        "segment_returns, …",
+    ),
+    Rule(
+        "agent_tokens",
+        lambda run: run.speaks and run.config.generation.backend not in _TOKENS,
+        "generation.backend='{config.generation.backend}' does not sample tokens: choose generation=tokens_torch or generation=vllm.",
+    ),
+    Rule(
+        "agent_player",
+        lambda run: run.speaks and run.algorithm.warm_start is not None and run.algorithm.warm_start.player is None,
+        "algorithm.warm_start of a language agent clones a scripted player: set algorithm.warm_start.player, such as "
+        "embodied_rl.sim.text.frozenlake:player, or algorithm.warm_start=null.",
+    ),
+    Rule(
+        "agent_initialized",
+        lambda run: run.speaks and run.algorithm.initialized.share > 0,
+        "algorithm.initialized is offered for robots' policies: set algorithm.initialized.share=0.",
+    ),
+)
+
+_ROBOTS = (
+    Rule(
+        "robot_tokens",
+        lambda run: not run.speaks and run.config.generation.backend in _TOKENS,
+        "generation.backend='{config.generation.backend}' samples tokens, and policy.name='{policy.name}' acts in batches: "
+        "choose generation=torch, or policy=language.",
+    ),
+    Rule(
+        "robot_player",
+        lambda run: not run.speaks and run.algorithm.warm_start is not None and run.algorithm.warm_start.player is not None,
+        "algorithm.warm_start.player={algorithm.warm_start.player} answers in text, for policy=language; a robot's policy clones the "
+        "task's expert (algorithm.recorded.expert) or recording=…: set player=null.",
+    ),
+    Rule(
+        "warm_start_of_recordings",
+        lambda run: not run.speaks and run.algorithm.warm_start is not None and not run.algorithm.on_policy,
+        "algorithm.warm_start comes before learning by playing; algorithm={algorithm.name} learns from recordings.",
+    ),
+    Rule(
+        "small_without_chunks",
+        lambda run: run.is_small and (run.algorithm.ratio == "action" or run.algorithm.advantage in _OF_CHUNKS),
+        "algorithm.ratio=action and advantages of chunks need a policy that acts in chunks (policy=tiny_vla, say).",
+    ),
+    *(
+        Rule(
+            f"small_{key}",
+            # A domain's network may stand beside a language policy, which the run's key is for.
+            _every(lambda run: run.groups is not None and run.is_small and run.domain is None, _is_set(key)),
+            f"algorithm.{key} is not offered for policy.name='{{policy.name}}' with groups, whose small networks learn at one rate: "
+            f"set algorithm.{key}=null (a critic of large returns: algorithm.reward.scale).",
+        )
+        for key in ("value_learning_rate", "head_learning_rate", "micro_batch_size")
+    ),
+    Rule(
+        "no_model_folder",
+        lambda run: run.model_folder is not None and run.config.resume is None and not run.model_folder.is_dir(),
+        "policy.path='{policy.path}' is no folder. Give the folder of a checkpoint: config.json, safetensors and a tokenizer.",
+    ),
+    Rule(
+        "off_policy_chunks",
+        lambda run: run.gives_others and run.algorithm.off_policy is not None,
+        "algorithm={algorithm.name} needs the simulator's own actions step by step; policy.name='{policy.name}' gives others: take ppo, "
+        "grpo, bc or dagger.",
+    ),
+    Rule(
+        "recorded_chunks",
+        lambda run: run.policy.chunk_size > 1 and run.config.record.share > 0,
+        "record.share={config.record.share:g} writes what is seen at every step, and inside a chunk of {policy.chunk_size} (policy.name="
+        "'{policy.name}') the simulator shows nothing: set record.share=0, or record afterwards: python -m embodied_rl.record.",
+    ),
+    Rule(
+        "no_probabilities",
+        lambda run: isinstance(run.policy, OpenVLAOFTPolicyConfig) and run.policy.head == "l1" and run.algorithm.cloning is None,
+        "policy.head=l1 gives actions without probabilities, only for cloning and evaluation: set policy.head=discrete.",
+    ),
+    Rule(
+        "values_of_steps",
+        lambda run: run.gives_others and run.values_steps != (run.algorithm.advantage == "gae_action") and run.algorithm.cloning is None,
+        "A value for each step of a chunk (policy.value=action) goes with algorithm.advantage=gae_action, neither without the other: "
+        "got policy.value={run.value_of} and algorithm.advantage={algorithm.advantage}.",
+    ),
+    Rule(
+        "chunks_of_one",
+        lambda run: run.gives_others and run.algorithm.advantage in _OF_CHUNKS and run.policy.chunk_size == 1,
+        "algorithm.advantage={algorithm.advantage} is about chunks, and policy.name='{policy.name}' acts step by step: take gae.",
+    ),
+)
+
+OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_WEIGHTS, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS)
+"""Held against each domain's own configuration; of a run without domains, against the run's."""
+
+# ---- of the run as a whole ---------------------------------------------------------------------------------------------
+
+_DOMAINS = (
+    Rule(
+        "domains_without_groups",
+        lambda run: run.config.domains and run.groups is None,
+        "domains: all domains fill one queue of groups, and algorithm={algorithm.name} has none: choose one with groups "
+        "(algorithm=grpo, gigpo, …).",
+    ),
+    Rule(
+        "domains_warm_start",
+        lambda run: run.config.domains and run.algorithm.warm_start is not None,
+        "domains: players are cloned by domain: set domains.NAME.algorithm.warm_start, and algorithm.warm_start=null.",
+    ),
+    *(
+        Rule(
+            f"domains_{key.rpartition('.')[2]}",
+            _every(_has_domains, given),
+            f"{key} is not offered in a run with several domains or players: leave it out.",
+        )
+        for key, given in (
+            ("hybrid.offload", lambda run: run.hybrid.offload),
+            ("recording", lambda run: run.config.recording),
+            ("algorithm.initialized.share", lambda run: run.algorithm.initialized.share > 0),
+        )
+    ),
+    Rule(
+        "domains_sharding",
+        lambda run: run.config.domains and run.hybrid.sharding is not None and not run.texts,
+        "hybrid.sharding divides the run's language policy, and every domain has its own policy: set hybrid=local.",
+    ),
+    Rule(
+        "domains_film",
+        lambda run: run.config.domains and run.config.video.enabled != "no",
+        "A run with several domains or players makes no film at its end: set video.enabled=no.",
+    ),
+    Rule(
+        "domain_name",
+        lambda run: run.ill_named is not None,
+        "domains: '{run.ill_named}' must be made of letters, digits and _, and not be 'language'.",
+    ),
+    Rule(
+        "domain_without_policy",
+        lambda run: run.without_policy is not None,
+        "domains.{run.without_policy} has no policy, and the run's, policy.name='{policy.name}', is no language policy: "
+        "choose policy=language, or give domains.{run.without_policy}.policy.",
+    ),
+    Rule(
+        "two_language_policies",
+        lambda run: run.second_speaker is not None,
+        "domains.{run.second_speaker}.policy: a run has one language policy, its own (policy=language); leave "
+        "domains.{run.second_speaker}.policy out.",
+    ),
+    Rule(
+        "domain_warm_start",
+        lambda run: run.warm_domain is not None,
+        "domains.{run.warm_domain}.algorithm.warm_start is offered for domains of text: set it null.",
+    ),
+    Rule(
+        "domain_backend",
+        lambda run: run.sampling_domain is not None,
+        "domains.{run.sampling_domain}.backend samples tokens, and its policy acts in batches: leave it out.",
+    ),
+    Rule(
+        "mix_in_no_text",
+        lambda run: run.stray is not None,
+        "generation.mix.{run.stray[0]}.domains: '{run.stray[1]}' is no domain of text.{run.near_stray}",
+    ),
+    Rule(
+        "mix_without_text",
+        lambda run: run.config.generation.mix and not run.texts,
+        "generation.mix.{run.mixed}: there is no domain of text to play.",
+    ),
+)
+
+EVALUATION = (
+    Rule(
+        "return_never_measured",
+        lambda run: run.config.stop_at_return is not None and run.config.evaluation.every_steps is None,
+        "evaluation.every_steps must be set where stop_at_return is, got null.",
+    ),
+    Rule(
+        "nothing_drawn",
+        lambda run: run.config.evaluation.temperature is not None and (run.config.domains or not run.draws_tokens),
+        "evaluation.temperature must be null for policy.name={policy.name}: it is of action tokens (tiny_vla, openvla, openvla_oft), got "
+        "{config.evaluation.temperature:g}.",
+    ),
+)
+
+_WITHIN = "checkpoint.within_episodes is about PPO's rollouts of all slots, and "
+_CHECKPOINTS = tuple(
+    Rule(f"within_{what}", _every(lambda run: run.config.checkpoint.within_episodes, when), f"{_WITHIN}{why}. Set it false.")
+    for what, when, why in (
+        (
+            "groups",
+            lambda run: run.groups is not None,
+            "algorithm={algorithm.name} plays whole episodes, of which those in flight are begun again from their seeds",
+        ),
+        ("recordings", lambda run: not run.algorithm.on_policy, "algorithm={algorithm.name} learns from recordings"),
+        (
+            "ahead",
+            lambda run: run.algorithm.max_staleness > 0,
+            "with algorithm.max_staleness={algorithm.max_staleness} they lie in rollouts that were begun ahead and are given up",
+        ),
+        (
+            "recorded",
+            lambda run: run.config.record.share > 0,
+            "record.share={config.record.share:g} writes episodes from their beginning",
+        ),
+    )
+)
+
+_REWARDS = (
+    Rule(
+        "scored_rollouts",
+        lambda run: run.hybrid.reward_worker is not None and run.groups is None,
+        "hybrid.reward_worker scores whole episodes, and algorithm={algorithm.name} learns from fixed rollouts or recordings: "
+        "choose a method on groups (algorithm=grpo, ppo_episodes, …).",
+    ),
+    Rule(
+        "scored_starts",
+        lambda run: run.hybrid.reward_worker is not None and run.algorithm.initialized.share > 0,
+        "algorithm.initialized learns where episodes succeed before they are scored: set algorithm.initialized.share=0, or "
+        "hybrid.reward_worker=null.",
+    ),
+)
+
+_STALENESS = (
+    Rule(
+        "stale_recordings",
+        lambda run: run.algorithm.max_staleness > 0 and not run.algorithm.on_policy,
+        "algorithm.max_staleness is about rollouts, and algorithm={algorithm.name} keeps what it learns from: set it to 0.",
+    ),
+    Rule(
+        "stale_in_turns",
+        lambda run: run.algorithm.max_staleness > 0 and not run.hybrid.plays_apart,
+        "algorithm.max_staleness={algorithm.max_staleness}: the next rollout is collected while training where another process plays, "
+        "and here generation and training take turns. The nearest possible: hybrid=disaggregated, or algorithm.max_staleness=0.",
+    ),
+)
+
+_ELSEWHERE = "The nearest possible: hybrid.placement=disaggregated."
+_HERE = (
+    Rule(
+        "pipeline_stages",
+        lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.pipeline_groups),
+        "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} is what sim.pipeline_groups says (now "
+        "{sim.pipeline_groups}): set sim.pipeline_groups={hybrid.placement.num_pipeline_stages}.",
+    ),
+    Rule(
+        "multiplexed_domains",
+        lambda run: not run.on_ray and run.kind == "multiplexed" and run.config.domains,
+        f"hybrid.placement=multiplexed moves episodes of one task, and a run with several domains has many. {_ELSEWHERE}",
+    ),
+    Rule(
+        "multiplexed_rollouts",
+        lambda run: not run.on_ray and run.kind == "multiplexed" and run.groups is None and run.algorithm.on_policy,
+        "hybrid.placement=multiplexed moves episodes that are unfinished when a batch is full, and fixed rollouts "
+        f"(algorithm={{algorithm.name}}) have all slots end together: choose a method on groups (algorithm=grpo, …). {_ELSEWHERE}",
+    ),
+    Rule(
+        "multiplexed_robots",
+        lambda run: not run.on_ray and run.kind == "multiplexed" and not run.speaks and run.machine.gpus,
+        "hybrid.placement=multiplexed moves unfinished answers between GPUs, and a robot's policy answers in one pass: on GPUs it is "
+        f"for policy=language. {_ELSEWHERE}",
+    ),
+    Rule(
+        "roles_without_ray",
+        lambda run: not run.on_ray and run.kind == "explicit" and (run.roles.trains_apart or run.num_gpus > 1),
+        "hybrid.placement by roles is for Ray (hybrid.cluster=ray) or for what shares one device. The nearest possible here: "
+        "hybrid.placement={run.nearest_kind}.",
+    ),
+    Rule(
+        "too_few_gpus",
+        lambda run: (
+            not run.on_ray
+            and run.kind == "disaggregated"
+            and run.machine.gpus
+            and bool(run.roles)  # raises where there are not two
+            and run.ranks + run.hybrid.players > run.num_gpus
+        ),
+        "hybrid.placement=disaggregated needs a GPU for {run.player} beside those of {run.ranks} training ranks, and this machine has "
+        "{run.num_gpus}. The nearest possible: {run.most_ranks} ranks, or hybrid.placement=collocated.",
+    ),
+)
+
+_COLLOCATED = "The nearest possible: hybrid=collocated."
+_APART = (
+    Rule(
+        "multiplexed_ray",
+        lambda run: run.on_ray and run.kind == "multiplexed",
+        "hybrid.placement=multiplexed moves episodes between processes of one machine, and hybrid.cluster=ray has one generating "
+        "actor. The nearest possible: hybrid.cluster=local, or hybrid.placement=disaggregated.",
+    ),
+    Rule(
+        "divided_gpus",
+        lambda run: run.on_ray and run.hybrid.sharding is not None and run.ray_gpus % run.ranks,
+        "hybrid.sharding: {run.ranks} ranks need a GPU each, or as many whole ones, and hybrid.ray.gpus.train={run.ray_gpus:g} are "
+        "divided among them. The nearest possible: hybrid.ray.gpus.train={run.nearest_gpus:g}, or another number of ranks.",
+    ),
+    Rule(
+        "apart_from_recordings",
+        lambda run: run.hybrid.plays_apart and not run.algorithm.on_policy,
+        f"{{run.apart}} is for learning by playing, and algorithm={{algorithm.name}} learns from recorded or replayed steps. {_COLLOCATED}",
+    ),
+    *(
+        Rule(
+            f"apart_{key.rpartition('.')[2] if key != 'record.share' else 'record'}",
+            _every(_is_apart, given),
+            f"{{run.apart}} does not go together with {key}: leave that out. {_COLLOCATED}",
+        )
+        for key, given in (
+            ("algorithm.initialized.share", lambda run: run.algorithm.initialized.share > 0),
+            ("record.share", lambda run: run.config.record.share > 0),
+            ("hybrid.offload", lambda run: {"simulators", "kv_cache"} & set(run.hybrid.offload)),
+            ("algorithm.warm_start", lambda run: run.on_ray and run.algorithm.warm_start is not None and not run.speaks),
+        )
+    ),
+)
+
+_ONE_PLAYER = "The nearest possible: hybrid.players=1"
+_PLAYERS = (
+    Rule(
+        "players_of_one_process",
+        lambda run: run.hybrid.players > 1 and not run.on_ray and run.kind != "disaggregated",
+        "hybrid.players={hybrid.players} are processes of hybrid=disaggregated, or actors of hybrid=ray. "
+        f"{_ONE_PLAYER}, or one of these.",
+    ),
+    Rule(
+        "players_of_rollouts",
+        lambda run: run.hybrid.players > 1 and run.groups is None,
+        "hybrid.players={hybrid.players} divide groups of episodes, and algorithm={algorithm.name} has fixed rollouts. "
+        f"{_ONE_PLAYER}, or a method on groups (algorithm=grpo, ppo_episodes, …).",
+    ),
+    Rule(
+        "players_of_domains",
+        lambda run: run.hybrid.players > 1 and run.config.domains,
+        "hybrid.players={hybrid.players} divide the groups of one task, and a run with several domains has many. " + _ONE_PLAYER + ".",
+    ),
+    Rule(
+        "players_without_groups",
+        lambda run: run.hybrid.players > 1 and not run.divides(run.hybrid.players),
+        "hybrid.players={hybrid.players} divide algorithm.groups.groups_per_step={algorithm.groups.groups_per_step} groups and "
+        "sim.num_slots={sim.num_slots} slots: each needs as many groups as the others, and a slot. The nearest possible: "
+        "hybrid.players={run.nearest_players}.",
+    ),
+)
+
+_WEIGHTS_SENT = (
+    Rule(
+        "nothing_sent",
+        lambda run: run.hybrid.publish != "full" and not run.hybrid.plays_apart,
+        "hybrid.publish={hybrid.publish} is about weights that are sent to another process, and here nothing is sent: set "
+        "hybrid.publish=full, or hybrid=disaggregated.",
+    ),
+    Rule(
+        "no_adapter",
+        lambda run: (
+            run.hybrid.publish == "adapter"
+            and (
+                bool(run.config.domains)
+                or not isinstance(run.policy, LanguageConfig)
+                or (run.policy.lora_rank == 0 and run.policy.adapter is None)
+            )
+        ),
+        "hybrid.publish=adapter sends the LoRA adapter of a language policy of one task (policy=language policy.lora_rank=8). The nearest "
+        "possible: hybrid.publish=changed.",
+    ),
+)
+
+OF_RUNS = (*_DOMAINS, *EVALUATION)
+"""Held against the run, before its tasks."""
+OF_PLACEMENT = (*_CHECKPOINTS, *_REWARDS, *_STALENESS, *_HERE, *_APART, *_PLAYERS, *_WEIGHTS_SENT)
+"""Held against the run, after its tasks: where it plays and trains."""
+
+RULES = (*OF_RUNS, *OF_TASKS, *OF_PLACEMENT)
+"""Every combination that is refused."""
+
+WARNINGS = (
+    Rule(
+        "multiplexed_in_turns",
+        lambda run: not run.on_ray and run.kind == "multiplexed" and run.groups is not None and run.groups.max_staleness == 0,
+        "hybrid.placement=multiplexed with algorithm.groups.max_staleness=0: nothing may be played while training, so that hosts and "
+        "training take turns. Set algorithm.groups.max_staleness=1 to have them work at the same time.",
+    ),
+    Rule(
+        # One configuration serves a laptop and a machine with GPUs: what has no effect here is said.
+        "offloaded_to_itself",
+        lambda run: run.hybrid.sharding is not None and run.hybrid.sharding.cpu_offload and not run.trains_on_gpu,
+        "hybrid.sharding.cpu_offload has no effect: training runs on processors here ({run.no_gpu}), where everything lies in host memory "
+        "already.",
+    ),
+)
+"""What a run is told, and may do."""
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """The configuration with everything that follows from it, after every rule was held against it. Starts nothing.
+
+    Raises:
+        UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
+    """
+    config = _with_domains(config)
+    run = Run(config)
+    refuse(OF_RUNS, run)
+    for task in run.tasks:
+        _find_methods(task)
+        refuse(OF_TASKS, task)
+        _find_teachers(task)
+    refuse(OF_PLACEMENT, run)
+    config = _with_host_threads(config)
+    for rule in WARNINGS:
+        if rule.when(run):
+            warnings.warn(rule.message(run), stacklevel=3)
+    return config
+
+
+def refuse(rules: Sequence[Rule], run: Run) -> None:
+    """Raises UserError with the message of the first of `rules` that applies."""
+    for rule in rules:
+        if rule.when(run):
+            raise UserError(rule.message(run))
+
+
+def _find_methods(task: Run) -> None:
+    """Raises UserError for an advantage, a loss, an option, a filter or a policy of the user's own that does not exist."""
+    algorithm = task.algorithm
+    compose(algorithm)
+    if isinstance(task.policy, CustomPolicyConfig):
+        custom_class(task.policy)
+    if algorithm.groups is not None:
+        queue_config(algorithm.groups)
+        build_filters(algorithm.groups.filters)
+
+
+def _find_teachers(task: Run) -> None:
+    """Raises UserError for recordings that cannot be read, and for a task without the expert that is to play it."""
+    config = task.config
+    for path in config.recording:
+        open_recording(path).close()
+    training_sim(config)
+    if task.algorithm.warm_start is not None and not task.speaks and not config.recording:
+        expert_of(config)
+
+
+def _with_domains(config: TrainConfig) -> TrainConfig:
+    """A run that has players but no domains has `sim` for its only domain."""
+    if config.domains or not config.generation.mix:
+        return config
+    start = config.algorithm.warm_start
+    own = {} if start is None else {"warm_start": dataclasses.asdict(start)}
+    algorithm = dataclasses.replace(config.algorithm, warm_start=None)
+    return dataclasses.replace(config, algorithm=algorithm, domains={config.sim.name: DomainConfig(config.sim, algorithm=own)})
+
+
+def _with_host_threads(config: TrainConfig) -> TrainConfig:
+    """A processor that is shared by hosts gives training its part of the threads."""
+    if config.hybrid.placement.kind != "multiplexed" or config.hybrid.cluster != "local":
+        return config
+    return with_host_threads(config, plan_here(config))

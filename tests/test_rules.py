@@ -1,0 +1,271 @@
+"""Every refusal of `config.rules` by an example: the words of a command line, and what its user reads before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from embodied_rl.config.compose import load_train_config
+from embodied_rl.config.rules import RULES, WARNINGS, resolve
+from embodied_rl.errors import UserError
+
+CARTPOLE = "sim=cartpole hybrid.device=cpu"
+GROUPS = f"{CARTPOLE} algorithm=grpo"
+OWN_LOSS = f"{CARTPOLE} algorithm.loss=decoupled_ppo algorithm.loss_options.weight_high=5"
+VLA = "sim=pixel_reach policy=tiny_vla hybrid.device=cpu"
+EXPERT = "algorithm.recorded.expert=a.b:c"
+TEXTS = "sim=frozenlake policy=language algorithm=grpo generation=tokens_torch hybrid.device=cpu"
+PROGRAM = TEXTS.replace("frozenlake", "agent_program")
+LAKE = "domains.lake={sim:{name:lake,target:a:b}}"
+POLE = "domains.pole={sim:{name:pole,target:a:b},policy:{name:actor_critic}}"
+DOMAINS = f"{TEXTS} video.enabled=no {LAKE} {POLE}"
+MIX = "generation.mix={guest:{share:0.5,backend:random}}"
+APART = "hybrid=disaggregated"
+SCORED = "hybrid.reward_worker={target:a.b:c}"
+COLLOCATED = "The nearest possible: hybrid=collocated."
+
+EXAMPLES = (
+    # fixed rollouts
+    ("rollouts_of_steps", f"{CARTPOLE} algorithm.advantage=grpo", "works on whole episodes, and algorithm.groups is null"),
+    ("one_ratio_for_steps", f"{VLA} algorithm.advantage=gae_action", "set algorithm.ratio=action or token"),
+    (
+        "normalised_steps",
+        f"{VLA} algorithm.advantage=gae_action algorithm.ratio=token algorithm.normalize_reward=true",
+        "algorithm.normalize_reward is about decisions",
+    ),
+    ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' is offered on whole episodes ("),
+    ("old_without_ratio", f"{CARTPOLE} algorithm.loss=policy_gradient", "has no ratio and takes old decisions for new ones"),
+    ("weighed_ratio", f"{OWN_LOSS} algorithm.ratio=token", "whole decisions, and algorithm.ratio=token does not"),
+    ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "algorithm.normalize_advantage=minibatch does not"),
+    ("weighed_level", f"{OWN_LOSS} algorithm.loss_options.weight_level=sequence", "algorithm.loss_options.weight_level=sequence does not"),
+    (
+        "weighed_ratio",
+        f"{CARTPOLE} algorithm.correction.mode=clamp algorithm.ratio=token",
+        "algorithm.correction on fixed rollouts weighs whole decisions",
+    ),
+    ("rollout_kl", f"{CARTPOLE} algorithm.kl.coef=0.1", "algorithm.kl is offered on whole episodes"),
+    ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "use algorithm.normalize_reward instead"),
+    ("initialized_rollouts", f"{CARTPOLE} algorithm.initialized.share=0.5", "choose a method with groups"),
+    (
+        "minibatch_of_a_rollout",
+        f"{CARTPOLE} sim.num_slots=4 algorithm.rollout_steps=8 algorithm.minibatch_size=33",
+        "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (32), got 33.",
+    ),
+    # whole episodes
+    ("rollout_staleness", f"{GROUPS} algorithm.max_staleness=1", "set algorithm.groups.max_staleness instead"),
+    ("rollout_normalisation", f"{GROUPS} algorithm.normalize_reward=true", "set algorithm.reward.scale or .std instead"),
+    ("critic_warmup", f"{GROUPS} algorithm.critic_warmup=3", "set algorithm.critic_warmup=0"),
+    ("episodes_of_chunks", f"{GROUPS} algorithm.advantage=gae_chunk", "needs a policy that acts in chunks"),
+    ("group_of_one", f"{GROUPS} algorithm.groups.group_size=1", "compares the episodes of a group, and algorithm.groups.group_size is 1"),
+    ("greedy_baseline", f"{GROUPS} algorithm=remax algorithm.groups.redundancy=1", "set algorithm.groups.redundancy=0"),
+    ("loss_of_demonstrations", f"{GROUPS} algorithm.loss=behaviour_cloning", "learns from demonstrations"),
+    ("gpg_advantage", f"{GROUPS} algorithm.loss=gpg", "set advantage=gpg, not 'grpo'"),
+    ("ipa_advantage", f"{GROUPS} algorithm.loss=ipa algorithm.loss_options.max_mismatch=2", "set advantage=ipa, not 'grpo'"),
+    ("kl_without_gradient", f"{GROUPS} algorithm.kl={{coef:0.1,kind:k1}}", "take k2 or k3, or kl.place=reward"),
+    ("anchor_similarity", f"{GROUPS} algorithm.anchor_similarity=0.9", "which advantage='grpo' does not compare"),
+    (
+        "stale_without_ratio",
+        f"{GROUPS} algorithm.loss=policy_gradient algorithm.groups.max_staleness=1",
+        "has no ratio and takes old episodes for new ones",
+    ),
+    ("aggregation_horizon", f"{GROUPS} algorithm.horizon=9", "got aggregation=None and horizon=9"),
+    ("adapted_from_zero", f"{GROUPS} algorithm.kl.target=0.1", "algorithm.kl.coef=0: give one above 0"),
+    # weights
+    (
+        "two_corrections",
+        f"{GROUPS} algorithm.loss=decoupled_ppo algorithm.loss_options.weight_high=2 algorithm.correction.reject=2",
+        "brings its own weights",
+    ),
+    ("weighed_units", f"{GROUPS} algorithm.correction.mode=mask algorithm.ratio=token", "algorithm.correction weighs whole decisions"),
+    # recordings
+    ("unbounded_sac", f"{CARTPOLE} algorithm=sac", "set policy.distribution=squashed"),
+    ("recorded_sac", f"{CARTPOLE} algorithm=iql algorithm.off_policy.update=sac policy.distribution=squashed", "Take iql or awac"),
+    ("share_of_nothing_fresh", f"{CARTPOLE} algorithm=iql algorithm.off_policy.recorded_share=0.5", "leave it at 0 with fresh=false"),
+    ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from its own episodes"),
+    # agent programs
+    ("program_without_words", "sim=agent_program algorithm=grpo", "set policy=language"),
+    ("program_apart", f"{PROGRAM} {APART}", "served by the process that trains: set hybrid=local or fsdp2"),
+    ("program_recorded", f"{PROGRAM} record.share=0.5", "record.share writes steps of a simulator"),
+    ("program_warm_start", f"{PROGRAM} algorithm.warm_start={{player:a:b}}", "set algorithm.warm_start=null"),
+    # language agents
+    ("agent_without_groups", f"{TEXTS} algorithm=ppo", "learns from whole episodes, and algorithm=ppo does not"),
+    ("agent_critic", f"{TEXTS} algorithm=ppo_episodes", "algorithm.advantage='gae' needs a critic"),
+    ("agent_tokens", f"{TEXTS} generation=torch", "generation.backend='torch' does not sample tokens"),
+    ("agent_player", f"{TEXTS} algorithm.warm_start={{episodes:1}}", "algorithm.warm_start of a language agent clones a scripted player"),
+    ("agent_initialized", f"{TEXTS} algorithm.initialized.share=0.5", "algorithm.initialized.share=0"),
+    # robots
+    ("robot_tokens", f"{GROUPS} generation=tokens_torch", "generation.backend='tokens_torch' samples tokens"),
+    ("robot_player", f"{CARTPOLE} algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
+    ("warm_start_of_recordings", f"{CARTPOLE} algorithm=bc algorithm.warm_start={{episodes:1}}", "algorithm=bc learns from recordings"),
+    ("small_without_chunks", f"{CARTPOLE} algorithm.ratio=action", "need a policy that acts in chunks"),
+    *(
+        (f"small_{key}", f"{GROUPS} algorithm.{key}=1", f"learn at one rate: set algorithm.{key}=null")
+        for key in ("value_learning_rate", "head_learning_rate", "micro_batch_size")
+    ),
+    ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
+    ("off_policy_chunks", f"{VLA} algorithm=iql {EXPERT}", "needs the simulator's own actions step by step"),
+    ("recorded_chunks", f"{VLA} record.share=0.5", "inside a chunk of 4 (policy.name='tiny_vla') the simulator shows nothing"),
+    ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),
+    ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),
+    (
+        "values_of_steps",
+        f"{VLA} algorithm.advantage=gae_action algorithm.ratio=action",
+        "got policy.value=chunk and algorithm.advantage=gae_action.",
+    ),
+    ("chunks_of_one", f"{VLA} policy.chunk=1 algorithm.advantage=gae_chunk", "'tiny_vla' acts step by step: take gae"),
+    # several domains
+    ("domains_without_groups", f"{DOMAINS} algorithm=ppo", "all domains fill one queue of groups, and algorithm=ppo has none"),
+    ("domains_warm_start", f"{DOMAINS} algorithm.warm_start={{player:x}}", "set domains.NAME.algorithm.warm_start"),
+    ("domains_offload", f"{DOMAINS} hybrid.offload=[optimizer]", "hybrid.offload is not offered in a run with several domains"),
+    ("domains_recording", f"{DOMAINS} recording=[x]", "recording is not offered in a run with several domains"),
+    ("domains_share", f"{DOMAINS} algorithm.initialized.share=0.1", "algorithm.initialized.share is not offered in a run with several"),
+    (
+        "domains_sharding",
+        f"{GROUPS} video.enabled=no {POLE} hybrid=fsdp2",
+        "divides the run's language policy, and every domain has its own policy: set hybrid=local",
+    ),
+    ("domains_film", f"{DOMAINS} video.enabled=auto", "set video.enabled=no"),
+    ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language'"),
+    (
+        "domain_without_policy",
+        f"{GROUPS} video.enabled=no {LAKE} {POLE}",
+        "domains.lake has no policy, and the run's, policy.name='actor_critic', is no language policy",
+    ),
+    ("two_language_policies", f"{DOMAINS} {LAKE[:-1]},policy:{{name:language}}}}", "domains.lake.policy: a run has one language policy"),
+    ("domain_warm_start", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "domains.pole.algorithm.warm_start is offered for"),
+    ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "domains.pole.backend samples tokens"),
+    ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is no domain of text"),
+    ("mix_without_text", f"{GROUPS} video.enabled=no {POLE} {MIX}", "generation.mix.guest: there is no domain of text to play"),
+    # evaluation and checkpoints
+    ("return_never_measured", f"{CARTPOLE} stop_at_return=1 evaluation.every_steps=null", "must be set where stop_at_return is, got null"),
+    ("nothing_drawn", f"{CARTPOLE} evaluation.temperature=0.5", "must be null for policy.name=actor_critic: it is of action tokens"),
+    ("within_groups", f"{GROUPS} checkpoint.within_episodes=true", "of which those in flight are begun again from their seeds"),
+    ("within_recordings", f"{CARTPOLE} algorithm=bc checkpoint.within_episodes=true {EXPERT}", "algorithm=bc learns from recordings"),
+    (
+        "within_ahead",
+        f"{CARTPOLE} {APART} checkpoint.within_episodes=true algorithm.max_staleness=1",
+        "with algorithm.max_staleness=1 they lie in rollouts that were begun ahead and are given up. Set it false.",
+    ),
+    (
+        "within_recorded",
+        f"{CARTPOLE} record.share=0.5 checkpoint.within_episodes=true",
+        "record.share=0.5 writes episodes from their begin",
+    ),
+    # reward workers
+    ("scored_rollouts", f"{CARTPOLE} {SCORED}", "choose a method on groups (algorithm=grpo"),
+    ("scored_starts", f"{GROUPS} {SCORED} algorithm.initialized.share=0.5", "where episodes succeed before they are scored"),
+    # staleness
+    (
+        "stale_recordings",
+        f"{CARTPOLE} {APART} algorithm=sac policy.distribution=squashed algorithm.max_staleness=1",
+        "keeps what it learns from: set it to 0",
+    ),
+    ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1", "take turns. The nearest possible: hybrid=disaggregated"),
+    # placement
+    (
+        "pipeline_stages",
+        f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}}",
+        "is what sim.pipeline_groups says (now 2): set sim.pipeline_groups=4",
+    ),
+    ("multiplexed_domains", f"{DOMAINS} hybrid=multiplexed", "moves episodes of one task, and a run with several domains has many"),
+    ("multiplexed_rollouts", f"{CARTPOLE} hybrid=multiplexed", "fixed rollouts (algorithm=ppo) have all slots end together"),
+    ("multiplexed_ray", f"{GROUPS} hybrid=multiplexed hybrid.cluster=ray", "The nearest possible: hybrid.cluster=local"),
+    (
+        "divided_gpus",
+        f"{CARTPOLE} hybrid=ray hybrid.sharding={{num_shards:2}} hybrid.ray.gpus.train=1",
+        "hybrid.ray.gpus.train=1 are divided among them. The nearest possible: hybrid.ray.gpus.train=2",
+    ),
+    ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recorded or replayed steps. {COLLOCATED}"),
+    ("apart_share", f"{GROUPS} {APART} algorithm.initialized.share=0.5", "does not go together with algorithm.initialized.share: leave"),
+    ("apart_record", f"{CARTPOLE} {APART} record.share=0.5", f"does not go together with record.share: leave that out. {COLLOCATED}"),
+    ("apart_offload", f"{CARTPOLE} {APART} hybrid.offload=[simulators]", "does not go together with hybrid.offload: leave that out."),
+    (
+        "apart_warm_start",
+        f"sim=metaworld_reach hybrid=ray algorithm=grpo algorithm.warm_start={{episodes:1}} {EXPERT}",
+        f"hybrid.cluster=ray does not go together with algorithm.warm_start: leave that out. {COLLOCATED}",
+    ),
+    # players
+    ("players_of_one_process", f"{GROUPS} hybrid.players=2", "processes of hybrid=disaggregated, or actors of hybrid=ray"),
+    ("players_of_one_process", f"{GROUPS} hybrid=multiplexed hybrid.players=2", "The nearest possible: hybrid.players=1, or one of these"),
+    (
+        "players_of_rollouts",
+        f"{CARTPOLE} {APART} hybrid.players=2",
+        "algorithm=ppo has fixed rollouts. The nearest possible: hybrid.players=1",
+    ),
+    ("players_of_domains", f"{DOMAINS} {APART} hybrid.players=2", "a run with several domains has many"),
+    (
+        "players_without_groups",
+        f"{GROUPS} {APART} algorithm.groups.groups_per_step=4 hybrid.players=3",
+        "groups_per_step=4 groups and sim.num_slots=8 slots: each needs as many groups as the others, and a slot. The nearest "
+        "possible: hybrid.players=2.",
+    ),
+    # weights that are sent
+    ("nothing_sent", f"{GROUPS} hybrid.publish=changed", "here nothing is sent: set hybrid.publish=full, or hybrid=disaggregated"),
+    ("no_adapter", f"{GROUPS} {APART} hybrid.publish=adapter", "The nearest possible: hybrid.publish=changed"),
+    ("no_adapter", f"{TEXTS} {APART} hybrid.publish=adapter", "policy.lora_rank=8"),
+)
+ON_GPUS = (
+    ("multiplexed_robots", 2, f"{GROUPS} hybrid=multiplexed", "on GPUs it is for policy=language"),
+    (
+        "roles_without_ray",
+        2,
+        f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generation:[0/gpu:0],train:[0/gpu:1]}}",
+        "The nearest possible here: hybrid.placement=disaggregated.",
+    ),
+    ("too_few_gpus", 2, f"{CARTPOLE} hybrid=fsdp2 hybrid.placement=disaggregated", "for the player beside those of 2 training ranks"),
+    ("", 1, f"{CARTPOLE} {APART}", "needs at least 2 GPUs, and 'this machine' has 1"),
+)
+
+
+@pytest.mark.parametrize(("name", "words", "message"), EXAMPLES, ids=[f"{name}-{index}" for index, (name, _, _) in enumerate(EXAMPLES)])
+def test_refused(name: str, words: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        resolve(load_train_config(words.split()))
+    told = str(refused.value)
+    assert message in told
+    assert "\n" not in told
+    assert len(told) <= 400
+
+
+@pytest.mark.parametrize(("name", "count", "words", "message"), ON_GPUS)
+def test_refused_with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, words: str, message: str) -> None:
+    """The counts are made up: machines with so many GPUs are what this is about."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    with pytest.raises(UserError) as refused:
+        resolve(load_train_config([*words.split(), "hybrid.device=cuda"]))
+    assert message in str(refused.value)
+
+
+def test_every_rule_has_an_example_and_a_name_of_its_own() -> None:
+    names = [rule.name for rule in (*RULES, *WARNINGS)]
+    assert len(set(names)) == len(names)
+    assert {name for name, _, _ in EXAMPLES} | {name for name, *_ in ON_GPUS if name} == {rule.name for rule in RULES}
+
+
+def test_names_that_nothing_has_are_refused() -> None:
+    for words, message in (
+        (f"{GROUPS} algorithm.advantage=grpoo", "Did you mean 'grpo'"),
+        (f"{GROUPS} algorithm.loss=ppo", "Loss 'ppo' is not known"),
+        (f"{GROUPS} algorithm.loss=decoupled_ppo", "'decoupled_ppo' needs algorithm.loss_options.weight_high"),
+        (f"{CARTPOLE} algorithm=bc recording=[nowhere]", "nowhere"),
+        (f"{CARTPOLE} algorithm=bc", "expert"),
+        (f"{CARTPOLE} hybrid.placement={{env:[1/cpu],generation:[0/cpu],train:[0/cpu]}}", "Device '1/cpu' does not exist"),
+        (f"{GROUPS} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "lends 2 of 2 hosts"),
+        (f"{DOMAINS} domains.pole.algorithm.advantage=gpro", "Did you mean 'grpo'"),
+    ):
+        with pytest.raises(UserError, match=message.replace("(", r"\(")):
+            resolve(load_train_config(words.split()))
+
+
+def test_a_run_with_players_has_its_simulator_for_its_only_domain() -> None:
+    config = resolve(load_train_config([*TEXTS.split(), "video.enabled=no", MIX, "algorithm.warm_start={player:a:b}"]))
+    assert list(config.domains) == ["frozenlake"]
+    assert config.domains["frozenlake"].sim == config.sim
+    assert config.for_domain("frozenlake").algorithm.warm_start is not None
+    assert config.algorithm.warm_start is None
+
+
+def test_what_has_no_effect_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match=r"hosts and training take turns\. Set algorithm\.groups\.max_staleness=1"):
+        config = resolve(load_train_config([*GROUPS.split(), "hybrid=multiplexed"]))
+    assert config.hybrid.num_threads is not None, "the threads of the hosts that are lent"
