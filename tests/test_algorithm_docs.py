@@ -195,7 +195,7 @@ def test_settings_of_ppo_are_those_of_its_file() -> None:
 
     found = rows(chapter("PPO, as it runs here").partition("### Settings")[2].partition("###")[0])
     values = yaml.safe_load((DOCS.parent / "configs" / "algorithm" / "ppo.yaml").read_text(encoding="utf-8"))
-    names = [word for word in found if word in values]
+    names = [word for word in found if word in values and not str(values[word]).startswith("${")]
     assert {"gamma", "clip_high", "target_kl", "reward_clip"} <= set(names)
     for name in names:
         told = [yaml.safe_load(cell) for cell in found[name][0].split(", ")]

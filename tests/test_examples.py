@@ -77,7 +77,7 @@ def check(name: str, arguments: list[str]) -> None:
             if "sim" in chosen and "sim.name" not in chosen:
                 assert config.sim.name == chosen["sim"], "an experiment won over the simulator on the command line"
     elif name in ("evaluate", "render", "record", "replay", "offline_eval", "plan", "serve_agent", "serve_envs"):
-        importlib.import_module(f"embodied_rl.{name}").COMMAND.parse(arguments)
+        importlib.import_module(f"embodied_rl.commands.{name}").COMMAND.parse(arguments)
     elif name == "report":
         from embodied_rl.commands.report import COMMAND
 
