@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from embodied_rl.compose import load_train_config
+from embodied_rl.checkpoint import MODEL_FOLDER, POLICY_FILE, load_checkpoint
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.files import write_atomic
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.train import train
@@ -217,15 +217,16 @@ def hashes(run_dir: Path, *, values: bool) -> dict[str, str]:
     """
     digest = hashlib.sha256()
     folder = (run_dir / "checkpoints" / "last").resolve()
-    files = sorted(path for path in folder.rglob("*.safetensors") if not path.name.startswith("learner"))
+    # A language model's tensors may lie in the checkpoint's model folder: they count under the names that they had before.
+    files = [path for path in folder.rglob("*.safetensors") if not path.name.startswith("learner") and MODEL_FOLDER not in path.parts]
     assert files, f"no weights in {folder}"
-    for path in files:
-        with safe_open(path, framework="pt") as tensors:
-            for key in sorted(tensors.keys()):
-                tensor = tensors.get_tensor(key)
-                digest.update(f"{path.relative_to(folder)}/{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                if values:
-                    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else np.asarray(tensor).tobytes())
+    for path in sorted(files):
+        tensors = load_checkpoint(path.parent).policy if path.name == POLICY_FILE else load_file(path)
+        for key in sorted(tensors):
+            tensor = tensors[key]
+            digest.update(f"{path.relative_to(folder)}/{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            if values:
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else np.asarray(tensor).tobytes())
     clocks = ("time", "speed", "roles", "memory", "timeline")
     rows: list[Any] = [
         {key: value for key, value in row.items() if not key.startswith(clocks)} for row in read_metrics(run_dir / "metrics.jsonl")
