@@ -70,6 +70,12 @@ class LetterByLetter(Stepwise):
             for number in [number for number in request_ids if number in self._rows]:
                 self._end(number, "aborted")
 
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """It has none."""
+
+    def close(self) -> None:
+        self._rows.clear()
+
 
 def open_stream(proxy: AgentProxy, **more: Any) -> tuple[http.client.HTTPConnection, Iterator[dict[str, Any]]]:
     """A connection, and its events as they come."""
