@@ -40,7 +40,8 @@ def start_player(config: TrainConfig) -> RemotePlayer | None:
 
 def add_scorer(config: TrainConfig, method: Method) -> None:
     """Give the collector of this process its reward workers, where the configuration asks for some."""
-    method.collector.score_with(make_scorer(config))
+    if (scorer := make_scorer(config)) is not None:
+        method.collector.score_with(scorer)
 
 
 def connect(config: TrainConfig, method: Method, player: RemotePlayer) -> Method:

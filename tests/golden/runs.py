@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodied_rl.checkpoint import MODEL_FOLDER, POLICY_FILE, load_checkpoint
+from embodied_rl.checkpoint import MODEL_FOLDER, POLICY_FILE, STATE_FILE, load_checkpoint
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.files import write_atomic
 from embodied_rl.loggers.jsonl import read_metrics
@@ -218,7 +218,8 @@ def hashes(run_dir: Path, *, values: bool) -> dict[str, str]:
     digest = hashlib.sha256()
     folder = (run_dir / "checkpoints" / "last").resolve()
     # A language model's tensors may lie in the checkpoint's model folder: they count under the names that they had before.
-    files = [path for path in folder.rglob("*.safetensors") if not path.name.startswith("learner") and MODEL_FOLDER not in path.parts]
+    files = {path for path in folder.rglob("*.safetensors") if not path.name.startswith("learner") and path.parent.name != MODEL_FOLDER}
+    files |= {path.parent / POLICY_FILE for path in folder.rglob(STATE_FILE)}
     assert files, f"no weights in {folder}"
     for path in sorted(files):
         tensors = load_checkpoint(path.parent).policy if path.name == POLICY_FILE else load_file(path)
