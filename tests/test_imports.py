@@ -34,7 +34,19 @@ def test_simulator_side_loads_no_torch(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["train", "evaluate", "render", "catalog", "doctor", "report", "episode_tools", "offline_eval", "serve_envs", "serve_agent", "plan"],
+    [
+        "train",
+        "evaluate",
+        "render",
+        "catalog",
+        "doctor",
+        "report",
+        "commands.episode_tools",
+        "offline_eval",
+        "serve_envs",
+        "serve_agent",
+        "plan",
+    ],
 )
 def test_command_lines_load_nothing_heavy(module: str) -> None:
     assert loaded_by(f"import embodied_rl.{module}", HEAVY) == []

@@ -206,7 +206,7 @@ def test_recordings_that_support_no_weights(
 
 def test_a_recording_of_successes_alone_supports_nothing(choices: dict[str, Path], recorded: list[RecordedEpisode]) -> None:
     found = study(CHOICES, recorded, choices, "steady", policy={"metadata": {"plan": {"only_success": True}}})
-    assert all("keeps successful episodes alone" in estimate.refused for estimate in found.policies[0].estimates)
+    assert all("keeps only successful episodes" in estimate.refused for estimate in found.policies[0].estimates)
     assert found.policies[0].open_loop.accuracy.mean > 0
 
 

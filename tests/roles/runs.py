@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
 
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
 from embodied_rl.train import train
@@ -88,7 +88,7 @@ def curve(run_dir: Path) -> list[dict[str, Any]]:
 def assert_same_run(one: Path, other: Path) -> None:
     """Curves and final weights are the same, bit for bit."""
     assert curve(one) == curve(other)
-    first, second = (load_file(folder / "checkpoints/last/policy.safetensors") for folder in (one, other))
+    first, second = (load_checkpoint(folder).policy for folder in (one, other))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         np.testing.assert_array_equal(tensor, second[name])

@@ -219,7 +219,7 @@ def learn(learner: Learner, batch: EpisodeBatch) -> dict[str, float]:
     config = learner.config
     if learner.has_reference:
         with torch.no_grad():
-            for parameter in learner._reference.parameters():
+            for parameter in learner.policy.reference[0].parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     prepared = prepare_episodes(EpisodeMethod(config), learner, batch)
     size = prepared.minibatch_rows(config.minibatch_size)
