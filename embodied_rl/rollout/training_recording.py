@@ -192,8 +192,8 @@ class TrainingRecorder:
 
 
 def _is_kept(action: np.ndarray, log_prob: np.ndarray) -> bool:
-    """Whether actions as the policy drew them can be stored: one number a unit, and no denoising."""
-    return action.shape[1] == log_prob.shape[1]
+    """Whether actions as the policy drew them can be stored: a text or choice each, or one number a unit, and no denoising."""
+    return action.ndim == 1 or action.shape[1] == log_prob.shape[1]
 
 
 def _joined(part: np.ndarray, last: Any) -> np.ndarray:

@@ -126,7 +126,7 @@ def judge(wrong: Wrong, status: int | str, output: str) -> str | None:
 
 def in_process(wrong: Wrong) -> tuple[int | str, str]:
     """(exit status or what happened instead, what stands on stderr) of the command's `main`, stopped where training would begin."""
-    main: Callable[[], Any] = importlib.import_module(f"embodied_rl.{wrong.module}").main
+    main: Callable[[], Any] = importlib.import_module(f"embodied_rl.commands.{wrong.module}").main
     errors = io.StringIO()
 
     def too_long(*_: object) -> None:
@@ -210,7 +210,7 @@ def schema(base: tuple[str, ...]) -> dict[str, Any]:
 def commands() -> Iterator[tuple[str, tuple[str, ...], Command]]:
     """(module, words before the arguments, the command) of all command lines but train."""
     for module, (_, attribute) in WORDS.items():
-        yield module, (), getattr(importlib.import_module(f"embodied_rl.{module}"), attribute)
+        yield module, (), getattr(importlib.import_module(f"embodied_rl.commands.{module}"), attribute)
     from embodied_rl.commands.episode_tools import COMMANDS
 
     for name in EPISODES:
