@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -136,3 +137,11 @@ def test_ppo_keeps_its_rows(num_slots: int, steps: int) -> None:
 
 def test_given_steps_are_taken() -> None:
     assert load_train_config(["sim=cartpole", "sim.num_slots=64", "algorithm.rollout_steps=5"]).algorithm.rollout_steps == 5
+
+
+def test_a_sweep_is_refused_before_its_first_run_begins(tmp_path: Path) -> None:
+    words = ["-m", "embodied_rl.train", "-m", "sim=cartpole", "algorithm.minibatch_size=256,100000", "run_dir=run"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: algorithm.minibatch_size .*\n", done.stderr)
+    assert not (tmp_path / "run").exists()

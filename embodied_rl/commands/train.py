@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ def _hydra_main() -> None:
 
         print(help_text())
         return
-    arguments = check_overrides("train", sys.argv[1:])
+    arguments = check_overrides("train", sys.argv[1:], _check_rules)
     add_installed_configs()
     add_resolvers()
     runs = runs_to_show(arguments)
@@ -50,6 +51,15 @@ def _hydra_main() -> None:
         hydra.main(version_base="1.3", config_path=str(configs_dir()), config_name="train")(_train)()
     if _swept:
         _tell_sweep(_swept)
+
+
+def _check_rules(config: TrainConfig) -> None:
+    """Raises UserError for a combination that makes no sense; each run of a sweep gives its warnings itself."""
+    from embodied_rl.config.rules import resolve
+
+    if config.resume is None:  # else the checkpoint's own configuration counts
+        with warnings.catch_warnings(action="ignore"):
+            resolve(config)
 
 
 _swept: list[Path] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import cache
@@ -144,13 +144,16 @@ def load_train_config(overrides: Sequence[str]) -> TrainConfig:
     return TrainConfig.from_dict(compose_config("train", overrides))
 
 
-def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
+def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainConfig], object] | None = None) -> list[str]:
     """Compose once before Hydra does, so that mistakes are reported with our messages. Returns the arguments for Hydra.
 
     Of a sweep, each value is composed once. A folder of the user's own (``--config-dir``) is searched like ours.
 
+    Args:
+        check: looks at the configurations of a sweep before its first run begins.
+
     Raises:
-        UserError: a flag or a word that is none, a key or a choice that is not known, a value that does not fit.
+        UserError: a flag or a word that is none, a key or a choice that is not known, a value that does not fit; what `check` raises.
     """
     flags, words = split_flags(arguments)
     sweep = bool({"-m", "--multirun"} & set(flags))
@@ -173,7 +176,9 @@ def check_overrides(name: str, arguments: Sequence[str]) -> list[str]:
     for run in of_each_value(settings)[:_MOST_COMPOSED]:
         plain = compose_config(name, [*run, *own])
         if name == "train":
-            TrainConfig.from_dict(plain)
+            config = TrainConfig.from_dict(plain)
+            if sweep and check is not None:
+                check(config)
     return [*given, *open_kwargs(settings)]
 
 
