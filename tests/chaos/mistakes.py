@@ -52,9 +52,11 @@ def wrong_value(hint: Any, chance: random.Random) -> str:
     nullable = type(None) in typing.get_args(hint)
     members = _members(hint)
     choices = [] if nullable else ["null"]
-    kind, bounds = bounds_of(members[0])
+    numbers = [member for member in members if bounds_of(member)[1] is not None]
+    worded = bool(numbers) and all(typing.get_origin(member) is Literal for member in members if member not in numbers)
+    kind, bounds = bounds_of((numbers if worded else members)[0])
     origin = typing.get_origin(kind)
-    if len(members) > 1 or dataclasses.is_dataclass(kind):
+    if (len(members) > 1 and not worded) or dataclasses.is_dataclass(kind):
         short_form = dataclasses.is_dataclass(kind) and hasattr(kind, "kind")  # a name is a form of hybrid.placement
         choices += ["3", "[1,2]", "true", "{nope:1}", "1.5"] + ([] if short_form else ["word", "''"])
     elif origin is Literal:
