@@ -15,14 +15,14 @@ COPY assets assets
 ENV PATH=/opt/embodied_rl/.venv/bin:$PATH
 
 FROM system AS cpu
-RUN make setup TORCH=cpu && rm -rf /root/.cache /var/lib/apt/lists/*
+RUN make setup TORCH=cpu && rm -rf ~/.cache /var/lib/apt/lists/*
 WORKDIR /app
 ENTRYPOINT ["embodied-rl"]
 CMD ["train"]
 
 # The driver's libraries come from the host, by NVIDIA's container toolkit: docker run --gpus all …
 FROM system AS cuda
-RUN make setup && rm -rf /root/.cache /var/lib/apt/lists/*
+RUN make setup && rm -rf ~/.cache /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,graphics
 WORKDIR /app
 ENTRYPOINT ["embodied-rl"]

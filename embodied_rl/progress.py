@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LINE_INTERVAL_S = 10.0
 _began = time.time()
-"""When the user's command began; `begin_run` knows better."""
+"""When the user's command began; `run_clock` knows better."""
 
 
 class Advance(Protocol):
@@ -162,10 +162,16 @@ def spoke() -> None:
     _display.spoke_s = time.monotonic()
 
 
-def begin_run(started: float) -> None:
+@contextmanager
+def run_clock(started: float) -> Iterator[None]:
     """A training run: all times that are shown count from `started`, a ``time.time()``, and lines go to stdout, where its figures are."""
     global _began
+    before = _began, _display.to_stdout
     _began, _display.to_stdout = started, True
+    try:
+        yield
+    finally:
+        _began, _display.to_stdout = before
 
 
 def clock_text(seconds: float | None) -> str:

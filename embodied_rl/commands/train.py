@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied_rl.commands.cli import command_line, run_command
-from embodied_rl.progress import begin_run, progress_bar
+from embodied_rl.progress import progress_bar, run_clock
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
     """
     folder = find_run_folder(config, overrides)
     run_dir, checkpoint = folder.path, folder.checkpoint
-    with folder.claim:
+    started: float | None = _process_start()
+    with folder.claim, run_clock(started or time.time()):
         if checkpoint is not None:
             config = _continued(config, checkpoint, overrides)
             announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
@@ -131,8 +132,6 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from embodied_rl.reporting import plan_text, shows_progress
 
-        started: float | None = _process_start()
-        begin_run(started or time.time())
         if shows_progress(config):
             # What follows imports torch, which takes seconds.
             print(plan_text(config, run_dir), flush=True)
