@@ -28,7 +28,7 @@ def adapter_alone(factory: Mapping[str, Any], num_envs: int, num_steps: int) -> 
     """The same through our adapter, for what cannot be made without it; `factory`: arguments of `SimFactory`."""
     import numpy as np
 
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
     from embodied_rl.types import StepBuffers
 
     sim = SimFactory(**factory).make(num_envs)

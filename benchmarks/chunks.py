@@ -21,7 +21,7 @@ from tables import provenance, text_table
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.rollout.collector import Rollout, RolloutCollector
-from embodied_rl.sim.env import SimFactory, SimWrapper
+from embodied_rl.sim.factory import SimFactory, SimWrapper
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 

@@ -24,7 +24,7 @@ import psutil
 from steppers import Env
 from tables import provenance, text_table
 
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 
 NUM_STEPS = 100
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMEXPR_NUM_THREADS")

@@ -21,7 +21,7 @@ from tables import provenance, text_table
 
 from embodied_rl.config import load_sim_config
 from embodied_rl.sim.affinity import available_cores
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 
 SIMS = ("halfcheetah", "ant", "metaworld_reach", "maniskill_pushcube")

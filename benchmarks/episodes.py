@@ -35,7 +35,7 @@ from embodied_rl.episodes.reader import NativeRecording, open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import Recording
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 VIDEO_REACH = 0.15

@@ -17,7 +17,7 @@ from tables import markdown_table, provenance
 
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import EXPERT, instrumented
 from embodied_rl.sim.robots.experts import expert_target
 from embodied_rl.statistics import wilson_interval

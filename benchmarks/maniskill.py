@@ -128,7 +128,7 @@ class Physics:
 
 def physics_share(task: str, num_envs: int, num_steps: int, batched: bool) -> tuple[float, float]:
     """Processor time of our simulator by itself, in this process: microseconds per environment step, and the share that is physics."""
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
     from embodied_rl.types import StepBuffers
 
     sim = SimFactory(**task_env(task, batched).ours).make(num_envs)

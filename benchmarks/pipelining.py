@@ -21,7 +21,7 @@ from tables import provenance, text_table
 
 from embodied_rl.planning.lockstep import pipelined_rollout
 from embodied_rl.rollout.collector import RolloutCollector
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 
 NUM_GPUS = 8

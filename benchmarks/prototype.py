@@ -100,7 +100,7 @@ def _wait(flags: memoryview, index: int, number: int) -> None:
 
 
 def _work(factory: dict[str, Any], parts: Any, worker: int, first: int, last: int) -> None:
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
     from embodied_rl.types import StepBuffers
 
     slab, ids, flag = Slab(*parts), list(range(last - first)), worker * LINE

@@ -21,7 +21,8 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.filmed import EncodingSim, films_of, with_films
 from embodied_rl.sim.affinity import PlacementPolicy
-from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import IMAGE, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream

@@ -16,7 +16,7 @@ import numpy as np
 from tables import markdown_table, provenance
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.types import StepBuffers
 
 ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (

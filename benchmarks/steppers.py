@@ -145,7 +145,7 @@ class OurStepper:
     "asynchronous" (whatever is ready, at least ``min_ready`` slots, is sent again at once); ``placement`` as of `EnvManager`."""
 
     def __init__(self, side: Side) -> None:
-        from embodied_rl.sim.env import SimFactory
+        from embodied_rl.sim.factory import SimFactory
         from embodied_rl.sim.manager import EnvManager
 
         factory = SimFactory(**side.env.ours) if side.env.ours else SimFactory(side.env.target, kwargs=side.env.kwargs)

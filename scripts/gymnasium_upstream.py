@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.vector import ManagerVectorEnv

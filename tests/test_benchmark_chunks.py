@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from embodied_rl.config import load_sim_config
-from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.types import StepBuffers
 from tests.test_benchmark_runs import run_script

@@ -24,7 +24,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from tests.short_run import one_line_error
 

@@ -315,7 +315,7 @@ def test_maniskill_sides_see_the_same_episode() -> None:
     import maniskill
     from steppers import PlainStepper, Side
 
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
     from embodied_rl.types import StepBuffers
 
     env = maniskill.task_env("PushCube-v1", batched=True)

@@ -18,7 +18,7 @@ from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.tiny_language import make_tiny_model
 from embodied_rl.policies.tiny_vla import TinyVLAPolicy
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.text import frozenlake

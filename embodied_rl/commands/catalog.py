@@ -354,7 +354,7 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
     from embodied_rl.sim.check import check_sim
 
     config, numbers = what_to_check(arguments)
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
 
     report = check_sim(SimFactory(config.target, config.task, config.kwargs, config.extra), **numbers)
     print(json.dumps(report.to_dict(), indent=1) if as_json else report, flush=True)

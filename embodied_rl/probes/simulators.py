@@ -49,7 +49,7 @@ def _play_words(name: str) -> str:
     """One action of the simulator's own choice, in its configuration as it stands: made, begun and played."""
     from embodied_rl.config import load_sim_config
     from embodied_rl.errors import MissingAssetsError, MissingExtraError
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
     from embodied_rl.sim.text.turns import TextSim
     from embodied_rl.types import StepBuffers
 

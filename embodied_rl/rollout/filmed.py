@@ -17,7 +17,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.episodes.films import Filming, FilmingTools, Films
 from embodied_rl.episodes.layout import Column, picture_column
 from embodied_rl.episodes.pictures import frame_rate
-from embodied_rl.sim.env import SimFactory, SimWrapper
+from embodied_rl.sim.factory import SimFactory, SimWrapper
 from embodied_rl.sim.instrumented import IMAGE
 from embodied_rl.types import SimSpec, StepBuffers
 

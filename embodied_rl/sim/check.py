@@ -24,7 +24,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.checks import rows, seeds, snapshots, unread
 from embodied_rl.sim.checks.episodes import Part, Player, Trajectory, random_actions
 from embodied_rl.sim.checks.session import Failed, Session, Skipped
-from embodied_rl.sim.env import SimEnv, SimFactory, adapt
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import SimFactory, adapt
 
 Outcome = Literal["pass", "fail", "skip"]
 _DETERMINISM, _EXACT, _ALONE = ("determinism",), ("determinism", "history"), ("determinism", "history", "siblings", "place")

@@ -13,7 +13,7 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import SimFactory, SimWrapper
+from embodied_rl.sim.factory import SimFactory, SimWrapper
 from embodied_rl.sim.text.panel import text_panel
 from embodied_rl.types import StepBuffers
 

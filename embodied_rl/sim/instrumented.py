@@ -17,8 +17,9 @@ import numpy as np
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import SimEnv, SimFactory, SimWrapper
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.episode_log import Snapshot
+from embodied_rl.sim.factory import SimFactory, SimWrapper
 from embodied_rl.sim.film import DEFAULT_CAMERA, drawing
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec

@@ -22,7 +22,8 @@ import numpy as np
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, apply_placement, limit_threads
-from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.slots import NonFiniteOutput, SlotRunner

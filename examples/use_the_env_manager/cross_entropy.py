@@ -12,7 +12,7 @@ import time
 import gymnasium
 import numpy as np
 
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.vector import ManagerVectorEnv
 

@@ -16,7 +16,7 @@ from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import assert_same_episode, info_of, make_episode, stream

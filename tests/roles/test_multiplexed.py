@@ -24,7 +24,7 @@ from embodied_rl.roles.hosts import HostPlan, plan_hosts
 from embodied_rl.roles.make_player import make_player
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.player import Player
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.timeline import read_events
 from embodied_rl.trainer import Trainer

@@ -24,7 +24,7 @@ from embodied_rl.rollout.initialized import Start, StartLibrary
 from embodied_rl.rollout.restoring import SnapshotCache
 from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
 from embodied_rl.rollout.start_sources import SourceEpisode, record_expert, shown_expert
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.key_door import KeyDoorExpert

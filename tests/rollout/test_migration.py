@@ -18,7 +18,7 @@ from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.rollout.migration import PartialAnswer, SimHost, TokenHost
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from tests.policies.language_models import make_model
 from tests.sim.runs import action_of

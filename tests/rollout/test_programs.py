@@ -31,7 +31,7 @@ from embodied_rl.sandbox import landlock
 from embodied_rl.sandbox.levels import strongest
 from embodied_rl.serving.agents.captured import CapturedSession
 from embodied_rl.serving.agents.sessions import SessionSampling
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.program import TARGET, ProgramOptions, TaskBook
 from tests.rollout.programs import options, program, running, running_with, says, tokenizer

@@ -21,7 +21,7 @@ from embodied_rl.serving.environments.app import EnvironmentService
 from embodied_rl.serving.http_server import HttpRequest, HttpServer, Reply
 from embodied_rl.sim import remote_client
 from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, NonFiniteSimulationError
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.remote import RemoteSim, make

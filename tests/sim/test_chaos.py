@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.supervisor import _Phase, _Watch

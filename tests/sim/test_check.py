@@ -16,7 +16,7 @@ from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.check import CHECKS, CheckReport, CheckResult, check_sim
 from embodied_rl.sim.checks.episodes import Part, Player, Trajectory, difference, random_actions
 from embodied_rl.sim.checks.poison import WatchedRows, poison, unwritten, watched_buffers
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 from tests.short_run import one_line_error

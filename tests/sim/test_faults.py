@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, NonFiniteSimulationError, SimFault
 from embodied_rl.sim.manager import EnvManager
 from tests.sim.runs import PassingTime
@@ -117,7 +117,7 @@ def our_shared_memory() -> set[str]:
 SCRIPT = """
     import signal, sys, time, numpy as np
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started with it ignored (nohup)
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
     from embodied_rl.sim.manager import EnvManager
     manager = EnvManager(SimFactory("tests.sim.toy:CountingSim", kwargs={kwargs}), 4, num_workers=2)
     manager.reset()

@@ -9,7 +9,7 @@ import pytest
 
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import EXPERT, encode_physics, expert_maker, instrumented, needs_simulator, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds

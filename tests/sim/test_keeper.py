@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind
 from embodied_rl.sim.manager import EnvManager
 
@@ -91,7 +91,7 @@ def test_a_keeper_that_is_killed_takes_its_worker_along_and_the_run_goes_on(tmp_
 
 SCRIPT = """
     import sys, threading, time
-    from embodied_rl.sim.env import SimFactory
+    from embodied_rl.sim.factory import SimFactory
     from embodied_rl.sim.manager import EnvManager
     managers = []
     def begin():

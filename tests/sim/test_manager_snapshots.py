@@ -8,8 +8,8 @@ import numpy as np
 import psutil
 import pytest
 
-from embodied_rl.sim.env import SimFactory
 from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError, encode_state

@@ -16,7 +16,7 @@ import pytest
 
 from embodied_rl.distributed.channel import Channel
 from embodied_rl.sim import patience
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream

@@ -24,7 +24,8 @@ import numpy as np
 
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.sim.variable_length import plain_info

@@ -9,7 +9,8 @@ import numpy as np
 
 from embodied_rl.sim.checks.episodes import Player, Trajectory
 from embodied_rl.sim.checks.session import Session, same
-from embodied_rl.sim.env import SimEnv, SimWrapper
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import SimWrapper
 from embodied_rl.types import StepBuffers
 
 EVERY = 4

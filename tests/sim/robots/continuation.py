@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.types import SimSpec, StepBuffers
 
 Trace = dict[str, np.ndarray]

@@ -8,7 +8,7 @@ import pytest
 from embodied_rl.config import group_names, load_sim_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.paths import configs_dir
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend, vulkan_available
 from embodied_rl.types import StepBuffers
 

@@ -10,7 +10,7 @@ import pytest
 
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import EXPERT, expert_maker, instrumented
 from embodied_rl.sim.robots.experts import EXPERTS, expert_target
 from embodied_rl.sim.robots.experts_fetch import towards

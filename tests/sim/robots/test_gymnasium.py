@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.sim.env import SimFactory, adapt
+from embodied_rl.sim.factory import SimFactory, adapt
 from embodied_rl.sim.robots import gymnasium as adapter
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, VectorEnvSim
 from embodied_rl.types import StepBuffers, TensorSpec

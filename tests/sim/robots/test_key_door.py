@@ -7,7 +7,7 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.robots.key_door import GOAL_M, KEY_M, KeyDoor, KeyDoorExpert
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import StepBuffers

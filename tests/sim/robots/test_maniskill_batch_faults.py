@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import MissingExtraError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots import maniskill

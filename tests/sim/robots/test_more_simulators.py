@@ -219,7 +219,7 @@ def test_robosuite_success_is_a_lifted_cube() -> None:
 REPLAY = """
 import hashlib, sys
 import numpy as np
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.types import StepBuffers
 sim = SimFactory("embodied_rl.sim.robots.robosuite:make", sys.argv[1]).make(1)
 out, rng, digest = StepBuffers.allocate(sim.spec, 1), np.random.default_rng(0), hashlib.blake2b()

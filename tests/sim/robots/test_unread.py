@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
-from embodied_rl.sim.env import SimEnv, SimFactory
+from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend, vulkan_available
 from embodied_rl.sim.robots import maniskill
 from embodied_rl.types import StepBuffers

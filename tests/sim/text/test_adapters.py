@@ -17,7 +17,7 @@ import pytest
 from embodied_rl.config import group_names, load_sim_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text import alfworld, appworld, opponents, search_qa, webshop
 from embodied_rl.sim.text.turns import TextSim, TextTurn

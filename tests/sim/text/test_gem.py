@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.text import gem, gem_tasks
 from embodied_rl.types import ActionSpec, StepBuffers, VariableSpec

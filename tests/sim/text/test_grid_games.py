@@ -12,7 +12,7 @@ import pytest
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.sim.text import frozenlake, sokoban
 from embodied_rl.sim.text.grid_games import MOVES, GridSim

@@ -11,7 +11,7 @@ import pytest
 
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import MissingExtraError
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.text import gem
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "text_environments.md"

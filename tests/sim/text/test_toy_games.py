@@ -10,7 +10,7 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.text import toy_games
 from embodied_rl.types import StepBuffers
 

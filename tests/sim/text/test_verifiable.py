@@ -15,7 +15,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sandbox.levels import strongest
 from embodied_rl.sandbox.python import PythonLimits, run_program
 from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.text import code_tasks, judged, questions, tasks
 from embodied_rl.sim.text.code_tasks import CodeProblem, CodeTask, CodeTest, program_of, run_tests
 from embodied_rl.sim.text.judged import Judge, JudgeError, JudgeOptions
