@@ -149,6 +149,8 @@ class Rollout:
     """[T, N] bool: success at each step; None: not kept."""
     chunk_reward: np.ndarray | None = None
     """[T, N, K] of each step of a chunk, 0 where not executed; `reward` is their sum. None: decisions are single steps."""
+    chunk_success: np.ndarray | None = None
+    """[T, N, K] bool: success at each step of a chunk; None: decisions are single steps."""
     executed: np.ndarray | None = None
     """[T, N, K] bool: steps of a chunk that were taken before the episode's end; None: decisions are single steps."""
 

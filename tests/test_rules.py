@@ -78,6 +78,7 @@ EXAMPLES = (
     ("weighed_units", f"{GROUPS} algorithm.correction.mode=mask algorithm.ratio=token", "algorithm.correction weighs whole decisions"),
     # recordings
     ("unbounded_sac", f"{CARTPOLE} algorithm=sac", "set policy.distribution=squashed"),
+    ("fixed_noise_sac", "sim=pendulum policy=flow policy.method=flow_sde algorithm=sac hybrid.device=cpu", "set policy.method=flow_noise"),
     ("recorded_sac", f"{CARTPOLE} algorithm=iql algorithm.off_policy.update=sac policy.distribution=squashed", "Take iql or awac"),
     ("share_of_nothing_fresh", f"{CARTPOLE} algorithm=iql algorithm.off_policy.recorded_share=0.5", "leave it at 0 with fresh=false"),
     ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from its own episodes"),
@@ -102,7 +103,7 @@ EXAMPLES = (
         for key in ("value_learning_rate", "head_learning_rate", "micro_batch_size")
     ),
     ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
-    ("off_policy_chunks", f"{VLA} algorithm=iql {EXPERT}", "needs the simulator's own actions step by step"),
+    ("off_policy_features", f"sim=pixel_tasks policy=openvla policy.path=. algorithm=iql {EXPERT}", "needs features for its critics"),
     ("recorded_chunks", f"{VLA} record.share=0.5", "inside a chunk of 4 (policy.name='tiny_vla') the simulator shows nothing"),
     ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),
     ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),

@@ -17,10 +17,11 @@ from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config.algorithm import GroupsConfig, RewardConfig
 from embodied_rl.config.domains import DomainConfig
 from embodied_rl.config.facts import Run
+from embodied_rl.config.flow import FlowPolicyConfig, PI0PolicyConfig
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.config.policy import CustomPolicyConfig, PolicyConfig
 from embodied_rl.config.run import TrainConfig
-from embodied_rl.config.vla import OpenVLAOFTPolicyConfig
+from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.methods.demonstrations import expert_of, training_sim
@@ -269,6 +270,17 @@ _OFF_POLICY = (
         "policy.distribution=squashed (continuous actions).",
     ),
     Rule(
+        "fixed_noise_sac",
+        lambda run: (
+            (options := run.algorithm.off_policy) is not None
+            and options.update == "sac"
+            and isinstance(run.policy, FlowPolicyConfig)
+            and run.policy.method != "flow_noise"
+        ),
+        "algorithm.off_policy.update='sac' keeps the policy's entropy where it is wanted, and policy.method='{policy.method}' has a fixed "
+        "one: set policy.method=flow_noise, whose deviations are learned, or take iql or awac.",
+    ),
+    Rule(
         "recorded_sac",
         lambda run: (options := run.algorithm.off_policy) is not None and options.update == "sac" and not options.fresh,
         "algorithm.off_policy.update='sac' follows its critics to actions that recordings do not hold; without fresh steps nothing "
@@ -380,10 +392,10 @@ _ROBOTS = (
         "policy.path='{policy.path}' is no folder. Give the folder of a checkpoint: config.json, safetensors and a tokenizer.",
     ),
     Rule(
-        "off_policy_chunks",
-        lambda run: run.gives_others and run.algorithm.off_policy is not None,
-        "algorithm={algorithm.name} needs the simulator's own actions step by step; policy.name='{policy.name}' gives others: take ppo, "
-        "grpo, bc or dagger.",
+        "off_policy_features",
+        lambda run: run.algorithm.off_policy is not None and isinstance(run.policy, OpenVLAPolicyConfig | PI0PolicyConfig),
+        "algorithm={algorithm.name} needs features for its critics, and normalised actions; policy.name='{policy.name}' acts "
+        "in its data set's units: take ppo, grpo, bc or dagger.",
     ),
     Rule(
         "recorded_chunks",

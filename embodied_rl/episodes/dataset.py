@@ -12,7 +12,7 @@ import numpy as np
 from embodied_rl.episodes.blocks import EpisodeBlock
 from embodied_rl.episodes.recorded import STEP_COLUMNS, RecordedEpisode
 from embodied_rl.episodes.recording import EpisodeTable, Recording, RecordingError
-from embodied_rl.episodes.transitions import RewardKind, Transitions, n_step_windows, normalise_actions, outcome
+from embodied_rl.episodes.transitions import RewardKind, Transitions, Units, n_step_windows, normalise_actions, outcome
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import ActionSpec, Observation, SimSpec, TensorSpec
 
@@ -142,14 +142,6 @@ class _Units:
         return _Units(observation, starts + before, (stops + before)[windows.end], chunks, executed, windows.reward, windows.discount)
 
 
-@dataclass(frozen=True)
-class _Sums:
-    reward: np.ndarray
-    factor: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-
-
 def _message_starts(recording: Recording, block: EpisodeBlock) -> np.ndarray:
     """[U] int64 first step of each message; of episodes that do not know their messages, every step is one."""
     starts = []
@@ -159,10 +151,10 @@ def _message_starts(recording: Recording, block: EpisodeBlock) -> np.ndarray:
     return np.concatenate(starts)
 
 
-def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, gamma: float) -> _Sums:
+def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, gamma: float) -> Units:
     """Discounted rewards within each unit. A unit that terminates in its middle (a success that ends the episode) counts up to there."""
     if len(starts) == len(reward):
-        return _Sums(reward.astype(np.float64), np.full(len(reward), float(gamma)), terminated, truncated)
+        return Units(reward.astype(np.float64), np.full(len(reward), float(gamma)), terminated, truncated)
     stops = np.append(starts[1:], len(reward))
     total, factor, ends, cuts = [], [], [], []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -173,7 +165,7 @@ def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, t
         factor.append(float(gamma) ** (last - start))
         ends.append(bool(over.size))
         cuts.append(bool(truncated[start:stop].any()))
-    return _Sums(np.array(total), np.array(factor), np.array(ends, bool), np.array(cuts, bool))
+    return Units(np.array(total), np.array(factor), np.array(ends, bool), np.array(cuts, bool))
 
 
 def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

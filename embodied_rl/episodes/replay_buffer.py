@@ -7,22 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from embodied_rl.episodes.transitions import Transitions
-from embodied_rl.types import ActionSpec, TensorSpec
 
 
 class ReplayBuffer:
     """A ring of `capacity` transitions; the oldest are overwritten. Memory is taken as it fills."""
 
-    def __init__(self, capacity: int, observation: Mapping[str, TensorSpec], action: ActionSpec) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_added = 0
         """Transitions ever added; the next one goes to this number modulo capacity."""
-        columns = {
-            f"{side}.{key}": (part.shape, part.dtype) for side in ("observation", "next_observation") for key, part in observation.items()
-        }
-        columns |= {"action": ((action.dim,), action.dtype), "reward": ((), "float32"), "discount": ((), "float32")}
-        # Pages of np.empty are taken from the system when they are written to.
-        self._columns = {name: np.empty((capacity, *shape), dtype) for name, (shape, dtype) in columns.items()}
+        self._columns: dict[str, np.ndarray] = {}
+        """{name of `Transitions.columns`: [capacity, ...]}, made as the first transitions come."""
 
     def __len__(self) -> int:
         return min(self.num_added, self.capacity)
@@ -31,20 +26,21 @@ class ReplayBuffer:
         """Append B transitions; of more than fit, the last."""
         rows = (self.num_added + np.arange(transitions.num_rows)) % self.capacity
         kept = slice(max(0, transitions.num_rows - self.capacity), None)
+        given = transitions.columns()
+        if not self._columns:
+            self._make(given)
         for name, column in self._columns.items():
-            column[rows[kept]] = _column(transitions, name)[kept]
+            column[rows[kept]] = given[name][kept]
         self.num_added += transitions.num_rows
+
+    def _make(self, like: Mapping[str, np.ndarray]) -> None:
+        # Pages of np.empty are taken from the system when they are written to.
+        self._columns = {name: np.empty((self.capacity, *part.shape[1:]), part.dtype) for name, part in like.items()}
 
     def sample(self, rng: np.random.Generator, size: int) -> Transitions:
         """B = size transitions, drawn with replacement. Raises ValueError while there is none."""
         rows = rng.integers(len(self), size=size)
-        observation: dict[str, dict[str, np.ndarray]] = {"observation": {}, "next_observation": {}}
-        for name, column in self._columns.items():
-            side, _, key = name.partition(".")
-            if key:
-                observation[side][key] = column[rows]
-        action, reward, discount = (self._columns[name][rows] for name in ("action", "reward", "discount"))
-        return Transitions(observation["observation"], action, reward, discount, observation["next_observation"])
+        return Transitions.of_columns({name: column[rows] for name, column in self._columns.items()})
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """The rows that are filled, and their count: all that a resumed run needs."""
@@ -53,11 +49,8 @@ class ReplayBuffer:
     def load_state_arrays(self, state: Mapping[str, np.ndarray]) -> None:
         """Continue exactly. Raises KeyError or ValueError for another buffer's state."""
         self.num_added = int(state["num_added"])
+        rest = {name: part for name, part in state.items() if name != "num_added"}
+        if self.num_added and not self._columns:
+            self._make(rest)
         for name, column in self._columns.items():
-            column[: len(self)] = state[name]
-
-
-def _column(transitions: Transitions, name: str) -> np.ndarray:
-    side, _, key = name.partition(".")
-    part: np.ndarray = getattr(transitions, side)[key] if key else getattr(transitions, side)
-    return part
+            column[: len(self)] = rest[name]

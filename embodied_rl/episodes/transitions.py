@@ -5,6 +5,7 @@ Shape legend: T units of one sequence (steps, or messages of several steps), S s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,10 +40,22 @@ class Transitions:
         """B"""
         return len(self.reward)
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """``action``, ``reward``, ``discount`` and ``observation.<key>``, for files."""
+    def columns(self) -> dict[str, np.ndarray]:
+        """``observation.<key>``, ``next_observation.<key>``, ``action``, ``reward``, ``discount`` and, of chunks, ``executed``."""
         own = {"action": self.action, "reward": self.reward, "discount": self.discount}
-        return {**own, **{f"observation.{key}": part for key, part in self.observation.items()}}
+        own |= {} if self.executed is None else {"executed": self.executed}
+        before = {f"observation.{key}": part for key, part in self.observation.items()}
+        return {**before, **{f"next_observation.{key}": part for key, part in self.next_observation.items()}, **own}
+
+    @staticmethod
+    def of_columns(columns: Mapping[str, np.ndarray]) -> Transitions:
+        """The inverse of `columns`."""
+
+        def below(side: str) -> Observation:
+            return {name.removeprefix(f"{side}."): part for name, part in columns.items() if name.startswith(f"{side}.")}
+
+        own = (columns["action"], columns["reward"], columns["discount"], below("next_observation"), columns.get("executed"))
+        return Transitions(below("observation"), *own)
 
     @staticmethod
     def concatenate(parts: list[Transitions]) -> Transitions:
@@ -110,12 +123,19 @@ def outcome(kind: RewardKind, reward: np.ndarray, terminated: np.ndarray, succes
 
 
 def rollout_transitions(
-    rollout: Rollout, keys: tuple[str, ...], action: ActionSpec, *, gamma: float, n_step: int = 1, reward: RewardKind = "recorded"
+    rollout: Rollout, keys: tuple[str, ...], action: np.ndarray, *, gamma: float, n_step: int = 1, reward: RewardKind = "recorded"
 ) -> Transitions:
-    """All steps of a rollout [T, N] as B = T·N transitions, time-major; windows are cut at the rollout's end."""
+    """All decisions of a rollout [T, N] as B = T·N transitions, time-major; windows are cut at the rollout's end.
+
+    A chunk is one decision: its rewards are summed with their discounts up to where it was cut, and what follows counts γ to the power of
+    its steps.
+
+    Args:
+        action: [B, A] as critics read it, or chunks [B, K, A]; steps that were not executed are set to 0.
+    """
     steps, slots = rollout.reward.shape
-    rewards, terminated = outcome(reward, rollout.reward, rollout.terminated, rollout.success)
-    windows = n_step_windows(rewards, gamma, terminated, rollout.truncated, n_step)
+    units, executed = _decisions(rollout, gamma, reward), None
+    windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, n_step)
     slot = np.broadcast_to(np.arange(slots), (steps, slots))
     final = np.argwhere(rollout.truncated & ~rollout.terminated)
     after: Observation = {}
@@ -123,13 +143,45 @@ def rollout_transitions(
         following = np.concatenate([rollout.observation[key][1:], rollout.last_observation[key][None]])
         following[final[:, 0], final[:, 1]] = rollout.final_observation[key]
         after[key] = following[windows.end, slot].reshape(steps * slots, *following.shape[2:])
-    acted = rollout.action if action.kind == "discrete" else np.clip(rollout.action, -1.0, 1.0)
+    if rollout.executed is not None:
+        executed = rollout.executed.reshape(steps * slots, -1)
+        action = np.where(executed[..., None], action, 0).astype(action.dtype)
     return Transitions(
         {key: rollout.observation[key].reshape(steps * slots, *rollout.observation[key].shape[2:]) for key in keys},
-        acted.reshape(steps * slots, -1),
+        action,
         windows.reward.reshape(-1),
         windows.discount.reshape(-1),
         after,
+        executed,
+    )
+
+
+@dataclass(frozen=True)
+class Units:
+    """What came of each unit of a sequence; all [T, ...]."""
+
+    reward: np.ndarray
+    """Discounted sum over its steps."""
+    factor: np.ndarray
+    """γ to the power of its steps."""
+    terminated: np.ndarray
+    truncated: np.ndarray
+
+
+def _decisions(rollout: Rollout, gamma: float, kind: RewardKind) -> Units:
+    """Of each decision of a rollout. A chunk that succeeds in its middle counts up to there where success is what is rewarded."""
+    if rollout.executed is None or rollout.chunk_reward is None:
+        rewards, terminated = outcome(kind, rollout.reward, rollout.terminated, rollout.success)
+        return Units(rewards, np.full(rewards.shape, float(gamma)), terminated, rollout.truncated)
+    rewards, over = outcome(kind, rollout.chunk_reward, np.zeros_like(rollout.executed), rollout.chunk_success)
+    before = np.cumsum(over, axis=-1) - over > 0
+    counted = rollout.executed & ~before
+    powers = np.power(float(gamma), np.arange(rewards.shape[-1]))
+    return Units(
+        (rewards.astype(np.float64) * counted) @ powers,
+        np.power(float(gamma), counted.sum(-1)),
+        rollout.terminated | (over & counted).any(-1),
+        rollout.truncated,
     )
 
 

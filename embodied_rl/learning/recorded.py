@@ -7,6 +7,7 @@ with the entropy's coefficient. The targets follow after the critics' step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, TypeVar
 
@@ -21,9 +22,9 @@ from embodied_rl.config import CloningConfig, OffPolicyConfig
 from embodied_rl.episodes.transitions import Transitions
 from embodied_rl.learning.objectives import Metrics, Numbers, Objective
 from embodied_rl.learning.rows import StepRows, StoredRows, TransitionRows
-from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import Policy, prepare_observation
 from embodied_rl.policies.q_ensemble import ActorWithCritics
+from embodied_rl.types import Observation
 
 Stored = TypeVar("Stored", bound=StoredRows)
 
@@ -130,9 +131,8 @@ class CriticsObjective(StoredObjective[TransitionRows]):
         """[B] of the next observation: of a sampled action by the target critics, or implicit Q-learning's own."""
         features = networks.policy.features(rows.next_observation)
         if self.options.update == "iql":
-            value: Tensor = networks.policy.critic(features).squeeze(-1)
-            return value
-        acted, log_prob = acting(networks.policy, features, rows.next_noise)
+            return networks.policy.state_value(features)
+        acted, log_prob = networks.policy.drawn(rows.next_observation, features, given(rows.next_noise))
         value = offline_rl.smallest_of(networks.targets(features, acted), rows.members)
         if self.options.update == "awac" or not self.options.entropy_in_target:
             return value
@@ -154,7 +154,7 @@ class StateValueObjective(CriticsObjective):
         with torch.no_grad():
             features = networks.policy.features(rows.observation)
             recorded = offline_rl.smallest_of(networks.targets(features, rows.action))
-        value = networks.policy.critic(features).squeeze(-1)
+        value = networks.policy.state_value(features)
         expectile = self.options.expectile
         return offline_rl.expectile_loss(value=value, target=recorded, expectile=expectile, mask=rows.mask, denominator=entries)
 
@@ -174,9 +174,9 @@ class ImitationObjective(CriticsObjective):
         with torch.no_grad():
             features = policy.features(rows.observation)
             if options.update == "iql":
-                advantage = offline_rl.smallest_of(networks.targets(features, rows.action)) - policy.critic(features).squeeze(-1)
+                advantage = offline_rl.smallest_of(networks.targets(features, rows.action)) - policy.state_value(features)
             else:
-                acted, _ = acting(policy, features, rows.noise)
+                acted, _ = policy.drawn(rows.observation, features, given(rows.noise))
                 baseline = offline_rl.smallest_of(networks.critics(features, acted))
                 advantage = offline_rl.smallest_of(networks.critics(features, rows.action)) - baseline
             weight, metrics = offline_rl.advantage_weights(
@@ -186,8 +186,8 @@ class ImitationObjective(CriticsObjective):
                 mask=rows.mask,
                 denominator=entries,
             )
-        log_prob = policy.head.log_prob(policy.actor(features), rows.action).sum(-1)
-        loss, imitation = behaviour_cloning_loss(log_prob=log_prob, weight=weight, mask=rows.mask, denominator=entries)
+        likelihood = policy.likelihood(rows.observation, features, rows.action, rows.executed)
+        loss, imitation = behaviour_cloning_loss(log_prob=likelihood, weight=weight, mask=rows.mask, denominator=entries)
         return loss, metrics | imitation
 
     def stepped(self, policy: ActorWithCritics) -> None:
@@ -205,7 +205,7 @@ class SoftPolicyObjective(ImitationObjective):
         """See `CriticsObjective.terms`."""
         with torch.no_grad():
             features = networks.policy.features(rows.observation)
-        acted, log_prob = acting(networks.policy, features, rows.noise)
+        acted, log_prob = networks.policy.drawn(rows.observation, features, given(rows.noise))
         values = networks.critics(features, acted)
         # Two critics: the smaller (Haarnoja et al. 2018); a larger ensemble: the mean (Ball et al. 2023).
         followed = offline_rl.smallest_of(values) if self.options.num_critics == 2 else values.mean(dim=0)
@@ -231,17 +231,16 @@ def transition_rows(networks: ActorWithCritics, batch: Transitions, rng: np.rand
     """Steps as the objectives of critics take them, with all that is random in their update.
 
     Args:
+        batch: with observations as `prepared` gives them.
         rng: of the policy's noise and the choice of critics.
     """
     policy, options = networks.policy, networks.options
-    shape = (batch.num_rows, policy.spec.action.dim)
 
     def drawn() -> Tensor:
-        discrete = policy.spec.action.kind == "discrete"
-        return torch.from_numpy(rng.random(shape, np.float32) if discrete else rng.standard_normal(shape, np.float32))
+        return torch.from_numpy(policy.action_layout.noise(rng, (batch.num_rows,)))
 
     def read(observation: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        return {key: torch.from_numpy(observation[key]) for key in policy.observation_keys}
+        return {key: torch.from_numpy(part) for key, part in observation.items()}
 
     noise = drawn() if with_policy and options.update == "awac" else None
     next_noise = None if options.update == "iql" else drawn()
@@ -254,14 +253,22 @@ def transition_rows(networks: ActorWithCritics, batch: Transitions, rng: np.rand
         reward=torch.from_numpy(batch.reward),
         discount=torch.from_numpy(batch.discount),
         members=torch.from_numpy(members),
+        executed=None if batch.executed is None else torch.from_numpy(batch.executed),
         noise=noise,
         next_noise=next_noise,
     )
 
 
-def acting(policy: ActorCritic, features: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Actions of the policy within the simulator's bounds, and their log-probabilities [B, L]."""
-    assert noise is not None, "the rows of an update that draws actions hold their noise"
-    acted, log_prob = policy.head.sample(policy.actor(features), noise)
-    bounded = policy.squashed or policy.spec.action.kind == "discrete"
-    return (acted if bounded else acted.clamp(-1.0, 1.0)), log_prob
+def prepared(policy: Policy, batch: Transitions) -> Transitions:
+    """With observations as the policy's networks read them."""
+
+    def read(observation: Observation) -> Observation:
+        return {key: part.numpy() for key, part in prepare_observation(policy, observation).items()}
+
+    return dataclasses.replace(batch, observation=read(batch.observation), next_observation=read(batch.next_observation))
+
+
+def given(noise: Tensor | None) -> Tensor:
+    """Noise that the rows of an update that draws actions hold."""
+    assert noise is not None, "transition_rows draws it"
+    return noise

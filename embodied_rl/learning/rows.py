@@ -67,17 +67,19 @@ class TransitionRows(StoredRows):
     next_observation: dict[str, Tensor]
     """{key: [B, ...]}; not looked at where `discount` is 0."""
     action: Tensor
-    """[B, A] normalised, int64 [B, 1] for discrete."""
+    """[B, A] normalised, int64 [B, 1] for discrete; chunks [B, K, A], 0 where not executed."""
     reward: Tensor
     """[B] discounted sum until the next observation."""
     discount: Tensor
     """[B] of what comes after, 0 after a terminated step."""
     members: Tensor
     """[M] int64: the critics whose smallest value is the target."""
+    executed: Tensor | None = None
+    """[B, K] bool: of chunks, the steps that exist; None: all."""
     noise: Tensor | None = None
-    """[B, A] of the policy's actions; None: no action is drawn."""
+    """[B, noise_width] of the policy's actions; None: no action is drawn."""
     next_noise: Tensor | None = None
-    """[B, A] of its actions after `next_observation`."""
+    """[B, noise_width] of its actions after `next_observation`."""
     mask: Tensor | None = None
 
     of_all: ClassVar[frozenset[str]] = frozenset({"members"})

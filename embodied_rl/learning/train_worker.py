@@ -21,7 +21,6 @@ from embodied_rl.config.building import build, convert
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.distributed.link import Link
 from embodied_rl.learning.ranks import Rank, join
-from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import build_language_policy
@@ -90,7 +89,6 @@ def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) 
     policy = build_policy(config, SimSpec.from_dict(description["spec"]))
     if algorithm.off_policy is None:
         return policy
-    assert isinstance(policy, ActorCritic), "critics of actions stand beside actor-critics"
     return ActorWithCritics(policy, algorithm.off_policy)
 
 

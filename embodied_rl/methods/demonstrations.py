@@ -95,11 +95,11 @@ class Demonstrations:
         return choose_episodes(self._recordings, only_success=recorded.only_success, max_episodes=recorded.max_episodes)
 
     def options(self, *, reward: RewardKind = "recorded", n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
-        """What is made of the episodes for this policy."""
+        """What is made of the episodes for this policy. A chunk is one decision: `n_step` of them are as many times its steps."""
         return DatasetOptions(
             self.policy.observation_keys,
             self.config.algorithm.gamma,
-            n_step=n_step,
+            n_step=n_step * self.policy.chunk_size,
             reward=reward,
             action_margin=action_margin,
             window=self.policy.chunk_size if self.policy.translates else None,

@@ -17,12 +17,12 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner
-from embodied_rl.learning.recorded import CriticsObjective, steps_of, transition_rows
+from embodied_rl.learning.recorded import CriticsObjective, prepared, steps_of, transition_rows
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import Policy
 from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.simulators import Simulators
@@ -42,7 +42,7 @@ class OfflineMethod(Method):
 
     learner: Learner
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         options = config.algorithm.off_policy
         assert options is not None, "the configuration was checked"
         if options.reward == "success" and not manager.spec.reports_success:
@@ -87,7 +87,7 @@ class OfflineMethod(Method):
 
     def _minibatch(self, number: int) -> Transitions:
         assert self.recorded is not None, "restart() comes first"
-        return self.recorded.sample(number, self.config.algorithm.minibatch_size)
+        return prepared(self.policy, self.recorded.sample(number, self.config.algorithm.minibatch_size))
 
     def restart(self, iteration: int) -> None:
         if self.demonstrations is None or self.recorded is not None:
@@ -98,12 +98,12 @@ class OfflineMethod(Method):
         self.recorded = EpisodeDataset(demonstrations.load(), demonstrations.spec, options, seed=config.seed, memory_mb=memory_mb)
         if not self._has_statistics:
             for seen in self.recorded.observations():
-                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items()})
+                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items() if part.dtype != object})
             self._has_statistics = True
 
     def _action_margin(self) -> float:
         """Keeps recorded actions where a squashed policy can imitate them."""
-        return 0.01 if self.policy.config.distribution == "squashed" and self.options.update != "sac" else 0.0
+        return 0.01 if self.policy.squashed and self.options.update != "sac" else 0.0
 
     def metrics(self) -> dict[str, float]:
         if self.recorded is None:
@@ -131,7 +131,7 @@ class MixedMethod(OfflineMethod):
     recorded observations, or of the first fresh ones where there are none; they do not change after.
     """
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: ActorCritic, generator: Generator, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
         self._acting = SwitchedGenerator(generator, manager.spec)
         self.collector = RolloutCollector(
@@ -140,38 +140,37 @@ class MixedMethod(OfflineMethod):
             rollout_steps=config.algorithm.rollout_steps,
             num_groups=config.sim.pipeline_groups,
             seed=config.seed,
+            layout=policy.action_layout,
         )
-        observation = {key: policy.spec.tensors[key] for key in policy.observation_keys}
-        self.buffer = ReplayBuffer(self.options.replay_capacity, observation, policy.spec.action)
+        self.buffer = ReplayBuffer(self.options.replay_capacity)
 
     @property
     def _warming_up(self) -> bool:
         return self.buffer.num_added < self.options.warmup_steps
 
     def collect(self, iteration: int) -> Experience:
-        self._acting.way = "random" if self._warming_up else "noisy"
+        # A policy with actions of its own explores with them, untrained as it is.
+        self._acting.way = "random" if self._warming_up and not self.policy.translates else "noisy"
         rollout = self.collector.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         seen = nothing_seen(self.policy)
         if not self._has_statistics:
-            seen = {key: torch.from_numpy(rollout.observation[key]).flatten(0, 1) for key in self.policy.observation_keys}
+            seen = {key: torch.from_numpy(rollout.observation[key]).flatten(0, 1) for key in seen}
         return Experience(rollout.num_steps, finished, seen, rollout)
 
     def prepare(self, experience: Experience) -> int:
         """Store the fresh steps; how many updates they allow."""
         rollout: Rollout = experience.data
-        before = self._due()
-        options = self.options
-        self.buffer.add(
-            rollout_transitions(
-                rollout,
-                self.policy.observation_keys,
-                self.policy.spec.action,
-                gamma=self.config.algorithm.gamma,
-                n_step=options.n_step,
-                reward=options.reward,
-            )
+        before, options, policy = self._due(), self.options, self.policy
+        fresh = rollout_transitions(
+            rollout,
+            policy.observation_keys,
+            policy.normalised_action(rollout.action.reshape(rollout.reward.size, -1)),
+            gamma=self.config.algorithm.gamma,
+            n_step=options.n_step,
+            reward=options.reward,
         )
+        self.buffer.add(prepared(policy, fresh))
         if self._warming_up:
             return 0
         self._has_statistics = True
@@ -188,7 +187,7 @@ class MixedMethod(OfflineMethod):
         parts = [self.buffer.sample(rng, size - recorded)]
         if recorded:
             assert self.recorded is not None
-            parts.append(self.recorded.sample(number, recorded))
+            parts.append(prepared(self.policy, self.recorded.sample(number, recorded)))
         return Transitions.concatenate(parts)
 
     def restart(self, iteration: int) -> None:

@@ -21,6 +21,7 @@ class ActorCritic(Policy):
     """Small networks for vectors or images. Built by `build_policy`."""
 
     forward_rows = 4096
+    critics_train = ("trunk.",)
     even_rows = 256  # a CPU's convolutions keep buffers for every number of rows they ever see
 
     def __init__(self, config: PolicyConfig, spec: SimSpec) -> None:
@@ -39,6 +40,7 @@ class ActorCritic(Policy):
             size, hidden = shape[0], config.hidden_sizes
             if config.normalize_observation:
                 self.normalizer = RunningNorm(size, config.observation_clip)
+        self._num_features = size
         self.actor = make_mlp(size, hidden, self.head.num_outputs, config.activation, output_gain=0.01)
         self.critic = make_mlp(size, hidden, 1, config.activation, output_gain=1.0)
 
@@ -59,6 +61,24 @@ class ActorCritic(Policy):
         if self.trunk is not None:
             return self.trunk(x)
         return x.float() if self.normalizer is None else self.normalizer(x)
+
+    @property
+    def num_features(self) -> int:
+        """See `Policy.num_features`."""
+        return self._num_features
+
+    def state_value(self, features: Tensor) -> Tensor:
+        return self.critic(features).squeeze(-1)
+
+    def drawn(self, observation: TensorObservation, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Policy.drawn`."""
+        action, log_prob = self.head.sample(self.actor(features), noise)
+        bounded = self.squashed or self.spec.action.kind == "discrete"
+        return (action if bounded else action.clamp(-1.0, 1.0)), log_prob
+
+    def likelihood(self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None) -> Tensor:
+        """See `Policy.likelihood`: the log-probability of the action."""
+        return self.head.log_prob(self.actor(features), action).sum(-1)
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
         action, log_prob = self.head.sample(self.actor(self.features(observation)), noise)

@@ -212,6 +212,45 @@ class Policy(TrainedModule):
         assert mask is None, "a policy that acts in chunks has its own cloning loss"
         return -self.evaluate(observation, action).log_prob.sum(-1)
 
+    # ---- beside critics of actions: `algorithm.off_policy` --------------------------------------------------------------
+
+    critics_train: tuple[str, ...] = ()
+    """Beginnings of the names of parameters that `features` computes with and that the critics' loss trains, not the policy's."""
+
+    @property
+    def num_features(self) -> int | None:
+        """F: numbers of `features`; None: there are none, so that critics of actions cannot stand beside the policy."""
+        return None
+
+    def features(self, observation: TensorObservation) -> Tensor:
+        """[B, F] what critics of actions read."""
+        raise NotImplementedError
+
+    def state_value(self, features: Tensor) -> Tensor:
+        """[B] of `features`: implicit Q-learning's V(s)."""
+        raise NotImplementedError
+
+    def normalised_action(self, action: np.ndarray) -> np.ndarray:
+        """Recorded actions [B, W] as critics read them: [B, A] within the simulator's bounds, or chunks [B, K, A]."""
+        if self.translates:
+            assert self.action_units == "normalised", "such a policy has its own"
+            return np.clip(self.simulator_action(action), -1.0, 1.0)
+        return action if self.spec.action.kind == "discrete" else np.clip(action, -1.0, 1.0)
+
+    def drawn(self, observation: TensorObservation, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions as critics read them, [B, K·A] normalised and within the bounds (int64 [B, 1] for discrete), and what they cost in
+        entropy, [B, L] log-densities or their means. Soft actor-critic follows both gradients.
+
+        Args:
+            features: of the same observation.
+            noise: [B, noise_width]
+        """
+        raise NotImplementedError
+
+    def likelihood(self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None) -> Tensor:
+        """[B] what imitation of recorded actions maximises, with gradients; see `cloning_loss`."""
+        return -self.cloning_loss(observation, action, mask=executed)
+
     def limit_noise(self, smallest: float) -> None:
         """Keep log standard deviations of actions above a bound: data without noise would drive them to minus infinity."""
 

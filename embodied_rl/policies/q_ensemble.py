@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embodied_rl.config import OffPolicyConfig
+from embodied_rl.errors import UserError
 from embodied_rl.memory import TRAINED, parameter_bytes, require_memory
-from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import TrainedModule
+from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.types import ActionSpec
 
 Result = TypeVar("Result")
@@ -28,12 +28,19 @@ class QEnsemble(nn.Module):
     """
 
     def __init__(
-        self, num_features: int, action: ActionSpec, hidden_sizes: tuple[int, ...], num_critics: int, *, layer_norm: bool = True
+        self,
+        num_features: int,
+        action: ActionSpec,
+        hidden_sizes: tuple[int, ...],
+        num_critics: int,
+        *,
+        layer_norm: bool = True,
+        chunk_size: int = 1,
     ) -> None:
-        """Weights are drawn from torch's global generator."""
+        """Weights are drawn from torch's global generator. `chunk_size`: steps of an action, which is one decision."""
         super().__init__()
         self._num_choices = action.num_actions if action.kind == "discrete" else 0
-        size = num_features + (self._num_choices or action.dim)
+        size = num_features + (self._num_choices or action.dim * chunk_size)
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self.scales, self.shifts = nn.ParameterList(), nn.ParameterList()
         for width in (*hidden_sizes, 1):
@@ -47,10 +54,10 @@ class QEnsemble(nn.Module):
             self.shifts.append(nn.Parameter(torch.zeros(num_critics, 1, width)))
 
     def forward(self, features: Tensor, action: Tensor) -> Tensor:
-        """[B, D] float, [B, A] normalised (int64 [B, 1] for discrete) → [E, B]."""
+        """[B, D] float, [B, A] normalised, [B, K, A] of chunks (int64 [B, 1] for discrete) → [E, B]."""
         if self._num_choices:
             action = nn.functional.one_hot(action.squeeze(-1), self._num_choices)
-        x = torch.cat([features, action.to(features.dtype)], dim=-1).expand(len(self.weights[0]), -1, -1)
+        x = torch.cat([features, action.flatten(1).to(features.dtype)], dim=-1).expand(len(self.weights[0]), -1, -1)
         last = len(self.weights) - 1
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x, weight)
@@ -64,19 +71,29 @@ class QEnsemble(nn.Module):
 class ActorWithCritics(TrainedModule):
     """A policy with critics Q(s, a) of its actions, the targets that follow them, and the entropy's coefficient.
 
-    The critics read what the policy reads (normalised state, or the trunk's features, which the critics' loss trains). The policy's own
-    critic V(s) is implicit Q-learning's state value; the other updates have no use for it.
+    The critics read the policy's `features` (a normalised state, or those of a trunk, which the critics' loss trains), and an action, which
+    is a whole chunk where the policy acts in chunks. The policy's own critic V(s) is implicit Q-learning's state value; the other updates
+    have no use for it.
     """
 
-    def __init__(self, policy: ActorCritic, options: OffPolicyConfig) -> None:
-        """The critics' weights are drawn from torch's global generator. Raises UserError where they take more memory than there is."""
+    def __init__(self, policy: Policy, options: OffPolicyConfig) -> None:
+        """The critics' weights are drawn from torch's global generator.
+
+        Raises:
+            UserError: the policy has no features, or the critics take more memory than there is.
+        """
         super().__init__()
         self.policy, self.options = policy, options
-        action = policy.spec.action
-        size = int(next(layer.in_features for layer in policy.actor if isinstance(layer, nn.Linear)))
+        action, size, chunk_size = policy.spec.action, policy.num_features, policy.chunk_size
+        if size is None:
+            raise UserError(
+                f"algorithm.off_policy: critics of actions read features of the policy, and {type(policy).__name__} has none "
+                "(num_features, features, state_value, drawn): take ppo, grpo, bc or dagger."
+            )
 
         def critics() -> QEnsemble:
-            return QEnsemble(size, action, options.hidden_sizes, options.num_critics, layer_norm=options.layer_norm)
+            shape = (options.hidden_sizes, options.num_critics)
+            return QEnsemble(size, action, *shape, layer_norm=options.layer_norm, chunk_size=chunk_size)
 
         with torch.device("meta"):  # shapes without memory, and without drawing random numbers
             parts = parameter_bytes(critics(), copies=TRAINED + 1)  # and the targets
@@ -84,7 +101,7 @@ class ActorWithCritics(TrainedModule):
         self.critics = critics()
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_entropy_coef = nn.Parameter(torch.tensor([math.log(options.init_entropy_coef)]))
-        self.target_entropy = -float(action.dim) if options.target_entropy is None else options.target_entropy
+        self.target_entropy = -float(action.dim * chunk_size) if options.target_entropy is None else options.target_entropy
 
     def gathered(self, compute: Callable[[], Result]) -> Result:
         """What `compute` gives of these networks. On ranks their parts are gathered for it (`embodied_rl.learning.fsdp`)."""
@@ -99,11 +116,16 @@ class ActorWithCritics(TrainedModule):
         """See `TrainedModule.parameter_groups`: critics, policy, value, entropy, as far as the update has them."""
         policy, update = self.policy, self.options.update
         groups: dict[str, dict[str, nn.Parameter]] = {
-            "critics": {**_named("critics", self.critics), **({} if policy.trunk is None else _named("trunk", policy.trunk))},
-            "policy": {**_named("actor", policy.actor), **_named("head", policy.head)},
-            "value": _named("critic", policy.critic) if update == "iql" else {},
+            "critics": {f"critics.{name}": parameter for name, parameter in self.critics.named_parameters()},
+            "policy": {},
+            "value": {},
             "entropy": {"log_entropy_coef": self.log_entropy_coef} if update == "sac" else {},
         }
+        for name, parameter in sorted(policy.named_parameters(), key=lambda named: named[0].partition(".")[0]):
+            of_value = policy.role_of(name) == "value"
+            group = "critics" if name.startswith(policy.critics_train) else "value" if of_value else "policy"
+            if parameter.requires_grad and (group != "value" or update == "iql"):
+                groups[group][name] = parameter
         return {group: parameters for group, parameters in groups.items() if parameters}
 
     def changing(self) -> set[str]:
@@ -117,10 +139,6 @@ class ActorWithCritics(TrainedModule):
     def describe(self) -> dict[str, Any]:
         """See `TrainedModule.describe`: the policy's, whose algorithm has `off_policy`."""
         return self.policy.describe()
-
-
-def _named(prefix: str, module: nn.Module) -> dict[str, nn.Parameter]:
-    return {f"{prefix}.{name}": parameter for name, parameter in module.named_parameters()}
 
 
 def _local(module: nn.Module) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any, Literal, cast
@@ -68,6 +69,7 @@ class TinyVLAPolicy(Policy):
     """Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
     translates = True
+    critics_train = ("value_decoder.",)
     temperature: float
     """See `Policy.temperature`."""
     noise_kind: Literal["uniform"] = "uniform"
@@ -202,11 +204,42 @@ class TinyVLAPolicy(Policy):
         """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""
         return torch.from_numpy(self.tokens.encode(action.cpu().numpy())).flatten(1)
 
+    # ---- beside critics of actions: the value's decoder reads for them ------------------------------------------------
+
+    @property
+    def num_features(self) -> int:
+        """See `Policy.num_features`."""
+        return self.config.width
+
+    def features(self, observation: Mapping[str, Any]) -> Tensor:
+        """[B, D]. The encoder learns with the policy."""
+        with torch.no_grad():
+            memory = self._memory(observation)
+        return self.value_decoder(memory)[:, 0]
+
+    def state_value(self, features: Tensor) -> Tensor:
+        return self.value_head(features).squeeze(-1)
+
+    def drawn(self, observation: Mapping[str, Any], features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Centers [B, L] of sampled tokens, and minus the entropy [B, L] of an action that is uniform within its token's interval.
+
+        An action's gradient is that of the tokens' mean (straight-through; Bengio et al. 2013, arXiv:1308.3432).
+        """
+        tokens = self.act(observation, noise).action
+        distribution = self._scores(self._memory(observation), tokens)
+        probability = distribution.log_probs.exp()
+        centers = torch.from_numpy(self.tokens.decode(np.arange(self.config.num_bins))).to(probability)
+        mean = probability @ centers
+        return centers[tokens] + mean - mean.detach(), -distribution.entropy - math.log(2.0 / (self.config.num_bins - 1))
+
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's units."""
         tokens = action.detach().cpu().numpy() if isinstance(action, Tensor) else action
-        chunk = self.tokens.decode(tokens).reshape(len(tokens), self.config.chunk, self.spec.action.dim)
-        return self.spec.action.denormalise(chunk.astype(np.float32)).astype(np.float32)
+        return self.spec.action.denormalise(self.normalised_action(tokens)).astype(np.float32)
+
+    def normalised_action(self, action: np.ndarray) -> np.ndarray:
+        """Token ids [B, L] → chunks [B, K, A] float32."""
+        return self.tokens.decode(action).reshape(len(action), self.config.chunk, self.spec.action.dim).astype(np.float32)
 
     # ---- inside -------------------------------------------------------------------------------------------------------
 

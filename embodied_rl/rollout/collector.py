@@ -239,6 +239,7 @@ class _Filling:
         self.success = np.empty((steps, slots), bool)
         chunks, size = layout.chunk_size > 1, (steps, slots, layout.chunk_size)
         self.chunk_reward = np.empty(size, np.float32) if chunks else None
+        self.chunk_success = np.empty(size, bool) if chunks else None
         self.executed = np.empty(size, bool) if chunks else None
         self.final: dict[str, list[np.ndarray]] = {key: [] for key in self.observation}
         self.episodes: list[EpisodeSummary] = []
@@ -249,13 +250,15 @@ class _Filling:
         self.terminated[step, rows] = batch.terminated
         self.truncated[step, rows] = batch.truncated
         self.success[step, rows] = batch.success
-        if self.chunk_reward is not None and self.executed is not None:
+        if self.chunk_reward is not None and self.chunk_success is not None and self.executed is not None:
             assert batch.chunk_reward is not None, "the manager plays chunks"
+            assert batch.chunk_success is not None, "the manager plays chunks"
             assert batch.executed is not None, "the manager plays chunks"
             self.chunk_reward[step, rows], self.executed[step, rows] = batch.chunk_reward, batch.executed
+            self.chunk_success[step, rows] = batch.chunk_success
             if batch.aborted is not None:
                 # What became of an aborted slot's chunk is not known: it counts as one step without reward, as it does without chunks.
-                self.chunk_reward[step, rows][batch.aborted] = 0.0
+                self.chunk_reward[step, rows][batch.aborted], self.chunk_success[step, rows][batch.aborted] = 0.0, False
                 self.executed[step, rows][batch.aborted] = np.arange(self.executed.shape[2]) == 0
         if not batch.episodes and batch.aborted is None:
             return
@@ -280,6 +283,7 @@ class _Filling:
             episodes=tuple(self.episodes),
             success=self.success,
             chunk_reward=self.chunk_reward,
+            chunk_success=self.chunk_success,
             executed=self.executed,
         )
 

@@ -6,10 +6,6 @@ import numpy as np
 
 from embodied_rl.episodes.replay_buffer import ReplayBuffer
 from embodied_rl.episodes.transitions import Transitions
-from embodied_rl.types import ActionSpec, TensorSpec
-
-OBSERVATION = {"state": TensorSpec((1,)), "rgb": TensorSpec((2, 2, 3), "uint8")}
-ACTION = ActionSpec.continuous([-1.0], [1.0])
 
 
 def transitions(first: int, count: int) -> Transitions:
@@ -27,7 +23,7 @@ def contents(buffer: ReplayBuffer) -> set[int]:
 
 
 def test_the_oldest_go_first() -> None:
-    buffer = ReplayBuffer(5, OBSERVATION, ACTION)
+    buffer = ReplayBuffer(5)
     buffer.add(transitions(0, 3))
     assert len(buffer) == 3
     assert contents(buffer) == {0, 1, 2}
@@ -40,7 +36,7 @@ def test_the_oldest_go_first() -> None:
 
 
 def test_rows_stay_together() -> None:
-    buffer = ReplayBuffer(7, OBSERVATION, ACTION)
+    buffer = ReplayBuffer(7)
     for first in range(0, 30, 3):
         buffer.add(transitions(first, 3))
     drawn = buffer.sample(np.random.default_rng(1), 64)
@@ -55,7 +51,7 @@ def test_rows_stay_together() -> None:
 
 def test_a_saved_buffer_goes_on_as_it_was() -> None:
     for filled in (3, 12):
-        first, second = ReplayBuffer(5, OBSERVATION, ACTION), ReplayBuffer(5, OBSERVATION, ACTION)
+        first, second = ReplayBuffer(5), ReplayBuffer(5)
         first.add(transitions(0, filled))
         second.load_state_arrays({name: part.copy() for name, part in first.state_arrays().items()})
         for buffer in (first, second):

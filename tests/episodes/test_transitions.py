@@ -93,10 +93,12 @@ def make_rollout(**changes: Any) -> Rollout:
     return Rollout(**{**fields, **changes})
 
 
+ACTED = np.ones((6, 1), np.float32)
+
+
 def test_a_rollout_bootstraps_from_final_and_last_observations() -> None:
-    found = rollout_transitions(make_rollout(), ("state",), ActionSpec.continuous([-1.0], [1.0]), gamma=0.5)
+    found = rollout_transitions(make_rollout(), ("state",), ACTED, gamma=0.5)
     np.testing.assert_array_equal(found.observation["state"][:, 0], [0, 1, 2, 3, 4, 5])
-    np.testing.assert_array_equal(found.action[:, 0], np.ones(6))  # what the simulator got
     np.testing.assert_allclose(found.reward, [1, 10, 2, 20, 4, 40])
     np.testing.assert_allclose(found.discount, [0.5, 0.0, 0.5, 0.5, 0.5, 0.5])
     # Slot 0: next step, final observation of the cut episode, last one. Slot 1: (terminated), next, last.
@@ -105,7 +107,7 @@ def test_a_rollout_bootstraps_from_final_and_last_observations() -> None:
 
 
 def test_two_steps_of_a_rollout() -> None:
-    found = rollout_transitions(make_rollout(), ("state",), ActionSpec.continuous([-1.0], [1.0]), gamma=0.5, n_step=2)
+    found = rollout_transitions(make_rollout(), ("state",), ACTED, gamma=0.5, n_step=2)
     # Slot 0: 1 + 2/2 until the cut; 2 alone; 4 alone. Slot 1: 10 alone; 20 + 40/2; 40 alone.
     np.testing.assert_allclose(found.reward, [2, 10, 2, 40, 4, 40])
     np.testing.assert_allclose(found.discount, [0.25, 0.0, 0.5, 0.25, 0.5, 0.5])
@@ -113,11 +115,54 @@ def test_two_steps_of_a_rollout() -> None:
 
 
 def test_success_as_reward_ends_the_episode() -> None:
-    found = rollout_transitions(make_rollout(), ("state",), ActionSpec.continuous([-1.0], [1.0]), gamma=0.5, reward="success")
+    found = rollout_transitions(make_rollout(), ("state",), ACTED, gamma=0.5, reward="success")
     np.testing.assert_allclose(found.reward, [0, 0, 0, 1, 0, 0])
     np.testing.assert_allclose(found.discount, [0.5, 0.0, 0.5, 0.0, 0.5, 0.5])
     with pytest.raises(ValueError, match="success of each step"):
         outcome("success", np.zeros(1), np.zeros(1, bool), None)
+
+
+def chunks_of_two() -> Rollout:
+    """Two decisions of two slots, chunks of two steps. Slot 0 plays both whole and is not cut; slot 1 succeeds at the first step of its
+    first chunk, which goes on, and terminates after the first step of its second."""
+    observation = np.arange(4, dtype=np.float32).reshape(2, 2, 1)  # decision t, slot n: 2 t + n
+    return Rollout(
+        observation={"state": observation},
+        action=np.zeros((2, 2, 2), np.float32),
+        log_prob=np.zeros((2, 2, 2), np.float32),
+        reward=np.array([[3, 30], [12, 40]], np.float32),
+        terminated=np.array([[0, 0], [0, 1]], bool),
+        truncated=np.zeros((2, 2), bool),
+        last_observation={"state": np.array([[100.0], [101.0]], np.float32)},
+        final_observation={"state": np.zeros((0, 1), np.float32)},
+        policy_version=np.zeros((2, 2), np.int64),
+        episodes=(),
+        success=np.array([[0, 1], [0, 0]], bool),
+        chunk_reward=np.array([[[1, 2], [10, 20]], [[4, 8], [40, 0]]], np.float32),
+        chunk_success=np.array([[[0, 0], [1, 0]], [[0, 0], [0, 0]]], bool),
+        executed=np.array([[[1, 1], [1, 1]], [[1, 1], [1, 0]]], bool),
+    )
+
+
+def test_a_chunk_is_one_decision() -> None:
+    """Rewards of a chunk are summed with their discounts; what follows counts γ to the power of the steps that were taken, γ = 1/2."""
+    acted = np.arange(1, 9, dtype=np.float32).reshape(4, 2, 1)
+    found = rollout_transitions(chunks_of_two(), ("state",), acted, gamma=0.5)
+    np.testing.assert_allclose(found.reward, [1 + 2 / 2, 10 + 20 / 2, 4 + 8 / 2, 40])
+    np.testing.assert_allclose(found.discount, [1 / 4, 1 / 4, 1 / 4, 0])
+    np.testing.assert_array_equal(found.next_observation["state"][:3, 0], [2, 3, 100])
+    np.testing.assert_array_equal(found.action[..., 0], [[1, 2], [3, 4], [5, 6], [7, 0]])  # the last step was not taken
+    np.testing.assert_array_equal(found.executed, [[1, 1], [1, 1], [1, 1], [1, 0]])
+    # Two decisions: the second is a chunk later. Slot 1 terminates there.
+    two = rollout_transitions(chunks_of_two(), ("state",), acted, gamma=0.5, n_step=2)
+    np.testing.assert_allclose(two.reward, [2 + 8 / 4, 20 + 40 / 4, 8, 40])
+    np.testing.assert_allclose(two.discount, [1 / 16, 0, 1 / 4, 0])
+
+
+def test_a_chunk_that_succeeds_in_its_middle_counts_up_to_there() -> None:
+    found = rollout_transitions(chunks_of_two(), ("state",), np.zeros((4, 2, 1), np.float32), gamma=0.5, reward="success")
+    np.testing.assert_allclose(found.reward, [0, 1, 0, 0])
+    np.testing.assert_allclose(found.discount, [1 / 4, 0, 1 / 4, 0])
 
 
 def test_actions_are_normalised_as_denormalise_undoes() -> None:

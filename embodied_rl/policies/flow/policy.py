@@ -86,6 +86,7 @@ class FlowPolicy(Policy):
     """An action is a row [B, W] of `RecordLayout`; the simulator gets its head."""
 
     translates = True
+    critics_train = ("model.trunk.",)
     noise_kind: Literal["normal"] = "normal"
     action_units: Literal["normalised", "simulator"] = "normalised"
     """Of what `simulator_action` gives."""
@@ -188,6 +189,25 @@ class FlowPolicy(Policy):
         """Recorded actions [B, W] → chunks [B, K, A] float32, normalised and unclipped."""
         rows = action.detach().cpu().numpy() if isinstance(action, Tensor) else action
         return rows[:, : self.layout.num_used].reshape(len(rows), *self.layout.chunk).astype(np.float32)
+
+    # ---- beside critics of actions --------------------------------------------------------------------------------------
+
+    @property
+    def num_features(self) -> int:
+        """See `Policy.num_features`."""
+        return self.model.num_features
+
+    def features(self, observation: Mapping[str, Any]) -> Tensor:
+        return self.model.features(self.model.context(observation))
+
+    def state_value(self, features: Tensor) -> Tensor:
+        return self.critic(features)
+
+    def drawn(self, observation: Mapping[str, Any], features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Denoised chunks within the bounds, and the log-density of the denoising: gradients run back through every step of it."""
+        context = self.model.context(observation)
+        record, steps = (self._denoise_one if self.layout.one_step else self._denoise_all)(context, self.model.features(context), noise)
+        return record.chunk.flatten(1).clamp(-1.0, 1.0), self._score(record, steps)[0]
 
     # ---- other uses -----------------------------------------------------------------------------------------------------
 
