@@ -90,17 +90,17 @@ class OffPolicyConfig(Config, place="algorithm.off_policy"):
     target_rate: PositiveShare = 0.005
     """Share of the way that the target networks go towards the critics in each update."""
     n_step: Size = 1
-    """Rewards summed before a target bootstraps."""
+    """Decisions whose rewards are summed before a target bootstraps."""
     updates_per_step: Positive = 1.0
-    """Gradient steps for each fresh environment step."""
+    """Gradient steps for each fresh step, or decision of a policy that acts in chunks."""
     policy_every: Size = 1
     """Critic updates for each update of the policy."""
     updates_per_iteration: Size = 500
     """Gradient steps of an iteration without fresh steps."""
     replay_capacity: Annotated[int, Bounds(1, 1_000_000_000)] = 200_000
-    """Fresh steps that are kept."""
+    """Fresh steps (decisions) that are kept."""
     warmup_steps: Annotated[int, Bounds(0, 10**12)] = 1_000
-    """Fresh steps with random actions, before the first update."""
+    """Fresh steps (decisions) with random actions, before the first update."""
     temperature: Positive = 1.0
     """iql, awac: a step's weight is exp(advantage / temperature)."""
     max_weight: Positive = 100.0
@@ -112,7 +112,7 @@ class OffPolicyConfig(Config, place="algorithm.off_policy"):
     entropy_in_target: bool = True
     """sac: whether critics count the policy's entropy as reward. With a reward only at success it can be worth more than success."""
     target_entropy: Score | None = None
-    """sac: what the entropy coefficient keeps the policy's entropy at, in nats; null: minus the number of action dimensions."""
+    """sac: what the entropy coefficient keeps the policy's entropy at, in nats; null: minus the action dimensions (of a chunk)."""
     min_log_std: LogStd = -5.0
     """Smallest log standard deviation of the policy."""
 

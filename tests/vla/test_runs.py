@@ -25,6 +25,7 @@ GRPO = (
     "total_steps=120",
 )
 EXPERT = "algorithm.recorded.expert=tests.vla.toys:PointExpert"
+CRITICS = ("algorithm.off_policy.hidden_sizes=[16]", "algorithm.minibatch_size=16", "algorithm.off_policy.updates_per_iteration=10")
 WARM = "+algorithm.warm_start={episodes: 24, num_epochs: 12, minibatch_rows: 32, learning_rate: 0.003, measured_episodes: 16}"
 
 
@@ -63,6 +64,29 @@ def curve(run_dir: Path) -> list[dict]:
                 "total_steps=150",
             ),
             id="cloning with shifted pictures",
+        ),
+        pytest.param(
+            (
+                "algorithm=iql",
+                EXPERT,
+                "algorithm.recorded.expert_episodes=4",
+                *CRITICS,
+                "policy.decoding=autoregressive",
+                "total_steps=120",
+            ),
+            id="critics offline",
+        ),
+        pytest.param(
+            (
+                *("algorithm=rlpd", EXPERT, "algorithm.recorded.expert_episodes=4", *CRITICS, "algorithm.off_policy.warmup_steps=8"),
+                *(
+                    "algorithm.off_policy.updates_per_step=0.25",
+                    "algorithm.off_policy.replay_capacity=30",
+                    "policy.decoding=autoregressive",
+                    "total_steps=150",
+                ),
+            ),
+            id="critics with fresh chunks",
         ),
         pytest.param((*GRPO, "algorithm.advantage=gae", "hybrid.precision=bfloat16"), id="groups with a critic", marks=pytest.mark.slow),
     ],
