@@ -50,6 +50,14 @@ class Logger(ABC):
         """One line for the person who watches; loggers without a screen drop it."""
         return
 
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """Record the final checkpoint, a folder; loggers without a store leave it where it is."""
+        return
+
+    def training_ended(self) -> None:
+        """No more metrics come; the final evaluation and films do."""
+        return
+
     def rescue(self, folder: Path) -> None:
         """The run's folder is gone: leave what is still known of the history in another. Those that know nothing leave nothing."""
         return
@@ -77,9 +85,17 @@ class LoggerGroup(Logger):
         for logger in self.loggers:
             logger.log_video(step, path)
 
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        for logger in self.loggers:
+            logger.log_checkpoint(step, path)
+
     def message(self, text: str) -> None:
         for logger in self.loggers:
             logger.message(text)
+
+    def training_ended(self) -> None:
+        for logger in self.loggers:
+            logger.training_ended()
 
     def rescue(self, folder: Path) -> None:
         for logger in self.loggers:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from embodied_rl.loggers.base import Logger
+from embodied_rl.loggers.meanings import SUCCESS_ENDS, derived, meaning_of
 from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, show_board, spoke
 
 if TYPE_CHECKING:
@@ -17,12 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _GROUPS = (("Episodes", ("episode", "eval")), ("Time", ("speed", "time")), ("Training", ("train",)))
-_LINE_METRICS = (
-    ("episode/success", "success"),
-    ("episode/return", "return"),
-    ("eval/success", "held-out success"),
-    ("speed/steps_per_s", "steps/s"),
-)
+_LINE_METRICS = ("episode/success", "episode/return", "episode/length", "eval/success", "speed/steps_per_s")
 
 
 @dataclass(frozen=True)
@@ -62,15 +58,17 @@ class ConsoleLogger(Logger):
         stream: TextIO | None = None,
         line_interval_s: float = LINE_INTERVAL_S,
         limits: Limits | None = None,
+        caption: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`title` stands before the bar; without a terminal a line comes every `line_interval_s`. `limits`: what else ends the run."""
+        """`title` stands before the bar, `caption` below the table; without a terminal a line comes every `line_interval_s`. `limits`: what
+        else ends the run."""
         from rich.console import Console
 
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._total, self._title, self._clock, self._line_interval_s = total_steps, title, clock, line_interval_s
         self._start_step, self._started_s = resume_step or 0, clock()
-        self._limits = limits or Limits()
+        self._limits, self._caption = limits or Limits(), caption
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
         """Step and time of the first iteration that was logged: its own time is that of compiling kernels."""
@@ -86,7 +84,10 @@ class ConsoleLogger(Logger):
     ) -> ConsoleLogger:
         sim = run_config.get("sim") or {}
         title = str(sim.get("task") or sim.get("name") or run_dir.name)
-        return ConsoleLogger(total_steps, title=title, resume_step=resume_step, stream=stream, limits=Limits.of(run_config))
+        caption = SUCCESS_ENDS if sim.get("success_ends_episode") else ""
+        return ConsoleLogger(
+            total_steps, title=title, resume_step=resume_step, stream=stream, limits=Limits.of(run_config), caption=caption
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._logged_s = step, self._clock()
@@ -105,11 +106,14 @@ class ConsoleLogger(Logger):
     def message(self, text: str) -> None:
         self._console.print(text, markup=False)
 
+    def training_ended(self) -> None:
+        if self._pending and not self._is_shown:
+            self._print_line(is_last=True)
+
     def close(self) -> None:
+        self.training_ended()
         if self._is_shown:
             end_board(self._board)
-        elif self._pending:
-            self._print_line()
 
     def seconds_left(self) -> float | None:
         """Wall-clock seconds to go: the steps at this run's own pace and the final evaluation, within max_minutes; None before the first
@@ -132,63 +136,72 @@ class ConsoleLogger(Logger):
     def _board(self) -> Group:
         from rich.console import Group
 
-        return Group(self._bar(), metrics_table(self._latest))
+        caption = [f"[dim]{self._caption}[/dim]"] if self._caption and "episode/return" in self._latest else []
+        return Group(self._bar(), metrics_table(self._latest, self._console.width), *caption)
 
     def _bar(self) -> Table:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
         bar = Table.grid(padding=(0, 1), expand=False)
-        bar.add_row(
-            f"[bold]{self._title}[/bold]",
-            ProgressBar(total=self._total, completed=min(self._step, self._total), width=36),
-            f"{self._step:,}/{self._total:,} steps",
-            f"[cyan]{min(1.0, self._step / self._total):.0%}[/cyan]",
-            f"{clock_text(self._elapsed_s())} elapsed",
-            f"[green]{self._left_text()}[/green]",
-        )
+        told = f"{self._step:,}/{self._total:,} steps", f"{min(1.0, self._step / self._total):.0%}"
+        times = f"{clock_text(self._elapsed_s())} elapsed", self._left_text()
+        width = self._console.width - len(self._title) - sum(len(text) + 1 for text in (*told, *times)) - 1
+        drawn = [ProgressBar(total=self._total, completed=min(self._step, self._total), width=min(width, 36))] if width >= 6 else []
+        shown = (f"[cyan]{told[1]}[/cyan]", times[0], f"[green]{times[1]}[/green]")
+        bar.add_row(f"[bold]{self._title}[/bold]", *drawn, told[0], *shown)
         return bar
 
-    def _print_line(self) -> None:
+    def _print_line(self, *, is_last: bool = False) -> None:
         self._next_line_s, self._pending = self._clock() + self._line_interval_s, False
         parts = [f"step {self._step:,}/{self._total:,} ({min(1.0, self._step / self._total):.0%})"]
-        parts += [f"{label} {format_metric(name, self._latest[name])}" for name, label in _LINE_METRICS if name in self._latest]
+        parts += [f"{meaning_of(name).label} {format_metric(name, self._latest[name])}" for name in _LINE_METRICS if name in self._latest]
         shares = time_shares(self._latest)
         if shares:
             parts.append("time " + " ".join(f"{name} {share:.0%}" for name, share in shares.items()))
         losses = [n for n in self._latest if n.startswith("train/") and n.endswith("loss")]
         parts += [f"{name.removeprefix('train/')} {format_metric(name, self._latest[name])}" for name in losses]
-        parts += [f"elapsed {clock_text(self._elapsed_s())}", self._left_text()]
+        parts += [f"elapsed {clock_text(self._elapsed_s())}", "training has ended" if is_last else self._left_text()]
         self._console.print(" · ".join(parts), markup=False)
         self._console.file.flush()
         spoke()
 
 
-def metrics_table(metrics: Mapping[str, float]) -> Table:
-    """A table with one column per group of metrics: episodes, time by phase, training."""
+def metrics_table(metrics: Mapping[str, float], width: int = 120) -> Table:
+    """A table with one column per group of metrics: episodes, time by phase, training; where that is wider than `width`, the first two
+    stand in one column."""
     from rich import box
+    from rich.console import Console, Group
     from rich.table import Table
 
+    cells = [(title, cell) for title, prefixes in _GROUPS if (cell := _cell(derived(metrics), prefixes)).row_count]
     table = Table(box=box.ROUNDED, show_header=True, header_style="bold", padding=(0, 1))
-    cells = []
-    for title, prefixes in _GROUPS:
-        names = [name for prefix in prefixes for name in metrics if name.partition("/")[0] == prefix]
-        if not names:
-            continue
+    for title, _ in cells:
         table.add_column(title, vertical="top")
-        cell = Table.grid(padding=(0, 2))
-        shares = time_shares(metrics)
-        for name in names:
-            group, _, short = name.partition("/")
-            label = ("held-out " if group == "eval" else "") + short.removesuffix("_s").replace("_per", "/s").replace("_", " ")
-            share = shares.get(short.removesuffix("_s")) if group == "time" else None
-            value = format_metric(name, metrics[name]) + (f" ({share:.0%})" if share is not None else "")
-            colour = "green" if short.startswith("success") else "default"
-            cell.add_row(label, f"[{colour}]{value}[/{colour}]")
-        cells.append(cell)
     if cells:
-        table.add_row(*cells)
+        table.add_row(*(cell for _, cell in cells))
+    if len(cells) < len(_GROUPS) or Console(width=1000).measure(table).maximum <= width:
+        return table
+    (episodes, figures), (time_title, times), (training, losses) = cells
+    table = Table(box=box.ROUNDED, show_header=True, header_style="bold", padding=(0, 1))
+    table.add_column(episodes, vertical="top")
+    table.add_column(training, vertical="top")
+    table.add_row(Group(figures, "", f"[bold]{time_title}[/bold]", times), losses)
     return table
+
+
+def _cell(metrics: Mapping[str, float], prefixes: Sequence[str]) -> Table:
+    """The metrics of these groups, one below the other."""
+    from rich.table import Table
+
+    cell, shares = Table.grid(padding=(0, 2)), time_shares(metrics)
+    for name in [name for prefix in prefixes for name in metrics if name.partition("/")[0] == prefix]:
+        group, _, short = name.partition("/")
+        share = shares.get(short.removesuffix("_s")) if group == "time" else None
+        value = format_metric(name, metrics[name]) + (f" ({share:.0%})" if share is not None else "")
+        colour = "green" if short.startswith("success") else "default"
+        cell.add_row(meaning_of(name).label, f"[{colour}]{value}[/{colour}]")
+    return cell
 
 
 def time_shares(metrics: Mapping[str, float]) -> dict[str, float]:

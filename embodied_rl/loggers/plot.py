@@ -12,11 +12,17 @@ from typing import Any
 from embodied_rl.files import write_atomic_with
 from embodied_rl.loggers.base import Logger
 from embodied_rl.loggers.jsonl import METRICS_FILE, read_metrics
+from embodied_rl.loggers.meanings import REWARD_PER_STEP, derived
 
 CURVES_FILE = "curves.png"
 Curve = tuple[list[int], list[float]]
 
-_FIRST_PANELS = (("Success rate", ("episode/success", "eval/success")), ("Return", ("episode/return", "eval/return")))
+_FIRST_PANELS = (
+    ("Success rate", ("episode/success", "eval/success")),
+    ("Return per episode", ("episode/return", "eval/return")),
+    ("Reward per step", (REWARD_PER_STEP,)),
+    ("Steps of an episode", ("episode/length",)),
+)
 _LAST_PANELS = (("Steps per second", ("speed/steps_per_s",)),)
 _SKIPPED_TRAIN = ("train/learning_rate",)
 _NUM_COLUMNS = 3
@@ -57,7 +63,7 @@ class PlotLogger(Logger):
             draw_curves(self._curves, self.path)
 
     def _add(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
+        for name, value in derived(metrics).items():
             if math.isfinite(value):
                 steps, values = self._curves[name]
                 steps.append(step)
@@ -82,7 +88,7 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
             axes.plot(
                 steps,
                 values,
-                label="held-out" if held_out else "training",
+                label="interim evaluation" if held_out else "training",
                 marker="o" if held_out or len(steps) == 1 else None,
                 markersize=4,
             )

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from embodied_rl.reports.tables import hint
+
 MAX_POINTS = 400
 NUM_COLOURS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 36
@@ -76,6 +78,7 @@ def line_chart(
     width: float = 420,
     height: float = 220,
     note: str = "",
+    meaning: str = "",
 ) -> str:
     """A figure with a title, a legend where there are several series, and the curves. Empty series are left out.
 
@@ -87,6 +90,7 @@ def line_chart(
         percent: the values are shares of one.
         width, height: of the drawing's own units; it fills the room that it is given.
         note: a line below the title.
+        meaning: a sentence under the pointer.
     """
     shown = [reduced(one) for one in series if len(one.x)]
     if not shown:
@@ -104,7 +108,7 @@ def line_chart(
         "series": [{"l": one.label, "c": one.colour, "x": _compact(one.x), "y": _compact(one.y)} for one in shown if one.kind != "thin"],
     }
     legend = _legend([(one.label, one.colour) for one in shown if one.kind != "thin"]) if len(data["series"]) > 1 else ""
-    return figure(title, svg(title, frame, "".join(parts)), legend=legend, data=data, note=note)
+    return figure(title, svg(title, frame, "".join(parts)), legend=legend, data=data, note=note, meaning=meaning)
 
 
 def reduced(series: Series, limit: int = MAX_POINTS) -> Series:
@@ -122,7 +126,9 @@ def reduced(series: Series, limit: int = MAX_POINTS) -> Series:
     return Series(series.label, pick(series.x), pick(series.y), series.colour, series.kind, band)
 
 
-def scatter_chart(title: str, points: Sequence[tuple[float, float, int, str]], *, legend: Sequence[tuple[str, int]], x_label: str) -> str:
+def scatter_chart(
+    title: str, points: Sequence[tuple[float, float, int, str]], *, legend: Sequence[tuple[str, int]], x_label: str, meaning: str = ""
+) -> str:
     """A figure of single points (x, y, colour, text under the pointer)."""
     if not points:
         return ""
@@ -132,7 +138,8 @@ def scatter_chart(title: str, points: Sequence[tuple[float, float, int, str]], *
     for x, y, colour, text in points:
         at = frame.at(x, y)
         dots.append(f'<circle class="dot c{colour}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3"><title>{html.escape(text)}</title></circle>')
-    return figure(title, svg(title, frame, _axes(frame, x_label, short_number) + "".join(dots)), legend=_legend(legend))
+    drawn = svg(title, frame, _axes(frame, x_label, short_number) + "".join(dots))
+    return figure(title, drawn, legend=_legend(legend), meaning=meaning)
 
 
 def stacked_chart(
@@ -142,6 +149,7 @@ def stacked_chart(
     marks: Sequence[tuple[float, str, str]],
     *,
     note: str,
+    meaning: str = "",
 ) -> str:
     """A figure of shares that add up to one between neighbouring edges of the horizontal axis, in minutes.
 
@@ -172,12 +180,21 @@ def stacked_chart(
     legend = _legend([(label, colour) for colour, label, _ in shares])
     kinds = dict.fromkeys(kind for _, kind, _ in marks)
     legend += "".join(f'<span class="key"><i class="line-key mark-{kind}"></i>{kind}</span>' for kind in kinds)
-    return figure(title, svg(title, frame, "".join(parts)), legend=legend, note=note, wide=True)
+    return figure(title, svg(title, frame, "".join(parts)), legend=legend, note=note, meaning=meaning, wide=True)
 
 
-def figure(title: str, drawing: str, *, legend: str = "", data: dict[str, Any] | None = None, note: str = "", wide: bool = False) -> str:
-    """A titled figure; `data` is for the page's script."""
-    head = f"<figcaption>{html.escape(title)}</figcaption>"
+def figure(
+    title: str,
+    drawing: str,
+    *,
+    legend: str = "",
+    data: dict[str, Any] | None = None,
+    note: str = "",
+    meaning: str = "",
+    wide: bool = False,
+) -> str:
+    """A titled figure; `data` is for the page's script, `meaning` a sentence under the pointer."""
+    head = f"<figcaption>{html.escape(title)}{hint(meaning)}</figcaption>"
     lines = f'<p class="note">{html.escape(note)}</p>' if note else ""
     keys = f'<div class="legend">{legend}</div>' if legend else ""
     points = "" if data is None else f'<script type="application/json">{json_text(data)}</script>'
@@ -189,7 +206,7 @@ def svg(title: str, frame: Frame, content: str) -> str:
     return f'<svg {size} role="img" aria-label="{html.escape(title)}" preserveAspectRatio="xMidYMid meet">{content}</svg>'
 
 
-def json_text(value: Any) -> str:
+def json_text(value: object) -> str:
     """JSON that cannot end the script element that it stands in."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

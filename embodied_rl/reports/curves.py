@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from embodied_rl.loggers.meanings import SUCCESS_ENDS, meaning_of
 from embodied_rl.loggers.plot import choose_panels
 from embodied_rl.reports.charts import NUM_COLOURS, Series, line_chart
 from embodied_rl.reports.run_data import RunData
@@ -56,31 +57,55 @@ def differences(runs: Sequence[RunData], *, without: Sequence[str] = ("run_dir",
 
 
 def curve_charts(runs: Sequence[RunData]) -> str:
-    """Figures of the metrics that matter most, then all others, folded."""
+    """Figures of the metrics that matter most, then all others, folded; what never changes is folded away too."""
     groups = grouped(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names()))
     panels = choose_panels(names)
-    main = [_panel(title, metrics, groups) for title, metrics in panels]
     shown = {metric for _, metrics in panels for metric in metrics}
     others = sorted(name for name in names if name not in shown and not name.startswith(_ON_CHARTS_OF_THEIR_OWN))
-    rest = [_panel(name, [name], groups) for name in others]
+    flat_ones = [name for name in others if _is_flat(name, runs)]
+    flat_panels = [(title, metrics) for title, metrics in panels if all(_is_flat(name, runs) for name in metrics)]
+    ends = any(run.success_ends_episode for run in runs)
+    main = [_panel(title, metrics, groups, ends) for title, metrics in panels if (title, metrics) not in flat_panels]
+    rest = [_panel(name, [name], groups, ends) for name in others if name not in flat_ones]
+    flat_charts = [_panel(title, metrics, groups, ends) for title, metrics in [*flat_panels, *((name, [name]) for name in flat_ones)]]
     several = any(len(group.runs) > 1 for group in groups)
     note = '<p class="note">Line: mean over seeds. Band: from the lowest to the highest. Thin: each run.</p>' if several else ""
     page = f'{note}<div class="charts">{"".join(main)}</div>' if any(main) else ""
-    return page + (details(f"{len(rest)} more curves", f'<div class="charts">{"".join(rest)}</div>') if any(rest) else "")
+    for told, charts in (("more curves", rest), ("curves that never change", flat_charts)):
+        drawn = [chart for chart in charts if chart]
+        if drawn:
+            word = (
+                told if len(drawn) > 1 else told.replace("curves that never change", "curve that never changes").replace("curves", "curve")
+            )
+            page += details(f"{len(drawn)} {word}", f'<div class="charts">{"".join(drawn)}</div>')
+    return page
 
 
-def _panel(title: str, metrics: Sequence[str], groups: Sequence[Group]) -> str:
+def _is_flat(metric: str, runs: Sequence[RunData]) -> bool:
+    """Whether a metric has the same value throughout, in several rows; a single one is worth a look."""
+    values = [value for run in runs for value in run.curve(metric)[1]]
+    return len(values) > 1 and max(values) - min(values) <= 1e-9 * max(abs(values[0]), 1e-9)
+
+
+def _panel(title: str, metrics: Sequence[str], groups: Sequence[Group], success_ends: bool) -> str:
     percent = all(metric in _ALWAYS_PERCENT for metric in metrics)
     series: list[Series] = []
     for number, group in enumerate(groups):
         for offset, metric in enumerate(metrics):
-            kind = "held-out" if metric.startswith("eval/") else "training"
+            kind = "interim evaluation" if metric.startswith("eval/") else "training"
             several = len(groups) > 1
             label = " ".join(word for word in (group.label if several else "", kind if len(metrics) > 1 or several else "") if word)
             # One group has a colour for each metric; several have one each, and measured points distinguish evaluation from training.
             series += group_series(group, metric, label or title, (number if several else offset) % NUM_COLOURS)
-    return line_chart(title, series, percent=percent, y_range=(-0.03, 1.03) if percent else None)
+    return line_chart(
+        title,
+        series,
+        percent=percent,
+        y_range=(-0.03, 1.03) if percent else None,
+        note=SUCCESS_ENDS if success_ends and metrics[0] == "episode/return" else "",
+        meaning=" ".join(filter(None, (meaning_of(metric).text for metric in metrics))),
+    )
 
 
 def group_series(group: Group, metric: str, label: str, colour: int) -> list[Series]:
@@ -88,7 +113,7 @@ def group_series(group: Group, metric: str, label: str, colour: int) -> list[Ser
     curves = [curve for run in group.runs if (curve := run.curve(metric))[0]]
     if not curves:
         return []
-    kind: Any = "dots" if metric.startswith("eval/") else "line"
+    kind: Literal["dots", "line"] = "dots" if metric.startswith("eval/") else "line"
     if len(curves) == 1:
         return [Series(label, *curves[0], colour, kind)]
     steps, rows = on_one_grid(curves)
@@ -122,5 +147,5 @@ def _labels(firsts: Sequence[RunData]) -> list[str]:
     return labels if len(set(labels)) == len(labels) and all(labels) else [run.name for run in firsts]
 
 
-def _short(key: str, value: Any) -> str:
+def _short(key: str, value: object) -> str:
     return str(value) if key in ("sim.task", "sim.name", "algorithm.name", "policy.name") else f"{key.rpartition('.')[2]}={value}"

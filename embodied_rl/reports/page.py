@@ -16,6 +16,7 @@ from embodied_rl.reports.run_data import RunData, load_run
 from embodied_rl.reports.sections import (
     MAX_EMBEDDED_BYTES,
     config_section,
+    dialogue_section,
     evaluation_section,
     failure_section,
     image,
@@ -80,6 +81,7 @@ def _sections(runs: Sequence[RunData], folder: Path) -> list[tuple[str, str]]:
     return [
         ("Runs", runs_table(runs)),
         ("Videos", video_section(runs, folder)),
+        ("Dialogues", dialogue_section(runs, folder)),
         ("Curves", curves),
         ("Evaluation", evaluation_section(one) if one is not None else ""),
         ("Timeline", timeline_section(one) if one is not None else ""),

@@ -13,6 +13,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.loggers.jsonl import METRICS_FILE, read_metrics
+from embodied_rl.loggers.meanings import derived
 from embodied_rl.loggers.plot import CURVES_FILE
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 
@@ -40,6 +41,8 @@ class RunData:
     """One for each dump of NaN or infinity: {"file", "context", "arrays": [{"name", "shape", "not_finite"}]} or {"file", "problem"}."""
     videos: list[Path]
     """mp4, or GIF where there is no mp4 of its name; the newest first."""
+    dialogues: list[Path]
+    """Pages of a language agent's episodes: those of training, then those beside films."""
     curves_image: Path | None
     """curves.png."""
     problems: list[str] = field(default_factory=list)
@@ -59,6 +62,21 @@ class RunData:
     def task(self) -> str:
         sim = self.config.get("sim") or {}
         return str(self.results.get("task") or sim.get("task") or sim.get("name") or self.name)
+
+    @property
+    def success_ends_episode(self) -> bool:
+        return bool((self.config.get("sim") or {}).get("success_ends_episode"))
+
+    @property
+    def warm_start(self) -> dict[str, Mapping[str, Any]]:
+        """{"before", "after": figures of an evaluation before and after cloning}; empty of a run without a warm start."""
+        told = self.results.get("warm_start") or {}
+        if isinstance(told.get("before"), Mapping):
+            return {"before": told["before"], "after": told["after"]}
+        if "success_before" in told:  # a language agent's: rates
+            return {when: {"success": told[f"success_{when}"]} for when in ("before", "after")}
+        rates = {when: self.curve(f"warm_start/success_{when}")[1] for when in ("before", "after")}
+        return {when: {"success": values[-1]} for when, values in rates.items()} if all(rates.values()) else {}
 
     @property
     def group(self) -> str:
@@ -106,6 +124,7 @@ def load_run(path: Path | str) -> RunData:
         faults=_lines(folder / FAULTS_FILE, problems),
         failures=[_dump(file) for file in sorted(folder.glob("failures/*.npz"))],
         videos=_videos(folder),
+        dialogues=[*sorted(folder.glob("dialogues*.html")), *sorted(folder.glob("videos/*_dialogues*.html"))],
         curves_image=curves if curves.is_file() else None,
         problems=problems,
     )
@@ -116,7 +135,7 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        rows = [row for row in read_metrics(folder) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+        rows = [derived(row) for row in read_metrics(folder) if isinstance(row, dict) and isinstance(row.get("step"), int)]
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{METRICS_FILE} cannot be read: {error}")
         return []

@@ -29,6 +29,10 @@ MAX_EMBEDDED_BYTES = 5_000_000
 MAX_PAGE_BYTES = 25_000_000
 """Of all videos together."""
 _MAX_ROWS = 50
+_TWO_EVALUATIONS = (
+    "Interim evaluations, in the curves, and the final evaluation, here and at the top, play different held-out seeds; "
+    "training uses neither."
+)
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -47,16 +51,24 @@ def _tiles_of_one(run: RunData) -> list[str]:
         steps = last.get("step")
         return [tile("environment steps so far", f"{steps:,}" if isinstance(steps, int) else "–", "the run has no results yet")]
     shown = []
-    seeds = f"{results.get('num_episodes')} held-out seeds"
+    seeds = f"final evaluation, {results.get('num_episodes')} held-out seeds"
     if (success := results.get("success")) is not None:
         low, high = results["success_interval_95"]
-        shown.append(tile("success", percent(success), f"95%: {percent_range((low, high))}", (low, success, high)))
-        at_end = results.get("success_at_end_interval_95")
-        shown.append(tile("success at the end", percent(results.get("success_at_end")), f"95%: {percent_range(at_end)}"))
+        shown.append(tile("success", percent(success), f"{seeds}; 95%: {percent_range((low, high))}", (low, success, high)))
+        if not (run.success_ends_episode and results.get("success_at_end") == success):
+            at_end = results.get("success_at_end_interval_95")
+            shown.append(tile("success at the end", percent(results.get("success_at_end")), f"95%: {percent_range(at_end)}"))
     spread = number(results.get("return_std"), 3)
     interval = number_range(results.get("return_mean_interval_95"))
-    shown.append(tile("return", number(results.get("return_mean")), f"95%: {interval}; ± {spread}"))
-    shown.append(tile("steps of an episode", number(results.get("length_mean")), f"mean of {seeds}"))
+    total, length = results.get("return_mean"), results.get("length_mean")
+    shown.append(tile("return", number(total), f"95%: {interval}; ± {spread}"))
+    if isinstance(total, int | float) and isinstance(length, int | float) and length:
+        shown.append(tile("reward per step", number(total / length, 3), "return over steps"))
+    shown.append(tile("steps of an episode", number(length), "success ends them" if run.success_ends_episode else "mean"))
+    if cloned := run.warm_start:
+        shown.append(
+            tile("after cloning", percent(cloned["after"].get("success")), f"success; before: {percent(cloned['before'].get('success'))}")
+        )
     trained = f"{results['steps']:,}" if isinstance(results.get("steps"), int) else "–"
     shown.append(
         tile("environment steps", trained, f"{number(results.get('steps_per_s'))} a second, {results.get('iterations')} iterations")
@@ -105,7 +117,9 @@ def evaluation_section(run: RunData) -> str:
     """The final evaluation's episodes, figures by task, and what `evaluate` wrote later."""
     results = run.results
     charts = _episodes_chart(results) if results else ""
-    parts = [f'<div class="charts">{charts}</div>' if charts else "", card(_by_task(results), "By task")]
+    both = results and any(run.curve(f"eval/{name}")[0] for name in ("success", "return"))
+    parts = [f'<p class="note">{_TWO_EVALUATIONS}</p>' if both else "", _cloning(run)]
+    parts += [f'<div class="charts">{charts}</div>' if charts else "", card(_by_task(results), "By task")]
     rows = []
     for name, document in run.evaluations.items():
         rows += [_evaluation_row(name, one, document) for one in document.get("evaluations") or [document]]
@@ -118,6 +132,28 @@ def evaluation_section(run: RunData) -> str:
     for name, document in run.evaluations.items():
         parts.append(card(_comparisons(document), f"Compared seed by seed ({name})") if document.get("comparisons") else "")
     return "".join(parts)
+
+
+def _cloning(run: RunData) -> str:
+    """A warm start's figures, and those of the run's end below them."""
+    cloned = run.warm_start
+    if not cloned:
+        return ""
+    stages = {"before cloning": cloned["before"], "after cloning": cloned["after"]}
+    stages |= {"after reinforcement learning": run.results} if run.results.get("num_episodes") else {}
+    rows = [
+        [
+            text(stage),
+            text(figures.get("num_episodes", "–")),
+            percent(figures.get("success")),
+            percent_range(figures.get("success_interval_95")),
+            number(figures.get("return_mean")),
+            number(figures.get("length_mean")),
+        ]
+        for stage, figures in stages.items()
+    ]
+    columns = ("stage", "seeds", "success (once)", "95% interval", "return", "length")
+    return card(grid(columns, rows, numbers=range(1, len(columns))), "Before and after cloning")
 
 
 def _evaluation_row(name: str, one: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
@@ -147,7 +183,7 @@ def _comparisons(document: Mapping[str, Any]) -> str:
     return grid(columns, rows, numbers=range(2, len(columns)))
 
 
-def _p(value: Any) -> str:
+def _p(value: object) -> str:
     return "–" if not isinstance(value, int | float) else "&lt; 0.001" if value < 0.001 else f"{value:.3f}"
 
 
@@ -178,7 +214,8 @@ def _episodes_chart(results: Mapping[str, Any]) -> str:
         colour = 0 if not has_success else 2 if row["success_once"] else 3
         points.append((float(row["length"]), float(row["return"]), colour, f"seed {row['seed']}: return {row['return']:.4g}{outcome}"))
     legend = [("success", 2), ("no success", 3)] if has_success else []
-    return scatter_chart("Final evaluation: return and length", points, legend=legend, x_label="steps of the episode")
+    meaning = "Each point is an episode of the final evaluation: its seed, return and outcome are shown under the pointer."
+    return scatter_chart("Final evaluation: return and length", points, legend=legend, x_label="steps of the episode", meaning=meaning)
 
 
 # ---- videos ---------------------------------------------------------------------------------------------------------
@@ -199,6 +236,17 @@ def video_section(runs: Sequence[RunData], folder: Path) -> str:
             wide = ' class="wide"' if len(runs) == 1 and index == 0 else ""
             parts.append(f"<figure{wide}><figcaption>{text(caption)}</figcaption>{content}</figure>")
     return f'<div class="videos">{"".join(parts)}</div>' if parts else ""
+
+
+def dialogue_section(runs: Sequence[RunData], folder: Path) -> str:
+    """Links to the pages of language agents' episodes, relative to `folder`."""
+    links = []
+    for run in runs:
+        for path in run.dialogues:
+            what = "episodes of the film" if path.parent.name == "videos" else "the last training episodes"
+            name = text(path.name) if len(runs) == 1 else f"{text(run.name)}: {text(path.name)}"
+            links.append(f'<li><a href="{text(_address(path, folder))}">{name}</a>: {what}, failures first</li>')
+    return card(f"<ul>{''.join(links)}</ul>") if links else ""
 
 
 def _player(path: Path, *, plays: bool) -> str:
@@ -277,16 +325,14 @@ def _dump(dump: Mapping[str, Any]) -> str:
 
 def config_section(runs: Sequence[RunData]) -> str:
     """What differs between runs, then the configuration of the first, a group at a time."""
-    import yaml
-
     parts = []
     if len(runs) > 1 and (keys := differences(runs)):
         rows = [[text(key), *(text(flat(run.config).get(key, "–")) for run in runs)] for key in keys[:_MAX_ROWS]]
         parts.append(card(grid(("key", *(run.name for run in runs)), rows), "What differs"))
     config = runs[0].config
     single = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
-    blocks = [details("run", _yaml(single, yaml))] if single else []
-    blocks += [details(key, _yaml(value, yaml)) for key, value in config.items() if isinstance(value, Mapping)]
+    blocks = [details("run", _yaml(single))] if single else []
+    blocks += [details(key, _yaml(value)) for key, value in config.items() if isinstance(value, Mapping)]
     title = f"All values of {runs[0].name}" if len(runs) > 1 else ""
     return "".join(parts) + card("".join(blocks), title)
 
@@ -305,12 +351,14 @@ def provenance_section(runs: Sequence[RunData]) -> str:
     return "".join(parts)
 
 
-def _yaml(value: Any, yaml: Any) -> str:
+def _yaml(value: object) -> str:
+    import yaml
+
     written = yaml.safe_dump(_plain(value), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
     return f"<pre>{text(written.rstrip())}</pre>"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Mappings and lists of plain values, as YAML writes them without tags."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -15,6 +15,9 @@ from embodied_rl.reports.tables import card, clock, grid, percent, text
 MAX_STRETCHES = 120
 OTHER = "other (start-up, evaluation, saving)"
 _WALL, _TIME = "speed/wall_clock_s", "time/"
+_MEANING = (
+    "What the run waited for: simulators that step, the policy that acts, the update that learns; dashed lines are evaluations and faults."
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def timeline_section(run: RunData) -> str:
     colours = {name: NUM_COLOURS - 1 if name == OTHER else number % (NUM_COLOURS - 1) for number, name in enumerate(timeline.phases)}
     shares = [(colours[name], name, (values / spans).tolist()) for name, values in timeline.phases.items()]
     minutes = (timeline.edges_s / 60).tolist()
-    chart = stacked_chart("Time by phase", minutes, shares, marks_of(run), note="share of each stretch of the run")
+    chart = stacked_chart("Time by phase", minutes, shares, marks_of(run), note="share of each stretch of the run", meaning=_MEANING)
     sums = {name: float(values.sum()) for name, values in timeline.phases.items()}
     whole = sum(sums.values())
     rows = [
