@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from embodied_rl.config import LoggerConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.loggers import make_loggers
 from embodied_rl.loggers.base import LoggerGroup
-from embodied_rl.loggers.console import ConsoleLogger, Limits, time_shares
+from embodied_rl.loggers.console import ConsoleLogger, Limits, metrics_table, time_shares
 from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
+from embodied_rl.loggers.meanings import FIGURES, MEANINGS, Meaning, derived, explain_text, meaning_of
 from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
 from embodied_rl.loggers.tensorboard import TensorBoardLogger
 from embodied_rl.progress import clock_text, progress_bar
@@ -336,7 +338,7 @@ def test_a_line_that_was_kept_back_tells_the_time_of_its_step() -> None:
         logger.log(step, METRICS)
     clock.now_s += 60.0  # evaluated and filmed meanwhile
     logger.close()
-    assert stream.getvalue().splitlines()[1].endswith("elapsed 0:06 · 0:03 left")
+    assert stream.getvalue().splitlines()[1].endswith("elapsed 0:06 · training has ended")
 
 
 def test_time_left_of_a_resumed_run_counts_its_own_steps_only() -> None:
@@ -420,7 +422,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_grouped_table() -> None:
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode()).rpartition("PushCube-v1")[2]
     assert "750/1,000 steps" in last
     assert "75%" in last
-    for part in ("Episodes", "Time", "Training", "success", "25.0%", "held-out success", "50.0%", "3.00 s (75%)", "policy loss"):
+    for part in ("Episodes", "Time", "Training", "success", "25.0%", "interim success", "50.0%", "3.00 s (75%)", "policy loss"):
         assert part in last, part
     assert "\x1b[?25h" in raw.decode(), "the cursor comes back"
 
@@ -456,3 +458,43 @@ def test_making_the_usual_loggers_imports_neither_torch_nor_matplotlib(tmp_path:
     )
     output = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=280, capture_output=True, text=True).stdout
     assert output.splitlines()[-1] == "[]"
+
+
+def test_every_metric_of_a_run_has_its_sentence() -> None:
+    for name, meaning in MEANINGS.items():
+        assert meaning.text.endswith("."), name
+        assert meaning_of(name).text == meaning.text
+    assert meaning_of("train/robot/entropy").text == MEANINGS["train/entropy"].text, "of one of several domains"
+    assert meaning_of("groups/lake/consumed").text == MEANINGS["groups/consumed"].text
+    assert (meaning_of("train/my_loss").label, meaning_of("train/my_loss").text) == ("my loss", "")
+    assert meaning_of("eval/success").label == "interim success"
+    assert all(len(line) <= 80 for line in explain_text(80).splitlines())
+    for meaning in (*MEANINGS.values(), *map(Meaning, FIGURES, FIGURES.values())):
+        assert " ".join(meaning.text.split()) in " ".join(explain_text(80).split()) or not meaning.label, meaning
+
+
+def test_reward_per_step_is_the_rewards_of_the_episodes_over_their_steps() -> None:
+    # Two episodes: 3 in 10 steps and 9 in 20; the mean of their ratios, 0.375, would weigh the short one more.
+    shown = derived({"episode/success": 1.0, "episode/return": 6.0, "episode/length": 15.0})
+    assert list(shown) == ["episode/success", "episode/return", "episode/reward_per_step", "episode/length"]
+    assert shown["episode/reward_per_step"] == pytest.approx(12 / 30)
+    assert derived({"episode/return": 6.0}) == {"episode/return": 6.0}
+
+
+def test_a_narrow_terminal_has_a_table_that_fits() -> None:
+    metrics = {
+        **METRICS,
+        "episode/length": 17.02,
+        "train/explained_variance": 0.8626,
+        "train/learning_rate": 0.0003,
+        "speed/wall_clock_s": 119.0,
+    }
+    for width in (80, 120):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(metrics_table(metrics, width))
+        lines = console.export_text().splitlines()
+        assert max(map(len, lines)) <= width
+        assert "…" not in "".join(lines)
+        assert any("reward per step" in line for line in lines)
+    with_three = [line for line in lines if line.count("│") == 4]
+    assert with_three, "where there is room, three groups stand side by side"

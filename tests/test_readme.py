@@ -72,6 +72,6 @@ def test_links_lead_somewhere() -> None:
 def test_what_it_prints_is_what_the_code_prints() -> None:
     """The pasted console text has the lines that a run prints today."""
     (pasted,) = blocks(README, "text")
-    assert re.search(r"^Success on 100 held-out seeds: \d+\.\d% \(95% interval [\d.]+–[\d.]+%\)", pasted, re.MULTILINE)
+    assert re.search(r"^Final evaluation, success on 100 held-out seeds: \d+\.\d% \(95% interval [\d.]+–[\d.]+%\)", pasted, re.MULTILINE)
     for line in ("checkpoint", "curves", "video", "report", "results", "Next:"):
         assert line in pasted

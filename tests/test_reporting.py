@@ -120,10 +120,11 @@ def test_the_hash_is_of_what_determines_a_run(tmp_path: Path) -> None:
 
 def test_the_sentence_says_success_or_return(tmp_path: Path) -> None:
     low, high = (100 * end for end in score_interval(2, 3))
-    assert result_text(write_results(run_summary(tmp_path))) == f"Success on 3 held-out seeds: 66.7% (95% interval {low:.1f}–{high:.1f}%)"
+    told = f"Final evaluation, success on 3 held-out seeds: 66.7% (95% interval {low:.1f}–{high:.1f}%)"
+    assert result_text(write_results(run_summary(tmp_path))) == told
     spec = dataclasses.replace(SPEC, reports_success=False)
     results = write_results(run_summary(tmp_path, spec=spec))
-    assert result_text(results) == "Return on 3 held-out seeds: 3 (95% interval 1 to 6)"
+    assert result_text(results) == "Final evaluation, return on 3 held-out seeds: 3 (95% interval 1 to 6)"
     assert results["success"] is None
 
 
@@ -196,7 +197,7 @@ def test_a_real_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureF
     returns = [row["return"] for row in results["episodes"]]
     assert len(returns) == 5
     assert results["return_mean"] == pytest.approx(sum(returns) / 5)
-    assert f"Return on 5 held-out seeds: {sum(returns) / 5:.4g}" in text
+    assert f"Final evaluation, return on 5 held-out seeds: {sum(returns) / 5:.4g}" in text
     assert results["steps"] == 256
     assert 0 < results["train_wall_clock_s"] < results["wall_clock_s"] < 3600
     listed = [Path(line.split()[1]) for line in text.split("Next:")[0].splitlines() if line.startswith("  ")]

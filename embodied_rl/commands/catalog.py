@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.commands.cli import run_command
+from embodied_rl.commands.printing import print_tables
 
 if TYPE_CHECKING:
     from importlib.metadata import PackageMetadata
-
-    from rich.table import Table
 
     from embodied_rl.algorithms.advantage_table import AdvantageInfo
     from embodied_rl.algorithms.loss_table import LossInfo
@@ -255,7 +254,7 @@ def print_entries(kind: str) -> None:
         command = entry.command.replace("[", "\\[")
         tasks = (entry.task or "",) if with_tasks and not narrow else ()
         table.add_row(entry.name, *tasks, entry.description, needs, *(() if narrow else (command,)))
-    _print_table(table)
+    print_tables(table)
     if narrow:
         print(f"Use one: python -m embodied_rl.train {KINDS[_ALSO.get(kind, kind)]}=NAME")
     if kind == "simulators":
@@ -279,21 +278,7 @@ def print_methods(kind: str) -> None:
         needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in method.needs)
         table.add_row(*(escape(text) for text in (method.name, method.formula, method.unit, needs, method.source)))
     print()
-    _print_table(table)
-
-
-def _print_table(table: Table) -> None:
-    """On a terminal as wide as it is; into a pipe a line a row, with tabs between its cells."""
-    from rich.console import Console
-    from rich.text import Text
-
-    if sys.stdout.isatty():
-        Console(highlight=False).print(table)
-        return
-    print(table.title)
-    print("\t".join(str(column.header) for column in table.columns))
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        print("\t".join(Text.from_markup(str(cell)).plain for cell in cells).rstrip("\t"))
+    print_tables(table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

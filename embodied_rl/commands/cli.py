@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from embodied_rl.bounds import bounds_of
+from embodied_rl.commands.printing import columns, terminal_width, wrapped
 from embodied_rl.errors import NonFiniteError, UserError, brief, did_you_mean, shown
 
 _USERS_FILES = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP}
@@ -81,6 +82,13 @@ def serve_until_stopped(close: Callable[[], object], message: str) -> None:
         ended.wait()
     finally:
         close()
+
+
+def explain() -> None:
+    """``--explain``: what each figure of a run and of an evaluation means."""
+    from embodied_rl.loggers.meanings import explain_text
+
+    print(explain_text(terminal_width()))
 
 
 def fail(message: str, status: int) -> None:
@@ -169,6 +177,9 @@ class Command:
         if any(word in ("--help", "-h") for word in argv):
             print(self.usage())
             raise SystemExit(0)
+        if "--explain" in argv:
+            explain()
+            raise SystemExit(0)
         known = {argument.name: argument for argument in self.arguments}
         values: dict[str, Any] = {argument.name: argument.default for argument in (*self.paths, *self.arguments)}
         further: dict[str, Any] = {}
@@ -209,10 +220,9 @@ class Command:
         rows = [(a.name.upper(), a.help) for a in self.paths]
         rows += [(f"{a.name}={'|'.join(a.choices) or a.plain.__name__.upper()}", a.help + _default_text(a)) for a in self.arguments]
         rows += [(f"{prefix}KEY=VALUE", text) for prefix, text in (self.prefixes or {}).items()]
-        width = max(len(left) for left, _ in rows)
+        width = terminal_width()
         words = " ".join([self.name, *(a.name.upper() for a in self.paths), *(["…"] if self.many_paths else []), "key=value …"])
-        lines = [f"usage: python -m embodied_rl.{words}", "", self.summary, "", "arguments:"]
-        lines += [f"  {left:<{width}}  {right}" for left, right in rows]
+        lines = [f"usage: python -m embodied_rl.{words}", "", *wrapped(self.summary, width), "", "arguments:", *columns(rows, width)]
         if self.examples:
             lines += ["", "examples:", *(f"  python -m embodied_rl.{self.name} {example}" for example in self.examples)]
         return "\n".join(lines)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from embodied_rl.commands.cli import Argument, Command
+from embodied_rl.commands.printing import print_tables
 from embodied_rl.probes.base import Check, NotHere, Probe, Status, installed_version
 from embodied_rl.probes.drawing import DRAWING
 from embodied_rl.probes.machine import package_checks, placement_checks, system_checks
@@ -120,7 +121,6 @@ def print_report(checks: Sequence[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=False)
     signs = {"ok": Text("ok", "green"), "missing": Text("missing", "yellow"), "failed": Text("failed", "yellow")}
     table = Table(title="embodied_rl doctor", title_justify="left", expand=False)
     for heading in ("", "check", "status", "detail"):
@@ -132,20 +132,20 @@ def print_report(checks: Sequence[Check]) -> None:
         sign = Text(check.status, "bold red") if check.required and check.status != "ok" else signs[check.status]
         table.add_row(check.group if check.group != group else "", Text(check.name), sign, Text(check.detail))
         group = check.group
-    console.print(table)
+    print_tables(table)
     wanting = [check for check in checks if check.fix]
     if wanting:
-        console.print("What is missing, and what brings it:")
-        width = max(len(check.name) for check in wanting)
+        print("What is missing, and what brings it:")
         for check in wanting:
-            console.print(Text(f"  {check.name:<{width}}  {check.fix}"), soft_wrap=True)
+            # A command stays in one line, to be copied.
+            print(f"  {check.name}: {check.fix}")
     if can_train(checks):
         lacking = any(check.name == "ManiSkill" and check.status != "ok" for check in checks)
         which = " experiment=cartpole (the main job needs ManiSkill)" if lacking else ""
-        console.print(Text(f"Training can run here: python -m embodied_rl.train{which}", "green"), soft_wrap=True)
+        Console(highlight=False, soft_wrap=True).print(Text(f"Training can run here: python -m embodied_rl.train{which}", "green"))
     else:
         broken = ", ".join(check.name for check in checks if check.required and check.status != "ok")
-        console.print(Text(f"Training cannot run here: {broken}.", "bold red"))
+        Console(highlight=False, soft_wrap=True).print(Text(f"Training cannot run here: {broken}.", "bold red"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, run_command
+from embodied_rl.commands.printing import print_tables
 from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -427,7 +428,6 @@ def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[
 
 def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[EvaluationResult], values: Mapping[str, Any], command: str) -> None:
     """Tables on the console; JSON and CSV."""
-    from rich.console import Console
 
     from embodied_rl.evaluation.output import (
         comparison_table,
@@ -441,23 +441,21 @@ def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[Evaluatio
     )
     from embodied_rl.files import next_free, write_atomic
 
-    # A file or a pipe has no width that tables should be squeezed into.
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     run_dir = players[0][0].run_dir
     against = values["against"] is not None
     # Shown first: a file that cannot be written must not cost the figures.
     if len(players) == 1:
-        console.print(result_table(results[0]))
+        print_tables(result_table(results[0]))
         default, document = run_dir / EVALUATION_FILE, document_of(players[0][0], results[0], command)
     else:
-        console.print(overview(players, results, against=against))
+        print_tables(overview(players, results, against=against))
         if against:
-            console.print(comparison_table(players, results))
+            print_tables(comparison_table(players, results))
         default, document = next_free(run_dir / COMPARISON_FILE), documents_of(players, results, command, against=against)
     if (tasks := task_table(labels(players), results)) is not None:
-        console.print(tasks)
+        print_tables(tasks)
     output = Path(values["output"]).with_suffix(".json") if values["output"] else default
     write_atomic(output, json.dumps(document, indent=1) + "\n")
     write_atomic(output.with_suffix(".csv"), episodes_csv(players, results))
     seconds = sum(result.wall_clock_s for result in results)
-    console.print(f"{seconds:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}", markup=False)
+    print(f"{seconds:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}")

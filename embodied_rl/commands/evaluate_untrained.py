@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.commands.cli import command_line
+from embodied_rl.commands.printing import print_tables
 
 if TYPE_CHECKING:
     from embodied_rl.config import PlayerConfig, TrainConfig
@@ -209,20 +209,17 @@ def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
 
 def _tell(player: Untrained, result: EvaluationResult, told: dict[str, Any], values: Mapping[str, Any], command: str) -> None:
     """Tables on the console; JSON and CSV."""
-    from rich.console import Console
-
     from embodied_rl.checkpoint import note_base
     from embodied_rl.evaluation.output import csv_of, document_of_untrained, result_table, task_table
     from embodied_rl.files import next_free, write_atomic
 
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     # Shown first: a file that cannot be written must not cost the figures.
-    console.print(result_table(result))
+    print_tables(result_table(result))
     if (tasks := task_table([player.label], [result])) is not None:
-        console.print(tasks)
+        print_tables(tasks)
     if shares := told.get("answers"):
         named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        console.print(f"Of the answers: {named}", markup=False)
+        print(f"Of the answers: {named}")
     default = next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json")
     output = Path(values["output"]).with_suffix(".json") if values["output"] else default
     if player.folder is not None:
@@ -232,4 +229,4 @@ def _tell(player: Untrained, result: EvaluationResult, told: dict[str, Any], val
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, json.dumps(document_of_untrained(player.config, result, command, told), indent=1) + "\n")
     write_atomic(output.with_suffix(".csv"), csv_of([player.label], [""], [result]))
-    console.print(f"{result.wall_clock_s:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}", markup=False)
+    print(f"{result.wall_clock_s:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, command_line, run_command
+from embodied_rl.commands.printing import print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -295,20 +296,16 @@ def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], 
 
 
 def _show(study: OfflineStudy) -> None:
-    from rich.console import Console
-
-    # For a pipe, rich assumes a width narrower than any terminal and would cut columns.
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     if len(study.policies) > 1 and study.ranked_by is not None:
-        console.print(ranking_table(study))
+        print_tables(ranking_table(study))
     if study.settings.estimators:
         for policy in study.policies:
-            console.print(estimates_table(study, policy.label))
-    console.print(open_loop_table(study))
+            print_tables(estimates_table(study, policy.label))
+    print_tables(open_loop_table(study))
     for note in study.notes:
-        console.print(f"Note: {note}.", markup=False)
+        print(f"Note: {note}.")
     if len(study.policies) > 1 and study.settings.estimators and study.ranked_by is None:
-        console.print("No estimator has a value for every policy, so that nothing ranks them.")
+        print("No estimator has a value for every policy, so that nothing ranks them.")
 
 
 def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str, started: float) -> None:

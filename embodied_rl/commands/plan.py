@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed, Size
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, run_command
+from embodied_rl.commands.printing import print_tables, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -67,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
-    from rich.console import Console
 
     from embodied_rl.config.placement import PlacementConfig
     from embodied_rl.files import write_atomic
@@ -90,10 +90,8 @@ def _main(argv: Sequence[str]) -> None:
     if values["json"]:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
-        # Where output is no terminal, its width is not known: the table is not to be cut to 80 columns.
-        console = Console(highlight=False, soft_wrap=True, width=max(Console().width, 116))
-        console.print(*tables(found, workload, cluster, values["rows"]), sep="\n")
-        _explain(console, found, measured)
+        print_tables(*tables(found, workload, cluster, values["rows"]))
+        _explain(found, measured)
     if values["output"] is not None:
         write_atomic(Path(values["output"]), json.dumps(document, indent=1, allow_nan=False) + "\n")
 
@@ -239,15 +237,15 @@ def tables(found: Plan, workload: WorkloadConfig, cluster: Any, rows: int) -> li
     return [table]
 
 
-def _explain(console: Any, found: Plan, measured: Measurement | None) -> None:
+def _explain(found: Plan, measured: Measurement | None) -> None:
     import yaml
 
     for one in found.refused:
-        console.print(f"Left out: {one.reason}", markup=False)
+        print("\n".join(wrapped(f"Left out: {one.reason}", terminal_width())))
     if measured is not None:
-        console.print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.", markup=False)
+        print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.")
     text = yaml.safe_dump({"hybrid": {"placement": found.best.placement.to_dict()}}, sort_keys=False, default_flow_style=None)
-    console.print("The fastest, as configuration:", text.rstrip(), sep="\n", markup=False)
+    print("The fastest, as configuration:", text.rstrip(), sep="\n")
 
 
 def _user_error(message: str) -> Exception:

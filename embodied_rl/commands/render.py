@@ -97,7 +97,7 @@ def render_videos(
         generation = dataclasses.replace(checkpoint.config.generation, backend="tokens_torch")
         checkpoint = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, generation=generation))
     film = Film(num_episodes=num_episodes, size=size, fps=fps, seed=seed, formats=tuple(formats))
-    return film_players([(checkpoint, policy)], output, film, sim=sim)
+    return film_players([(checkpoint, policy)], output, film, sim=sim, with_dialogues=True)
 
 
 def film_players(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from embodied_rl.bounds import Coefficient, Episodes, PictureSize
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, fail, run_command
+from embodied_rl.commands.printing import print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -279,7 +280,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
-    from rich.console import Console
 
     from embodied_rl.episodes.reader import open_recording
     from embodied_rl.files import write_atomic
@@ -299,14 +299,13 @@ def _main(argv: Sequence[str]) -> None:
             output=output,
             video=values["video"],
         )
-    console = Console(highlight=False, soft_wrap=True)
     # Shown first: a file that cannot be written must not cost the figures.
-    console.print(*tables(report), sep="\n")
+    print_tables(*tables(report))
     path = Path(values["report"]) if values["report"] else _beside(recording.path) / f"replay-{report.by}.json"
     write_atomic(path, json.dumps(document_of(report, command_line("replay", argv)), indent=1, allow_nan=False) + "\n")
-    console.print(f"{report.wall_clock_s:.1f} s. Every step: {path}", markup=False)
+    print(f"{report.wall_clock_s:.1f} s. Every step: {path}")
     if report.rendered is not None:
-        console.print(f"With pictures: {report.rendered}", markup=False)
+        print(f"With pictures: {report.rendered}")
     _judge(report, values["tolerance"])
 
 

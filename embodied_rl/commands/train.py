@@ -35,6 +35,11 @@ def _hydra_main() -> None:
     from embodied_rl.config.compose import add_installed_configs, add_resolvers, check_overrides, runs_to_show
     from embodied_rl.paths import configs_dir
 
+    if "--explain" in sys.argv[1:]:
+        from embodied_rl.commands.cli import explain
+
+        explain()
+        return
     if {"--help", "-h"} & set(sys.argv[1:]):
         from embodied_rl.commands.train_help import help_text
 
@@ -160,6 +165,7 @@ def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoin
     with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started) as trainer:
         try:
             trainer.run()
+            trainer.loggers.training_ended()
         except RoleLost as lost:
             if not trainer.interrupted:
                 raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from collections.abc import Mapping
 from typing import Any
+
+from embodied_rl.commands.printing import terminal_width
 
 _EXAMPLES = (
     "",
@@ -34,7 +35,7 @@ def help_text(width: int | None = None) -> str:
     from embodied_rl.config.compose import compose_config
     from embodied_rl.config.describing import described_keys
 
-    width = min(shutil.get_terminal_size().columns, 100) if width is None else width
+    width = terminal_width() if width is None else width
 
     def wrapped(text: str, indent: int, first: int = 0) -> str:
         shown = textwrap.wrap(text, width, initial_indent=" " * first, subsequent_indent=" " * indent, break_on_hyphens=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.evaluation.comparison import Comparison, RateComparison, compare
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
+from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.statistics import holm
 from embodied_rl.versions import machine, versions
 
@@ -48,9 +49,7 @@ def result_table(result: EvaluationResult) -> Table:
     """The figures of one evaluation."""
     figures = result.figures
     drawn = "" if result.temperature is None else f", drawn at temperature {result.temperature:g}"
-    title = (
-        f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {figures.seeds[0]} … {figures.seeds[1]}"
-    )
+    title = f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {_seed_range(figures)}"
     table = _table(title, ("", "value", "95% interval"))
     for label, rate, interval in (
         ("success (once)", figures.success, figures.success_interval),
@@ -60,15 +59,20 @@ def result_table(result: EvaluationResult) -> Table:
             table.add_row(label, f"{rate:.1%}", _percent_range(interval))
     low, high = figures.return_interval
     table.add_row("return", f"{figures.return_mean:.4g} ± {figures.return_std:.3g}", f"{low:.4g} to {high:.4g}")
+    table.add_row("reward per step", f"{figures.return_mean / figures.length_mean:.4g}", "")
     table.add_row("episode length", f"{figures.length_mean:.1f}", "")
     return table
+
+
+def _seed_range(figures: Figures) -> str:
+    """``0 … 99``: held-out seeds count from 0, as ``seed=`` does; the simulator gets 2**30 more."""
+    return " … ".join(f"{seed - HELD_OUT_START if seed >= HELD_OUT_START else seed}" for seed in figures.seeds)
 
 
 def overview(players: Sequence[Player], results: Sequence[EvaluationResult], *, against: bool) -> Table:
     """A row of figures for each policy; with `against` the last one is what the others are compared with."""
     first = results[0]
-    seeds = first.figures.seeds
-    title = f"{first.spec.task}, {first.figures.num_episodes} held-out seeds {seeds[0]} … {seeds[1]}, the same for all"
+    title = f"{first.spec.task}, {first.figures.num_episodes} held-out seeds {_seed_range(first.figures)}, the same for all"
     table = _table(title, ("policy", *_figure_columns(first.spec.reports_success)))
     for index, (label, result) in enumerate(zip(labels(players), results, strict=True)):
         is_last = against and index == len(results) - 1

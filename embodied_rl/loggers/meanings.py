@@ -39,7 +39,7 @@ MEANINGS = {
         "eval/success_rate",
     ),
     "eval/return": Meaning(
-        "interim return", "Interim evaluation: mean return on held-out seeds, with the likeliest actions.", "eval/mean_reward"
+        "interim return", "Interim evaluation: mean return on the same held-out seeds as the interim success.", "eval/mean_reward"
     ),
     "speed/steps_per_s": Meaning("steps/s", "Environment steps of the iteration over its seconds, training included.", "time/fps"),
     "speed/wall_clock_s": Meaning("wall clock", "From the command to now, start-up and evaluations included.", "time/time_elapsed"),
@@ -67,7 +67,9 @@ MEANINGS = {
     "train/weight_mean": Meaning("", "Mean importance weight of samples that an older policy took; 1 means no difference."),
     "train/weight_bounded_fraction": Meaning("", "Share of importance weights that hit their bound."),
     "train/chunk_rejected_fraction": Meaning("", "Share of action chunks left out because the policy has moved too far from them."),
-    "train/log_prob_difference": Meaning("", "Largest difference between the log-probabilities of generator and trainer."),
+    "train/log_prob_difference": Meaning(
+        "", "Mean distance between the log-probabilities that the generator gave and those that the trainer computes; near 0 is right."
+    ),
     "train/validation_loss": Meaning("", "The cloning loss on episodes that are held back; training ends when it rises."),
     "train/imitation_loss": Meaning("", "How unlikely the expert's actions are under the policy."),
     "train/critic_loss": Meaning("", "Squared error of the critics against their targets.", "train/critic_loss"),

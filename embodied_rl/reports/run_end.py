@@ -39,6 +39,7 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, stream: 
     if summary.loggers is not None:
         for video in videos[:1]:
             summary.loggers.log_video(summary.steps, video)
+        summary.loggers.log_checkpoint(summary.steps, summary.checkpoint)
         # The curves are drawn, and the live display ends, before the report and the closing text.
         summary.loggers.close()
     write_report([summary.run_dir])
@@ -51,7 +52,9 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, stream: 
 def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[Path], no_video_reason: str = "") -> str:
     """The result in a sentence, where everything lies, and the command for each next step."""
     run_dir = summary.run_dir
-    places = [("checkpoint", run_dir / "checkpoints" / "last"), ("curves", run_dir / "curves.png"), *(("video", path) for path in videos)]
+    films = [("dialogues" if path.suffix == ".html" else "video", path) for path in videos]
+    places = [("checkpoint", run_dir / "checkpoints" / "last"), ("curves", run_dir / "curves.png"), *films]
+    places += [("dialogues", path) for path in sorted(run_dir.glob("dialogues*.html"))]
     places += [("report", run_dir / REPORT_FILE), ("results", run_dir / RESULTS_FILE)]
     lines = [f"  {name:<11} {path}" for name, path in places if path.exists()]
     if no_video_reason:
@@ -73,17 +76,25 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
         commands.append(("look at the curves", f"tensorboard --logdir {shlex.quote(str(run_dir))}"))
     next_steps = [f"  {name:<24} {command}" for name, command in commands]
     took = f"{summary.steps:,} steps, {clock_text(summary.wall_clock_s)} of wall-clock"
-    return "\n".join(["", f"{result_text(results)} ({took}).", "", *lines, "", "Next:", *next_steps])
+    told = [f"{result_text(results)} ({took}).", *_cloning_text(results)]
+    return "\n".join(["", *told, "", *lines, "", "Next:", *next_steps])
+
+
+def _cloning_text(results: dict[str, Any]) -> list[str]:
+    """A warm start's success in a line; empty without one, or where the task has no success."""
+    told = results.get("warm_start") or {}
+    rates = [told.get(f"success_{when}", (told.get(when) or {}).get("success")) for when in ("before", "after")]
+    return [] if None in rates else [f"Cloning the expert: success {rates[0]:.1%} before, {rates[1]:.1%} after."]
 
 
 def result_text(results: dict[str, Any]) -> str:
-    """``Success on 100 held-out seeds: 97.0% (95% interval 91.5–99.0%)``, or the return where there is no success."""
+    """``Final evaluation, success on 100 held-out seeds: 97.0% (95% interval 91.5–99.0%)``, or the return where there is no success."""
     n = results["num_episodes"]
     if results["success"] is None:
         low, high = results["return_mean_interval_95"]
-        return f"Return on {n} held-out seeds: {results['return_mean']:.4g} (95% interval {low:.4g} to {high:.4g})"
+        return f"Final evaluation, return on {n} held-out seeds: {results['return_mean']:.4g} (95% interval {low:.4g} to {high:.4g})"
     low, high = results["success_interval_95"]
-    return f"Success on {n} held-out seeds: {results['success']:.1%} (95% interval {100 * low:.1f}–{100 * high:.1f}%)"
+    return f"Final evaluation, success on {n} held-out seeds: {results['success']:.1%} (95% interval {100 * low:.1f}–{100 * high:.1f}%)"
 
 
 def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[Path], str, UserError | None]:

@@ -40,7 +40,12 @@ def metrics_rows(num_rows: int = 12, *, offset: float = 0.0) -> list[dict[str, A
     rows = []
     for number in range(1, num_rows + 1):
         row: dict[str, Any] = {"step": 1000 * number, "time_unix_s": 1e9 + 10 * number, "episode/success": min(1.0, number / 10 + offset)}
-        row |= {"episode/return": float(number) + offset, "speed/steps_per_s": 100.0, "speed/wall_clock_s": 10.0 * number}
+        row |= {
+            "episode/return": float(number) + offset,
+            "episode/length": 20.0 - number,
+            "speed/steps_per_s": 100.0,
+            "speed/wall_clock_s": 10.0 * number,
+        }
         row |= {"time/simulate_s": 5.0, "time/act_s": 1.0, "time/update_s": 2.5, "train/policy_loss": -0.01 * number, "train/kl": None}
         if number % 3 == 0:
             row |= {"eval/success": min(1.0, number / 9 + offset), "eval/return": float(number)}

@@ -119,7 +119,7 @@ def test_pointing_at_a_curve_shows_its_values(browser: Browser, single: Path) ->
     browser.point_at((plot_left + plot_right) / 2 + 2, top + height / 2)
     tip = browser.run("document.querySelector('.tip').innerText").splitlines()
     # Of the training curve, n / 10 at n thousand steps; held out, n / 9 every third: 6,000 is the nearest.
-    assert tip == ["7,000 environment steps", "training: 70.0%", "held-out: 66.7% (at 6,000)"]
+    assert tip == ["7,000 environment steps", "training: 70.0%", "interim evaluation: 66.7% (at 6,000)"]
     inside = browser.run(
         "(() => { const tip = document.querySelector('.tip').getBoundingClientRect(),"
         "figure = document.querySelector('figure.chart').getBoundingClientRect();"

@@ -13,6 +13,7 @@ import pytest
 
 from embodied_rl.commands.report import expand_runs, main
 from embodied_rl.errors import UserError
+from embodied_rl.loggers.meanings import SUCCESS_ENDS
 from embodied_rl.reports import load_run, write_report
 from embodied_rl.reports import sections as page_sections
 from embodied_rl.reports.assets import script
@@ -48,9 +49,12 @@ def test_one_run_is_one_file_with_everything_in_it(tmp_path: Path) -> None:
     assert "Failures" not in parsed.text
     assert "Runs" not in parsed.text
     # Success and return with training and held-out curves, speed, and a loss; what was never finite has none.
-    titles = re.findall(r"<figcaption>([^<]+)</figcaption>", source)
-    assert titles[1:5] == ["Success rate", "Return", "Steps per second", "Policy loss"]
+    titles = re.findall(r"<figcaption>([^<]+)<", source)
+    assert titles[1:6] == ["Success rate", "Return per episode", "Reward per step", "Steps of an episode", "Policy loss"]
     assert "Kl" not in titles
+    # The speed is the same in all rows of this run: folded away, not gone.
+    assert "1 curve that never changes" in parsed.text
+    assert titles.index("Steps per second") > titles.index("Policy loss")
     assert 'mark-evaluation"' in source
 
 
@@ -177,6 +181,47 @@ def test_evaluations_comparisons_and_tasks_have_their_tables(tmp_path: Path) -> 
     _, parsed = page(write_report([run]))
     for shown in ("reach-v3", "34.0–100.0%", "step 4096", "79.0–95.7%", "+30.0 points", "+10.0 to +50.0", "< 0.001", "0.031", "+2.5"):
         assert shown in parsed.text, shown
+
+
+def test_every_chart_and_tile_has_its_sentence(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", config={"sim": {"name": "toy", "task": "Toy-v0", "success_ends_episode": True}})
+    source, parsed = page(write_report([run]))
+    for block in re.findall(r"<figcaption>.*?</figcaption>", source):
+        assert re.search(r'class="hint" tabindex="0" role="note" aria-label="[A-Z][^"]+\."', block), block
+    for block in re.findall(r'<div class="label">.*?</div>', source):
+        assert 'aria-label="' in block, block
+    # Return over steps of the episodes: 1.5 in 25 steps.
+    assert "0.06return over steps" in parsed.text
+    assert load_run(run).curve("episode/reward_per_step")[1] == pytest.approx([n / (20 - n) for n in range(1, 13)])
+    assert parsed.text.count(SUCCESS_ENDS) == 1
+    assert "interim evaluation" in parsed.text
+    assert "play different held-out seeds" in parsed.text
+    plain = page(write_report([write_run(tmp_path / "other")]))[1]
+    assert SUCCESS_ENDS not in plain.text, "there success ends nothing"
+
+
+def test_a_warm_start_shows_before_and_after_cloning(tmp_path: Path) -> None:
+    before = {"num_episodes": 300, "success": 0.02, "success_interval_95": [0.01, 0.043], "return_mean": -1.2, "length_mean": 57.0}
+    after = {**before, "success": 0.62, "success_interval_95": [0.564, 0.673], "return_mean": 1.1, "length_mean": 31.0}
+    run = write_run(tmp_path / "run", warm_start={"before": before, "after": after, "loss": 0.5, "wall_clock_s": 60.0})
+    parsed = page(write_report([run]))[1]
+    for shown in ("Before and after cloning", "2.0%", "62.0%", "56.4–67.3%", "after cloning", "after reinforcement learning"):
+        assert shown in parsed.text, shown
+    speaking = write_run(tmp_path / "speaking", warm_start={"success_before": 0.1, "success_after": 0.4})
+    assert load_run(speaking).warm_start == {"before": {"success": 0.1}, "after": {"success": 0.4}}
+    assert "before: 10.0%" in page(write_report([speaking]))[1].text
+
+
+def test_dialogues_are_linked_from_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "videos").mkdir()
+    for name in ("dialogues.html", "videos/Lake_step1_dialogues.html"):
+        (run / name).write_text("<p>")
+    _, parsed = page(write_report([run]))
+    assert [link for link in parsed.links if link.endswith("html")] == ["dialogues.html", "videos/Lake_step1_dialogues.html"]
+    assert "the last training episodes, failures first" in parsed.text
+    _, elsewhere = page(write_report([run], tmp_path / "pages" / "all.html"))
+    assert "../run/dialogues.html" in elsewhere.links
 
 
 # ---- several runs ---------------------------------------------------------------------------------------------------
