@@ -137,8 +137,7 @@ def explain_text(width: int) -> str:
     def rows(title: str, entries: Mapping[str, str]) -> list[str]:
         lines = ["", f"{title}:"]
         for name, text in entries.items():
-            indents = {"initial_indent": "      ", "subsequent_indent": "      "}
-            lines += [f"  {name}", *textwrap.wrap(text, width, break_on_hyphens=False, **indents)]
+            lines += [f"  {name}", *textwrap.indent(textwrap.fill(text, width - 6, break_on_hyphens=False), " " * 6).splitlines()]
         return lines
 
     console: dict[str, str] = {}
