@@ -87,23 +87,29 @@ def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tu
     from embodied_rl.algorithms.kernels import find_cuts, gae_kernel, masked_gae_kernel
 
     value, mask, discount, final_value = arrays["value"], arrays["mask"], arrays["discount"], arrays["final_value"]
-    steps = [arrays[name] for name in ("reward", "value", "terminated", "truncated")]
+    reward, terminated, truncated = arrays["reward"], arrays["terminated"], arrays["truncated"]
     cut = np.empty(final_value.size, np.int64)
-    check_final_value(final_value.shape, find_cuts(arrays["truncated"].reshape(-1), arrays["terminated"].reshape(-1), cut))
-    advantage, returns = np.empty(value.shape, value.dtype), np.empty(value.shape, value.dtype)
+    check_final_value(final_value.shape, find_cuts(truncated.reshape(-1), terminated.reshape(-1), cut))
+    advantage, returns = np.empty_like(value), np.empty_like(value)
     last_value, final_value = arrays["last_value"].astype(np.float64), final_value.astype(np.float64)
-    kernel: Callable[..., None]
-    given: tuple[Any, ...]
     if mask is None and discount is None:
-        flat = [array.reshape(-1) for array in (*steps, advantage, returns)]
-        kernel, given = gae_kernel, (*flat[:2], last_value, *flat[2:4], cut, final_value, gamma, gae_lambda, *flat[4:])
+        flat = [array.reshape(-1) for array in (reward, value, terminated, truncated, advantage, returns)]
+        _over_slots(gae_kernel, (*flat[:2], last_value, *flat[2:4], cut, final_value, gamma, gae_lambda, *flat[4:]), value.shape)
     else:
         mask = np.ones(value.shape, bool) if mask is None else mask
         discount = np.full(value.shape, gamma) if discount is None else discount.astype(np.float64, copy=False)
-        kernel = masked_gae_kernel
-        given = (*steps[:2], last_value, *steps[2:], cut, final_value, mask, discount, gae_lambda, advantage, returns)
-    num_slots = value.shape[1]
-    num_threads = min(torch.get_num_threads(), max(num_slots // 64, 1)) if value.size >= _THREADS_FROM else 1
+        given = (reward, value, last_value, terminated, truncated, cut, final_value, mask, discount, gae_lambda, advantage, returns)
+        _over_slots(masked_gae_kernel, given, value.shape)
+    return advantage, returns
+
+
+def _over_slots(kernel: Callable[..., None], given: tuple[Any, ...], shape: tuple[int, int]) -> None:
+    """A kernel's slots [first, stop), its last two arguments: all of them, or shared out to threads where these pay."""
+    num_steps, num_slots = shape
+    num_threads = min(torch.get_num_threads(), max(num_slots // 64, 1)) if num_steps * num_slots >= _THREADS_FROM else 1
+    if num_threads == 1:
+        kernel(*given, 0, num_slots)
+        return
     bounds = [round(part * num_slots / num_threads) for part in range(num_threads + 1)]
     others = [threading.Thread(target=kernel, args=(*given, *part)) for part in itertools.pairwise(bounds[1:])]
     for thread in others:
@@ -111,7 +117,6 @@ def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tu
     kernel(*given, bounds[0], bounds[1])
     for thread in others:
         thread.join()
-    return advantage, returns
 
 
 def chunk_gae(

@@ -5,26 +5,33 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+_BYTE_4, _BYTES_2367, _BYTES_1357 = np.uint64(1 << 32), np.uint64(0xFFFF_0000_FFFF_0000), np.uint64(0xFF00_FF00_FF00_FF00)
+"""Of a word in the order of little-endian machines."""
+
 
 @numba.njit(cache=True, nogil=True)
 def find_cuts(truncated: np.ndarray, terminated: np.ndarray, cut: np.ndarray) -> int:
     """Write the flat positions of steps that are truncated and not terminated to `cut`, ascending; returns how many there are.
 
     `truncated` and `terminated` [T * N] bool. What does not fit into `cut` is counted only. Sixty-four steps, which as a rule hold
-    none, are looked at as eight words: five times as fast as `np.flatnonzero`.
+    none, are looked at as eight words: six times as fast as `np.flatnonzero`.
     """
     found, whole = 0, truncated.size // 64 * 8
     ends, others = truncated[: 8 * whole].view(np.uint64), terminated[: 8 * whole].view(np.uint64)
-    for first in range(0, whole, 8):
+    for block in range(0, whole, 8):
         here = np.uint64(0)
-        for word in range(first, first + 8):
+        for word in range(block, block + 8):
             here |= ends[word] & ~others[word]
         if here:
-            for step in range(8 * first, 8 * first + 64):
-                if truncated[step] and not terminated[step]:
+            for word in range(block, block + 8):
+                left = ends[word] & ~others[word]
+                while left:  # a flag is the lowest bit of its byte
+                    lowest = left & (~left + np.uint64(1))
+                    byte = 4 * (lowest >= _BYTE_4) + 2 * ((lowest & _BYTES_2367) != 0) + ((lowest & _BYTES_1357) != 0)
                     if found < cut.size:
-                        cut[found] = step
+                        cut[found] = 8 * word + byte
                     found += 1
+                    left ^= lowest
     for step in range(8 * whole, truncated.size):
         if truncated[step] and not terminated[step]:
             if found < cut.size:
@@ -40,9 +47,8 @@ def _gae_row(
     terminated: np.ndarray,
     truncated: np.ndarray,
     gamma: float,
-    gae_lambda: float,
+    decay: float,
     following: np.ndarray,
-    first_following: int,
     carried: np.ndarray,
     advantage: np.ndarray,
     returns: np.ndarray,
@@ -53,13 +59,15 @@ def _gae_row(
     on whole vectors: five times as fast. Positions are unsigned: those that could be negative would be a branch, and a slice of each
     array for each row costs as much as the row.
 
-    `following`, from `first_following` on, are the values after the step: the next row of `value` itself, or what comes after the last.
+    `following` and `carried`, float64 [num_slots]: the values and advantages after the step go in, those of the step come out.
     """
     for n in range(num_slots):
         at = first + n
-        bootstrap = 0.0 if terminated[at] else np.float64(following[first_following + n])
+        here = np.float64(value[at])
+        bootstrap = 0.0 if terminated[at] else following[n]
         carry = 0.0 if terminated[at] | truncated[at] else carried[n]
-        carried[n] = reward[at] + gamma * bootstrap - value[at] + gamma * gae_lambda * carry
+        carried[n] = reward[at] + gamma * bootstrap - here + decay * carry
+        following[n] = here
         advantage[at] = carried[n]
         returns[at] = advantage[at] + value[at]
 
@@ -111,27 +119,20 @@ def gae_kernel(
     steps that were truncated, ascending; `final_value` [K] is what came after.
     """
     num_slots, own = last_value.size, np.uint64(stop - first)
-    carried = np.zeros(stop - first, np.float64)
+    following, carried = last_value[first:stop].copy(), np.zeros(stop - first, np.float64)
     num_steps = reward.size // num_slots if num_slots else 0
+    decay = gamma * gae_lambda
     k = cut.size
     for t in range(num_steps - 1, -1, -1):
-        row = np.uint64(t * num_slots + first)
-        # Written out: a tuple of arrays in between costs half as much as the row.
-        if t == num_steps - 1:
-            _gae_row(
-                reward, value, terminated, truncated, gamma, gae_lambda, last_value, np.uint64(first), carried, advantage, returns, row, own
-            )
-        else:
-            after = row + np.uint64(num_slots)
-            _gae_row(reward, value, terminated, truncated, gamma, gae_lambda, value, after, carried, advantage, returns, row, own)
-        while k > 0 and cut[k - 1] >= t * num_slots:  # a step after which another value stands, and nothing is carried
+        row = t * num_slots
+        while k > 0 and cut[k - 1] >= row:  # steps after which another value stands
             k -= 1
-            n = cut[k] - t * num_slots
-            at = t * num_slots + n
+            n = cut[k] - row
             if first <= n < stop:
-                carried[n - first] = reward[at] + gamma * final_value[k] - value[at] + gamma * gae_lambda * 0.0
-                advantage[at] = carried[n - first]
-                returns[at] = advantage[at] + value[at]
+                following[n - first] = final_value[k]
+        # Written out: a tuple of arrays in between costs half as much as the row.
+        at = np.uint64(row + first)
+        _gae_row(reward, value, terminated, truncated, gamma, decay, following, carried, advantage, returns, at, own)
 
 
 @numba.njit(cache=True, nogil=True)

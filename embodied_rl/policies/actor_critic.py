@@ -39,7 +39,7 @@ class ActorCritic(Policy):
         else:
             size, hidden = shape[0], config.hidden_sizes
             if config.normalize_observation:
-                self.normalizer = RunningNorm(size, config.observation_clip)
+                self.normalizer = RunningNorm(size, config.observation_clip, config.observation_min_std**2)
         self._num_features = size
         self.actor = make_mlp(size, hidden, self.head.num_outputs, config.activation, output_gain=0.01)
         self.critic = make_mlp(size, hidden, 1, config.activation, output_gain=1.0)
@@ -149,7 +149,9 @@ class MixedTrunk(nn.Module):
         self.vectors = tuple(key for key in keys if len(spec.tensors[key].shape) == 1)
         self.images = tuple(key for key in keys if key not in self.vectors)
         size = sum(spec.tensors[key].shape[0] for key in self.vectors)
-        self.normalizer = RunningNorm(size, config.observation_clip) if size and config.normalize_observation else None
+        self.normalizer = None
+        if size and config.normalize_observation:
+            self.normalizer = RunningNorm(size, config.observation_clip, config.observation_min_std**2)
         self.trunks = nn.ModuleList(ImageTrunk(spec.tensors[key].shape, config) for key in self.images)
         self.num_features = size + sum(trunk.num_features for trunk in self.trunks)  # type: ignore[misc]
 
