@@ -1,7 +1,8 @@
 """Rollouts of a policy that acts in chunks, with observations drawn at every step and where they are read: `tiny_vla` on `pixel_tasks`.
 
 ``python benchmarks/chunks.py``: simulator, policy, workers and collector are those of ``experiment=tiny_vla``; the policy is untrained.
-The sides take turns, rollout by rollout, and play the same episodes: their rollouts are compared bit by bit.
+The sides take turns, rollout by rollout, and play the same episodes: their rollouts are compared bit by bit. Beside the clock stands the
+processor time of each decision, of this process and of the simulators: of a busy machine it is what can be compared.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from tables import provenance, text_table
 
 from embodied_rl.compose import load_train_config
@@ -68,12 +70,20 @@ class Side:
         self.collector.restart(seed_round=0, reconfigure=False)
         self.seconds: list[float] = []
         self.num_steps: list[int] = []
+        self.processor_s: list[tuple[float, float]] = []
+        """Of this process, and of the simulators."""
+        self._workers = [psutil.Process(pid) for pid in self.manager.worker_pids()]
+
+    def _processor_s(self) -> tuple[float, float]:
+        return time.process_time(), sum(sum(worker.cpu_times()[:2]) for worker in self._workers)
 
     def rollout(self, number: int) -> Rollout:
         """The next one, timed."""
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self._processor_s()
         rollout = self.collector.next_rollout(number)
         self.seconds.append(time.perf_counter() - started)
+        after = self._processor_s()
+        self.processor_s.append((after[0] - before[0], after[1] - before[1]))
         self.num_steps.append(int(np.sum(rollout.executed)))
         return rollout
 
@@ -105,7 +115,7 @@ def measure(config: TrainConfig, rollout_steps: int, rounds: int) -> list[Side]:
         for side in sides:
             side.manager.close()
     for side in sides:
-        del side.seconds[0], side.num_steps[0]
+        del side.seconds[0], side.num_steps[0], side.processor_s[0]
     return sides
 
 
@@ -128,11 +138,16 @@ def main() -> None:
         [side.name, *(f"{1e3 * value:.0f}" for value in (statistics.median(side.seconds), min(side.seconds), max(side.seconds)))]
         for side in (every, read)
     ]
+    decisions = config.sim.num_slots * rollout_steps * options.rounds
+    spent = {side.name: [1e3 * sum(part) / decisions for part in zip(*side.processor_s, strict=True)] for side in (every, read)}
     for row, side in zip(rows, (every, read), strict=True):
-        row.append(f"{sum(side.num_steps) / sum(side.seconds):.0f}")
-    print(text_table(["observation", "rollout ms", "min", "max", "steps/s"], rows))
+        row += [f"{sum(side.num_steps) / sum(side.seconds):.0f}", *(f"{part:.2f}" for part in spent[side.name])]
+    print(text_table(["observation", "rollout ms", "min", "max", "steps/s", "processor ms a decision: here", "simulators"], rows))
     ratio = statistics.median(one / other for one, other in zip(every.seconds, read.seconds, strict=True))
-    print(f"\nfigure: rollouts where observations are drawn as they are read: {ratio:.2f}x (chunks of {config.policy.chunk_size})")
+    print(
+        f"\nfigure: rollouts where observations are drawn as they are read: {ratio:.2f}x (chunks of {config.policy.chunk_size}); "
+        f"by processor time {sum(spent[EVERY_STEP]) / sum(spent[WHERE_READ]):.2f}x"
+    )
 
 
 if __name__ == "__main__":
