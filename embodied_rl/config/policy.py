@@ -37,7 +37,7 @@ class PolicyConfig(Config, place="policy"):
     observation_clip: Positive = 10.0
     """Normalised observations are cut to ± this."""
     observation_min_std: Positive = 1e-4
-    """Added to the running standard deviation in quadrature: what hardly ever moves (a flag, a body at rest) is not blown up when it does."""
+    """Added to the running deviation in quadrature: what hardly ever moves (a flag, a resting body) is not blown up when it does."""
     cnn_channels: tuple[Size, ...] = (32, 64, 64)
     """Of each convolution; with `cnn_kernels` and `cnn_strides` those of Mnih et al. (2015)."""
     cnn_kernels: tuple[Size, ...] = (8, 4, 3)
