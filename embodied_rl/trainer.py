@@ -29,8 +29,7 @@ from embodied_rl.policies.base import read_and_left
 from embodied_rl.progress import Advance, clock_text, progress_bar
 from embodied_rl.reporting import RunSummary, parts_text, shows_progress, summarise, task_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
-from embodied_rl.roles.assembly import hybrid_here
-from embodied_rl.roles.cast import Started, end_ranks, start_simulators
+from embodied_rl.roles.components import Started, end_ranks, hybrid_here, start_simulators
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.run_folder import announce, is_gone, note_run_id, run_id

@@ -238,6 +238,11 @@ class Episode:
         return float(self.reward.sum(dtype=np.float64))
 
     @property
+    def game_return(self) -> float:
+        """Sum of the simulator's rewards: `episode_return` without a language agent's penalties."""
+        return self.episode_return
+
+    @property
     def oldest_version(self) -> int:
         """Smallest version among the action units that count (all of them, should none count)."""
         return int(self._counted_versions().min())

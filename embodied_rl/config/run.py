@@ -196,11 +196,13 @@ class TrainConfig(Config):
         return agent, algorithm
 
     def for_domain(self, name: str) -> TrainConfig:
-        """The configuration of a run of only this domain, with the domain's overrides.
+        """The configuration of a run of only this domain, with the domain's overrides; this one for the empty name of a run's only domain.
 
         Raises:
             UserError: a value of the domain makes no sense in its place.
         """
+        if not name:
+            return self
         domain = self.domains[name]
         agent, algorithm = self._own_parts(name)
         policy = self.policy if domain.policy is None else domain.policy

@@ -7,24 +7,20 @@ and fresh steps together (`off_policy.MixedMethod`, `cloning.DaggerMethod`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
-from embodied_rl.methods.agents import AgentMethod
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import CloningMethod, DaggerMethod
 from embodied_rl.methods.demonstrations import training_sim
-from embodied_rl.methods.groups import GroupMethod, make_starts, queue_config
+from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
-from embodied_rl.methods.programs import ProgramMethod
 from embodied_rl.methods.rollout import RolloutMethod
-from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
+from embodied_rl.methods.streams import make_starts, queue_config
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.sim.text.program import is_program
 
 __all__ = [
-    "AgentMethod",
     "CloningMethod",
     "DaggerMethod",
     "Experience",
@@ -41,18 +37,12 @@ __all__ = [
 
 
 def make_method(config: TrainConfig, manager: Simulators, policy: Any, generator: Generator, run_dir: Path) -> Method:
-    """What the configuration asks for. Raises UserError for a combination that makes no sense."""
+    """What the configuration asks for of a run without groups; `methods.building` makes those with groups."""
     algorithm = config.algorithm
-    if config.policy.name == "language":
-        if is_program(config.sim):
-            programs, served = cast("ProgramManager", manager), cast("ProgramGenerator", generator)
-            return ProgramMethod(config, programs, policy, served, run_dir)
-        return AgentMethod(config, manager, policy, generator, run_dir)
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod
         return clone(config, manager, policy, generator, run_dir)
     if algorithm.off_policy is not None:
         learn = MixedMethod if algorithm.off_policy.fresh else OfflineMethod
         return learn(config, manager, policy, generator, run_dir)
-    make = RolloutMethod if algorithm.groups is None else GroupMethod
-    return make(config, manager, policy, generator)
+    return RolloutMethod(config, manager, policy, generator)

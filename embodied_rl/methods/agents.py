@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, rows_of
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import TrainConfig
+from embodied_rl.generation.base import Generator
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import TokenObjective
 from embodied_rl.learning.rows import TokenBatch
-from embodied_rl.methods.base import Experience, Method
-from embodied_rl.methods.groups import queue_config
-from embodied_rl.methods.warm_start import WarmStart
+from embodied_rl.methods.groups import GroupLearner, adapted
+from embodied_rl.methods.streams import Stream, prefixed
+from embodied_rl.methods.warm_start import NO_START, WarmStart
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.policies.packing import TokenSequence
-from embodied_rl.rollout.agent_collector import AgentCollector
-from embodied_rl.rollout.agent_generator import AgentGenerator
-from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.sim.simulators import Simulators
+from embodied_rl.rollout.domains import PLAYER_SIGN
 from embodied_rl.types import EpisodeGroup
 
 DIALOGUES = "dialogues.html"
 """In a run's folder."""
-_DIALOGUES_SHOWN = 12
+_DIALOGUES, _DOMAIN_DIALOGUES = 12, 4
+"""Episodes that are written down at the end: of a run's only domain, of each of several."""
 
 
 @dataclass(frozen=True)
@@ -48,122 +45,113 @@ class PreparedTurns:
     metrics: dict[str, float]
 
 
-class AgentMethod(Method):
-    """Groups of text episodes → credit of turns → tokens."""
+class TokenLearner(GroupLearner):
+    """One language policy that plays one or several domains of text; each domain's episodes are valued in its own way."""
 
-    learner: Learner
+    policy: LanguagePolicy
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: LanguagePolicy, generator: Any, run_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: LanguagePolicy) -> None:
         """
         Args:
-            manager: simulators that are stepped here; or a player in another process, whose connection sets `collector`.
-            generator: an `AgentGenerator` where the simulators are stepped here.
-            run_dir: gets the dialogues of the last episodes, `DIALOGUES`, when the run ends.
+            config: the run's.
+            configs: {domain: its own}.
         """
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
-        self.config = config
-        self.algorithm = EpisodeMethod(config.algorithm)
+        self.config, self.policy = config, policy
+        self.generator: Generator | None = None
+        """What a warm start publishes to: of the whole run."""
+        self.warm_starts: dict[str, WarmStart] = {}
+        self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
+        sampling: set[str] = {own.generation.backend for own in configs.values()}
+        sampling |= {player.backend for player in config.generation.mix.values() if player.train and player.is_policy}
         # In the same precision by the same code, of the weights of this very version.
-        self._trust_sampled = config.generation.backend == "tokens_torch" and groups.max_staleness == 0
+        self._trust_sampled = sampling == {"tokens_torch"} and groups.max_staleness == 0
         self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid)
-        self._queue_config = queue_config(groups)
-        self._filters = build_filters(groups.filters)
-        self._domains = DomainMixture.single(manager.spec.task)
-        self._tokenizer = policy.tokenizer
-        self.queue = self._new_queue()
-        self.collector: Any = self._new_collector(manager, generator)
-        self.warm_start: WarmStart = WarmStart(config, manager, self.learner, generator)
-        self._run_dir, self._task = run_dir, manager.spec.task
-        self._last: list[AgentEpisode] = []
+        self._last: dict[str, list[AgentEpisode]] = {}
 
-    def collect(self, iteration: int) -> Experience:
-        groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
-        episodes = agent_episodes(groups)
-        self._last = episodes[:_DIALOGUES_SHOWN]
-        finished = [(episode.success, episode.game_return, episode.num_messages) for episode in episodes]
-        return Experience(sum(episode.num_messages for episode in episodes), finished, {}, groups)
-
-    def prepare(self, experience: Experience) -> PreparedTurns:
-        return prepare_turns(self.algorithm, self.learner, experience.data, trust_sampled=self._trust_sampled)
+    def prepare(self, gathered: Sequence[EpisodeGroup]) -> PreparedTurns:
+        """See `GroupLearner.prepare`: the tokens of all domains, each with its own credit."""
+        parts: list[PreparedTurns] = []
+        for name, method in self._methods.items():
+            own = [group for group in gathered if not name or group.domain.partition(PLAYER_SIGN)[0] == name]
+            if own:
+                parts.append(prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled))
+        return joined(parts)
 
     def update(self, prepared: PreparedTurns, *, iteration: int, steps: int) -> dict[str, float]:
+        """See `GroupLearner.update`."""
         num_turns = max(prepared.num_turns, 1)
         stats = self.learner.update(
             prepared.tokens,
             minibatch_rows=round(self.config.algorithm.minibatch_size * prepared.tokens.num_rows / num_turns),
-            progress=steps / self.config.total_steps,
+            progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],
-            kl_coef=self.algorithm.kl_coefficient.value,
+            kl_coef=self._kl.kl_coefficient.value,
         )
-        if "kl" in stats and self.config.algorithm.kl.place == "loss":
-            self.algorithm.adapt(stats["kl"], num_turns)
-            stats["kl_coef"] = self.algorithm.kl_coefficient.value
-        return {**stats, **prepared.metrics}
+        return {**stats, **adapted(self._kl, self.config, stats, num_turns), **prepared.metrics}
 
-    def published(self, version: int) -> None:
-        self.queue.published(version)
+    @property
+    def wants_start(self) -> bool:
+        """See `GroupLearner.wants_start`."""
+        return any(start.wanted for start in self.warm_starts.values())
 
-    def restart(self, iteration: int) -> None:
-        """Episodes in flight are asked for again, with the same seeds; a warm start comes before the first ones."""
-        self.warm_start.run(iteration)
-        self.learner.keep_reference()
-        state = self.queue.state_dict()
-        self.queue = self._new_queue()
-        self.queue.load_state_dict(state)
-        self.collector.restart(self.queue)
-
-    def finish(self) -> None:
-        """Write down the last training episodes, to be read."""
-        if self._last:
-            tokenizer = self._tokenizer
-            write_dialogues(
-                self._run_dir / DIALOGUES,
-                self._last,
-                lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
-                f"{self._task}: the last training episodes",
+    def begin(self, version: int) -> None:
+        """See `GroupLearner.begin`: the players' episodes of all domains are cloned together, so that no domain is forgotten."""
+        wanted = {name: start for name, start in self.warm_starts.items() if start.wanted}
+        if wanted:
+            before = {name: start.success() for name, start in wanted.items()}
+            sequences = [sequence for start in wanted.values() for sequence in start.sequences()]
+            options = next(iter(wanted.values())).options
+            loss = self.learner.clone(
+                sequences,
+                num_epochs=options.num_epochs,
+                minibatch_rows=options.minibatch_rows,
+                learning_rate=options.learning_rate,
+                seed=self.config.seed,
             )
+            assert self.generator is not None, "a learner with warm starts publishes"
+            self.generator.publish(version)
+            for name, start in wanted.items():
+                start.note(before[name], start.success(), loss)
+        self.learner.keep_reference()
+
+    def note(self, stream: Stream, groups: Sequence[EpisodeGroup]) -> None:
+        """See `GroupLearner.note`."""
+        if groups:
+            self._last[stream.name] = agent_episodes(groups)[: _DOMAIN_DIALOGUES if stream.domain else _DIALOGUES]
+
+    def finish(self, run_dir: Path) -> None:
+        """See `GroupLearner.finish`: the last training episodes, to be read."""
+        page, decode = Path(DIALOGUES), functools.partial(self.policy.tokenizer.decode, skip_special_tokens=False)
+        for name, episodes in self._last.items():
+            path = run_dir / (page if "" in self._methods else page.with_stem(f"{page.stem}-{name}"))
+            write_dialogues(path, episodes, decode, f"{name}: the last training episodes")
 
     def metrics(self) -> dict[str, float]:
-        return {**self.queue.counts().figures(), **self.collector.metrics(), **self.warm_start.metrics()}
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return self.learner.state_tensors()
-
-    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        self.learner.load_state_tensors(state)
+        """See `GroupLearner.metrics`."""
+        told = {name: start.metrics() for name, start in self.warm_starts.items()}
+        return prefixed("warm_start", {key: value for name, own in told.items() for key, value in prefixed(name, own).items()})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"episodes": self.algorithm.state_dict(), "queue": self.queue.state_dict(), "warm_start": self.warm_start.state_dict()}
+        """See `GroupLearner.state_dict`."""
+        starts = {name: start.state_dict() for name, start in self.warm_starts.items()}
+        episodes = {name: method.state_dict() for name, method in self._methods.items()}
+        if "" in episodes:
+            return {"episodes": episodes[""], "warm_start": starts.get("", NO_START)}
+        return {"episodes": episodes, "warm_starts": starts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.algorithm.load_state_dict(state["episodes"])
-        self.warm_start.load_state_dict(state["warm_start"])
-        self.queue = self._new_queue()
-        self.queue.load_state_dict(state["queue"])
-        self.collector.restart(self.queue)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `GroupLearner.load_state_dict`."""
+        for name, method in self._methods.items():
+            method.load_state_dict(state["episodes"][name] if name else state["episodes"])
+        for name, start in self.warm_starts.items():
+            start.load_state_dict(state["warm_starts"][name] if name else state["warm_start"])
 
-    def _new_queue(self) -> GroupQueue:
-        return GroupQueue(self._queue_config, seed=self.config.seed, domains=self._domains, filters=self._filters)
-
-    def _new_collector(self, manager: Simulators, generator: Any) -> Any:
-        """None: it is elsewhere."""
-        return make_agent_collector(self.config, manager, generator, self.queue) if not manager.plays_itself else None
-
-
-def make_agent_collector(config: TrainConfig, manager: Simulators, generator: AgentGenerator, queue: GroupQueue) -> AgentCollector:
-    """The collector that a configuration describes, in whatever process the simulators are."""
-    groups = config.algorithm.groups
-    assert groups is not None, "the configuration was checked"
-    return AgentCollector(
-        manager,
-        generator.agent,
-        generator.backend,
-        queue,
-        seed=config.seed,
-        min_ready=1 if groups.max_staleness else None,
-        greedy_member="greedy_baseline" in compose(config.algorithm).advantage.needs,
-    )
+    @property
+    def _kl(self) -> EpisodeMethod:
+        """Whose KL coefficient is the run's: a divergence is of the policy, and not of a domain."""
+        return next(iter(self._methods.values()))
 
 
 def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> PreparedTurns:
@@ -274,3 +262,35 @@ def of_turns(values: Tensor | None, rows: Sequence[TokenRow], owner: Sequence[in
         sampled = torch.from_numpy(np.flatnonzero(row.mask))
         total[episode].index_add_(0, torch.from_numpy(row.turn)[sampled], values[number, sampled])
     return total
+
+
+def joined(parts: Sequence[PreparedTurns]) -> PreparedTurns:
+    """Rows behind one another, as wide as the widest."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.tokens.mask.shape[1] for part in parts)
+    tokens = TokenBatch(
+        sequences=tuple(sequence for part in parts for sequence in part.tokens.sequences),
+        mask=_stacked((part.tokens.mask for part in parts), width),
+        advantage=_stacked((part.tokens.advantage for part in parts), width),
+        behaviour_log_prob=_stacked((part.tokens.behaviour_log_prob for part in parts), width),
+        chunk_id=_stacked((part.tokens.chunk_id for part in parts), width),
+        positive=torch.cat([part.tokens.positive for part in parts]),
+        present=_stacked_or_none([part.tokens.present for part in parts], width),
+        reference=_stacked_or_none([part.tokens.reference for part in parts], width),
+    )
+    metrics: dict[str, float] = {}
+    for part in parts:
+        metrics |= part.metrics
+    return PreparedTurns(tokens, sum(part.num_turns for part in parts), metrics)
+
+
+def _stacked_or_none(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    assert len(found) in (0, len(parts)), "one learner says for all of them whether it needs these"
+    return _stacked(found, width) if found else None
+
+
+def _stacked(parts: Iterable[Tensor], width: int) -> Tensor:
+    """[R, S] each → [ΣR, width], zeros behind."""
+    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])

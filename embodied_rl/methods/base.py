@@ -149,6 +149,10 @@ class Method:
         """What resuming needs beside tensors, JSON-able."""
         raise NotImplementedError
 
+    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """`state_dict` of this method, whose learning half is elsewhere: `state` is that half's."""
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly after `load_state_tensors`."""
         raise NotImplementedError

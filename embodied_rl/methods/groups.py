@@ -1,39 +1,38 @@
-"""Any advantage and loss of the tables, on groups of whole episodes."""
+"""Any advantage and loss of the tables, on groups of whole episodes: of one domain or several, by one policy or one of each domain."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.filters import build_filters
-from embodied_rl.config import GroupsConfig, TrainConfig
+from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import Generator
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import EpisodeObjective
+from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import EpisodeRows
-from embodied_rl.methods.base import Experience, Method
-from embodied_rl.policies.base import Policy, layout_of, prepare_observation
+from embodied_rl.methods.base import Experience, Method, Recordable
+from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name, prefixed
+from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule, prepare_observation
 from embodied_rl.registry import load_target
-from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.domains import place_of
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.initialized import StartLibrary
-from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
+from embodied_rl.rollout.schedule import group_seed
 from embodied_rl.rollout.start_sources import record_expert, shown_expert
 from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.types import ActionLayout, EpisodeGroup, SimSpec
+from embodied_rl.types import EpisodeGroup, SimSpec
 
 _EXPERT_TRIES = 3
 """Episodes that an expert may play for each one that is wanted."""
@@ -52,125 +51,309 @@ class PreparedEpisodes:
         return round(minibatch_size * int(self.credit.mask.any(1).sum()) / max(int(self.credit.mask.sum()), 1))
 
 
-class GroupMethod(Method):
-    """Any advantage and loss of the tables, on whole episodes in groups."""
+class GroupLearner:
+    """One policy with its learner: what it learns from the groups of its streams."""
 
+    config: TrainConfig
+    policy: TrainedModule
     learner: Learner
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator) -> None:
-        assert config.algorithm.groups is not None, "RolloutMethod is for runs without groups"
-        self.config = config
+    def gather(self, groups: Sequence[EpisodeGroup]) -> Any:
+        """Its groups as `prepare` takes them; by default as they are."""
+        return list(groups)
+
+    def observation(self, gathered: Any) -> TensorObservation:
+        """Everything that the policy saw, for its statistics; texts have none."""
+        return {}
+
+    def prepare(self, gathered: Any) -> Any:
+        """Rewards become advantages; no parameter changes."""
+        raise NotImplementedError
+
+    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+        """One update; its metrics. Raises NonFiniteLossError."""
+        raise NotImplementedError
+
+    @property
+    def wants_start(self) -> bool:
+        """Whether `begin` has a warm start to make."""
+        return False
+
+    def begin(self, version: int) -> None:
+        """Before the run's first episodes: a warm start, where there is one; the weights it leaves are published as `version`."""
+
+    def note(self, stream: Stream, groups: Sequence[EpisodeGroup]) -> None:
+        """What was played in a stream of its own for this batch."""
+
+    def finish(self, run_dir: Path) -> None:
+        """The run is over: write down what is to be read."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs beside the learner's tensors, JSON-able."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class EpisodeLearner(GroupLearner):
+    """Learns from a robot's episodes: a row is an episode."""
+
+    def __init__(self, config: TrainConfig, policy: Policy) -> None:
+        """`config`: of the policy's domain."""
+        self.config, self.policy = config, policy
         self.algorithm = EpisodeMethod(config.algorithm)
         objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
         self.learner = make_learner(objective, policy, config.algorithm, config.hybrid)
         self.learner.keep_reference()
-        self._prepare = functools.partial(prepare_observation, policy)
-        self._task = manager.spec.task
-        self.queue = self._new_queue()
-        self.starts = make_starts(config, manager.spec)
-        self.collector = make_group_collector(config, manager, generator, self.queue, layout_of(policy), self.starts)
+        self._policy = policy
 
-    def collect(self, iteration: int) -> Experience:
-        groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
-        episodes = [episode for group in groups for episode in group.episodes]
-        batch = self.batch(groups)
-        # Success rates, and what is chosen by them, are of ordinary starts.
-        ordinary = [episode for episode in episodes if episode.metadata.get("start", {}).get("source") is None]
-        finished = [(episode.success, episode.episode_return, episode.num_steps) for episode in ordinary]
-        return Experience(sum(episode.num_steps for episode in episodes), finished, batch.observation, batch)
+    def gather(self, groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
+        """See `GroupLearner.gather`."""
+        return EpisodeBatch.of(list(groups), lambda seen: prepare_observation(self._policy, seen))
 
-    def batch(self, groups: list[EpisodeGroup]) -> EpisodeBatch:
-        """Groups as `prepare` takes them, in an `Experience`."""
-        return EpisodeBatch.of(groups, self._prepare)
+    def observation(self, gathered: EpisodeBatch) -> TensorObservation:
+        """See `GroupLearner.observation`."""
+        return gathered.observation
 
-    def prepare(self, experience: Experience) -> PreparedEpisodes:
-        return prepare_episodes(self.algorithm, self.learner, experience.data)
+    def prepare(self, gathered: EpisodeBatch) -> PreparedEpisodes:
+        """See `GroupLearner.prepare`."""
+        return prepare_episodes(self.algorithm, self.learner, gathered)
 
     def update(self, prepared: PreparedEpisodes, *, iteration: int, steps: int) -> dict[str, float]:
+        """See `GroupLearner.update`."""
         stats = self.learner.update(
             prepared.rows,
             minibatch_rows=prepared.minibatch_rows(self.config.algorithm.minibatch_size),
-            progress=steps / self.config.total_steps,
+            progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],
             kl_coef=self.algorithm.kl_coefficient.value,
         )
-        stats |= prepared.credit.metrics
-        if "kl" in stats and self.config.algorithm.kl.place == "loss":
-            self.algorithm.adapt(stats["kl"], int(prepared.credit.mask.sum()))
-            stats["kl_coef"] = self.algorithm.kl_coefficient.value
+        return {**stats, **prepared.credit.metrics, **adapted(self.algorithm, self.config, stats, int(prepared.credit.mask.sum()))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `GroupLearner.state_dict`."""
+        return {"episodes": self.algorithm.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `GroupLearner.load_state_dict`."""
+        self.algorithm.load_state_dict(state["episodes"])
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What one update learns from."""
+
+    groups: list[EpisodeGroup]
+    """Those that are learned from, ascending by number."""
+    of: dict[str, Any]
+    """{policy: what its `GroupLearner.gather` made of its own}, of those that have any."""
+
+
+class LearnersStart:
+    """What comes before a run's first episodes, of all learners."""
+
+    def __init__(self, learners: Sequence[GroupLearner]) -> None:
+        self._learners = list(learners)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any learner has a warm start to make."""
+        return any(learner.wants_start for learner in self._learners)
+
+    def run(self, version: int) -> None:
+        """See `GroupLearner.begin`."""
+        for learner in self._learners:
+            learner.begin(version)
+
+
+class GroupMethod(Method):
+    """Groups of all streams out of one queue; every policy learns from its own."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        streams: Sequence[Stream],
+        learners: Mapping[str, GroupLearner],
+        run_dir: Path,
+        queue: GroupQueue | None = None,
+    ) -> None:
+        """
+        Args:
+            streams: where they play in this process, with collectors that fill `queue`.
+            learners: {name of the policy (`Stream.policy`): what trains it}.
+            run_dir: gets what is written down when the run ends.
+            queue: None: the streams are played elsewhere, and what connects them sets `collector`.
+        """
+        self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
+        self.warm_start: LearnersStart = LearnersStart(list(self.learners.values()))
+        self.queue = queue or make_queue(config, streams)
+        if queue is not None:
+            self.collector = make_collector(config, streams, queue)
+        self._figures: dict[str, float] = {}
+
+    @property
+    def only(self) -> GroupLearner | None:
+        """The one learner of a run with one policy."""
+        return next(iter(self.learners.values())) if len(self.learners) == 1 else None
+
+    @property
+    def sharded(self) -> RankExecutor | None:
+        """See `Method.sharded`: of the one policy that has ranks."""
+        return next((own.learner.ranks for own in self.learners.values() if own.learner.ranks is not None), None)
+
+    def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
+        """See `Method.recordable`: one for each domain."""
+        own = [stream for stream in self.streams if stream.is_own]
+        return [Recordable(one.pump, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
+
+    def collect(self, iteration: int) -> Experience:
+        groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
+        self._note(groups)
+        streams = {stream.name: stream for stream in self.streams}
+        trained = [group for group in groups if streams[group.domain].trained]
+        episodes = [episode for group in trained for episode in group.episodes]
+        # Success rates, and what is chosen by them, are of ordinary starts.
+        ordinary = [episode for episode in episodes if episode.metadata.get("start", {}).get("source") is None]
+        finished = [(episode.success, episode.game_return, episode.num_steps) for episode in ordinary]
+        gathered: dict[str, Any] = {}
+        observation: TensorObservation = {}
+        for name, learner in self.learners.items():
+            if own := [group for group in trained if streams[group.domain].policy == name]:
+                gathered[name] = learner.gather(own)
+                observation |= prefixed(name, learner.observation(gathered[name]))
+        return Experience(sum(episode.num_steps for episode in episodes), finished, observation, Gathered(trained, gathered))
+
+    def prepare(self, experience: Experience) -> dict[str, Any]:
+        gathered: Gathered = experience.data
+        return {name: self.learners[name].prepare(own) for name, own in gathered.of.items()}
+
+    def update(self, prepared: dict[str, Any], *, iteration: int, steps: int) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        for name, own in prepared.items():
+            stats |= prefixed(name, self.learners[name].update(own, iteration=iteration, steps=steps))
         return stats
 
     def published(self, version: int) -> None:
         self.queue.published(version)
-        if self.starts is not None:
-            self.starts.commit(self._in_flight())
+        for starts in self._starts:
+            starts.commit(self._in_flight())
 
     def restart(self, iteration: int) -> None:
-        """Episodes in flight are asked for again, with the same seeds."""
-        state = self.queue.state_dict()
-        self.queue = self._new_queue()
-        self.queue.load_state_dict(state)
-        self.collector.restart(self.queue)
-        self._record_expert()
+        """Episodes in flight are asked for again, with the same seeds; a warm start comes before the first ones."""
+        self.warm_start.run(iteration)
+        self._go_on_with(self.queue.state_dict())
+        for stream in self.streams:
+            _record_starts(stream)
+
+    def finish(self) -> None:
+        for learner in self.learners.values():
+            learner.finish(self._run_dir)
 
     def metrics(self) -> dict[str, float]:
-        return {**self.queue.counts().figures(), **({} if self.starts is None else self.starts.metrics()), **self.collector.metrics()}
+        figures = self.queue.counts().figures()
+        if self.streams[0].domain:
+            for name, own in self.queue.domain_counts().items():
+                counts = own.figures("").items()
+                figures |= {f"{place_of(name)}/groups_{outcome}": value for outcome, value in counts if outcome != "in_flight"}
+        for starts in self._starts:
+            figures |= starts.metrics()
+        told = {key: value for learner in self.learners.values() for key, value in learner.metrics().items()}
+        return {**figures, **self._figures, **self.collector.metrics(), **told}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return self.learner.state_tensors()
+        return {key: part for name, own in self.learners.items() for key, part in prefixed(name, own.learner.state_tensors()).items()}
+
+    def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
+        return prefixed(next(name for name, own in self.learners.items() if own.learner.ranks is not None), state)
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        self.learner.load_state_tensors(state)
+        for name, own in self.learners.items():
+            own.learner.load_state_tensors(of_name(name, state))
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"episodes": self.algorithm.state_dict(), "queue": self.queue.state_dict()}
-        return state | ({} if self.starts is None else {"starts": self.starts.state_dict(self._in_flight())})
+        state: dict[str, Any] = {"queue": self.queue.state_dict()}
+        for starts in self._starts:
+            state["starts"] = starts.state_dict(self._in_flight())
+        own = {name: learner.state_dict() for name, learner in self.learners.items()}
+        if "" in own:
+            return {**own[""], **state}
+        specs = {stream.domain: stream.spec.to_dict() for stream in self.streams if stream.is_own}
+        return {**state, "roles": own, "specs": specs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.algorithm.load_state_dict(state["episodes"])
-        self.queue = self._new_queue()
-        self.queue.load_state_dict(state["queue"])
-        if self.starts is not None:
-            self.starts.load_state_dict(state["starts"])
+        for name, learner in self.learners.items():
+            learner.load_state_dict(state["roles"][name] if name else state)
+        for starts in self._starts:
+            starts.load_state_dict(state["starts"])
+        self._go_on_with(state["queue"])
+
+    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `Method.with_trained`: queue and warm starts are of this process."""
+        own = self.state_dict()
+        for name in ("queue", "warm_start"):
+            state |= {name: own[name]} if name in own else {}
+        roles = {name: {**role, **_started(own["roles"][name])} for name, role in state.get("roles", {}).items()}
+        return {**state, "roles": roles} if roles else state
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _starts(self) -> list[StartLibrary]:
+        return [stream.starts for stream in self.streams if stream.starts is not None]
+
+    def _go_on_with(self, state: Mapping[str, Any]) -> None:
+        """Give what is being played up, and ask for what a queue's state says."""
+        self.queue = make_queue(self.config, self.streams)
+        self.queue.load_state_dict(state)
         self.collector.restart(self.queue)
 
     def _in_flight(self) -> list[int]:
         """Numbers of the groups that would be asked for again, were the run resumed now."""
         return [int(number) for number in self.queue.state_dict()["redo"]]
 
-    def _record_expert(self) -> None:
-        """At the beginning of a run; a resumed one has the expert's episodes in its checkpoint. Raises UserError."""
-        options = self.config.algorithm.initialized
-        if self.starts is None or "expert" not in options.sources or self.starts.num_expert_messages > 0:
-            return
-        assert options.expert is not None, "the configuration was checked"
-        if not needs_simulator(options.expert):
-            self._record_with(self.collector.manager, load_target(options.expert))
-            return
-        # The expert reads the simulator's state, in separate processes: the run's simulators stay as they are.
-        shown = instrumented(self.config.sim, expert=options.expert, reconfigure=False)
-        chunk_size = self.config.policy.chunk_size
-        with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False, chunk_size=chunk_size) as manager:
-            self._record_with(manager, shown_expert)
+    def _note(self, groups: Sequence[EpisodeGroup]) -> None:
+        """Figures of this batch: of each named domain as the run's own player played it, and of every player where there are several."""
+        self._figures = {}
+        for stream in self.streams:
+            own = [group for group in groups if group.domain == stream.name]
+            if stream.is_own:
+                self.learners[stream.policy].note(stream, own)
+            if stream.is_own and stream.domain:
+                self._figures |= prefixed(f"domains/{stream.domain}", _figures(own))
+            if self.config.generation.mix:
+                self._figures |= prefixed(f"players/{stream.player}/{stream.domain}", _figures(own))
 
-    def _record_with(self, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
-        options = self.config.algorithm.initialized
-        assert self.starts is not None, "no start source, but starts inside an expert's episodes"
-        wanted, first = options.expert_episodes, 0
-        while wanted and first < _EXPERT_TRIES * options.expert_episodes:
-            seeds = [group_seed(self.config.seed, "expert", number) for number in range(first, first + wanted)]
-            recorded, played = record_expert(manager, make_expert, seeds, every=options.chunk_steps)
-            good = [source for source in recorded if self.starts.is_success(source.success, source.episode_return)]
-            self.starts.add(good, num_messages=played)
-            wanted, first = wanted - len(good), first + len(seeds)
-        if wanted:
-            raise UserError(
-                f"The expert algorithm.initialized.expert={options.expert} succeeded in {options.expert_episodes - wanted} of {first} "
-                f"episodes, and {options.expert_episodes} successful ones were asked for (algorithm.initialized.expert_episodes)."
-            )
 
-    def _new_queue(self) -> GroupQueue:
-        return make_group_queue(self.config, self._task)
+def _started(role: Mapping[str, Any]) -> dict[str, Any]:
+    """What a policy's state says of its warm starts."""
+    return {name: role[name] for name in ("warm_starts",) if name in role}
+
+
+def _figures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+    """``groups`` and ``episodes`` of a batch, and means over its episodes, where there are any: ``success``, ``return``, ``length``."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    counts = {"groups": float(len(groups)), "episodes": float(len(episodes))}
+    if not episodes:
+        return counts
+    return {
+        **counts,
+        "success": float(np.mean([episode.success for episode in episodes])),
+        "return": float(np.mean([episode.game_return for episode in episodes])),
+        "length": float(np.mean([episode.num_steps for episode in episodes])),
+    }
+
+
+def adapted(algorithm: EpisodeMethod, config: TrainConfig, stats: Mapping[str, float], num_samples: int) -> dict[str, float]:
+    """The KL coefficient after the divergence that an update measured; nothing where none was measured."""
+    if "kl" not in stats or config.algorithm.kl.place != "loss":
+        return {}
+    algorithm.adapt(stats["kl"], num_samples)
+    return {"kl_coef": algorithm.kl_coefficient.value}
 
 
 def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, batch: EpisodeBatch) -> PreparedEpisodes:
@@ -189,57 +372,36 @@ def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, batch: EpisodeB
     return PreparedEpisodes(batch, credit, objective.rows_of(batch, credit, present, reference))
 
 
-def make_group_queue(config: TrainConfig, task: str, share: Share = WHOLE) -> GroupQueue:
-    """The queue that a configuration describes, for groups of one task; `share`: which of them."""
-    groups = config.algorithm.groups
-    assert groups is not None, "a method on groups"
-    filters = build_filters(groups.filters)
-    return GroupQueue(queue_config(groups), seed=config.seed, domains=DomainMixture.single(task), filters=filters, share=share)
+# ---- starts inside an expert's episodes ---------------------------------------------------------------------------------
 
 
-def make_group_collector(
-    config: TrainConfig,
-    manager: Simulators,
-    generator: Generator,
-    queue: GroupQueue,
-    layout: ActionLayout,
-    starts: StartLibrary | None = None,
-) -> GroupCollector:
-    """The collector that a configuration describes, in whatever process the simulators are."""
-    groups = config.algorithm.groups
-    assert groups is not None, "a method on groups"
-    return GroupCollector(
-        manager,
-        generator,
-        queue,
-        seed=config.seed,
-        min_ready=1 if groups.max_staleness else None,
-        greedy_member="greedy_baseline" in compose(config.algorithm).advantage.needs,
-        starts=starts,
-        layout=layout,
-    )
+def _record_starts(stream: Stream) -> None:
+    """At the beginning of a run; a resumed one has the expert's episodes in its checkpoint. Raises UserError."""
+    options, starts = stream.config.algorithm.initialized, stream.starts
+    if starts is None or "expert" not in options.sources or starts.num_expert_messages > 0:
+        return
+    assert options.expert is not None, "the configuration was checked"
+    if not needs_simulator(options.expert):
+        _record_with(stream, starts, stream.manager, load_target(options.expert))
+        return
+    # The expert reads the simulator's state, in separate processes: the run's simulators stay as they are.
+    shown = instrumented(stream.config.sim, expert=options.expert, reconfigure=False)
+    chunk_size = stream.config.policy.chunk_size
+    with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False, chunk_size=chunk_size) as manager:
+        _record_with(stream, starts, manager, shown_expert)
 
 
-def queue_config(groups: GroupsConfig) -> GroupQueueConfig:
-    """The group queue that a configuration describes. Raises UserError for an impossible setting."""
-    return GroupQueueConfig(
-        group_size=groups.group_size,
-        groups_per_step=groups.groups_per_step,
-        redundancy=groups.redundancy,
-        max_staleness=groups.max_staleness,
-        max_retries=groups.max_retries,
-        max_rejected_per_step=groups.max_rejected_per_step,
-        episode_timeout_s=groups.episode_timeout_s,
-    )
-
-
-def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
-    """Where groups start that do not start ordinarily; None: there are none. Raises UserError where the task does not allow it."""
-    options = config.algorithm.initialized
-    if options.share == 0:
-        return None
-    if spec.snapshots == "none":
-        raise UserError(f"algorithm.initialized starts inside episodes, and those of task '{spec.task}' cannot be taken up again.")
-    if options.success_return is None and not spec.reports_success:
-        raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
-    return StartLibrary(options, seed=config.seed)
+def _record_with(stream: Stream, starts: StartLibrary, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
+    options, seed = stream.config.algorithm.initialized, stream.config.seed
+    wanted, first = options.expert_episodes, 0
+    while wanted and first < _EXPERT_TRIES * options.expert_episodes:
+        seeds = [group_seed(seed, "expert", number) for number in range(first, first + wanted)]
+        recorded, played = record_expert(manager, make_expert, seeds, every=options.chunk_steps)
+        good = [source for source in recorded if starts.is_success(source.success, source.episode_return)]
+        starts.add(good, num_messages=played)
+        wanted, first = wanted - len(good), first + len(seeds)
+    if wanted:
+        raise UserError(
+            f"The expert algorithm.initialized.expert={options.expert} succeeded in {options.expert_episodes - wanted} of {first} "
+            f"episodes, and {options.expert_episodes} successful ones were asked for (algorithm.initialized.expert_episodes)."
+        )

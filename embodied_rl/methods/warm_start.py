@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode, rows_of
-from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
+from embodied_rl.generation.base import Generator
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
 from embodied_rl.generation.tokens import GenerationRequest
-from embodied_rl.learning.learner import Learner
+from embodied_rl.methods.streams import Stream, of_name, prefixed
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.agent_collector import AgentCollector
@@ -22,7 +21,6 @@ from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig
-from embodied_rl.sim.simulators import Simulators
 
 _SEEDS = 2**29
 """Held-out seeds of the measurements: neither those of interim nor those of final evaluations."""
@@ -33,42 +31,22 @@ Player = Callable[[str], str]
 """From an observation's text to the action's."""
 
 
-class WarmStart:
-    """Runs once, before the first episode of a run that asks for it (`algorithm.warm_start`)."""
+NO_START: dict[str, Any] = {"done": True, "figures": {}}
+"""State of a warm start that nobody asked for."""
 
-    def __init__(self, config: TrainConfig, manager: Simulators, learner: Learner, generator: Any) -> None:
-        """
-        Args:
-            manager: simulators that are stepped here, or a player in another process that can `evaluate` and `demonstrate`.
-            generator: an `AgentGenerator` where the simulators are stepped here.
-        """
-        self.options = config.algorithm.warm_start
-        self._config, self._seed = config, config.seed
-        self._manager, self._learner, self._generator = manager, learner, generator
+
+class WarmStart:
+    """Of one domain, once: before the first episode of a run that asks for it (`algorithm.warm_start`)."""
+
+    def __init__(self, stream: Stream, generator: Generator) -> None:
+        """`generator`: acts in the stream's simulators; any, where these play by themselves."""
+        options = stream.config.algorithm.warm_start
+        assert options is not None, "the domain has a warm start"
+        self.options = options
+        self._stream, self._generator = stream, generator
         self._figures: dict[str, float] = {}
         self._episodes: list[AgentEpisode] = []
-        self._done = self.options is None
-
-    def run(self, version: int) -> None:
-        """Clone the player and publish the weights as `version`; nothing where it is done already.
-
-        Raises:
-            UserError: there is no such player, or it does not succeed.
-            SimFault: see EnvManager.
-        """
-        if self._done or self.options is None:
-            return
-        before = self.success()
-        sequences = self.sequences()
-        loss = self._learner.clone(
-            sequences,
-            num_epochs=self.options.num_epochs,
-            minibatch_rows=self.options.minibatch_rows,
-            learning_rate=self.options.learning_rate,
-            seed=self._seed,
-        )
-        self._generator.publish(version)
-        self.note(before, self.success(), loss)
+        self._done = False
 
     @property
     def wanted(self) -> bool:
@@ -76,21 +54,24 @@ class WarmStart:
         return not self._done
 
     def sequences(self) -> list[TokenSequence]:
-        """Successful episodes of the player, as rows of tokens. Raises as `run`."""
-        if self._manager.plays_itself:
-            self._episodes = self._manager.demonstrate()
-        else:
-            self._episodes = play_script(self._config, self._manager, self._generator.agent)
+        """Successful episodes of the player, as rows of tokens.
+
+        Raises:
+            UserError: there is no such player, or it does not succeed.
+            SimFault: see EnvManager.
+        """
+        manager = self._stream.manager
+        self._episodes = manager.demonstrate() if manager.plays_itself else play_script(self._stream)
         return [TokenSequence(row.token_ids, row.mask, row.images) for episode in self._episodes for row in rows_of(episode.turns)]
 
     def note(self, before: float, after: float, loss: float) -> None:
         """It is done: what came of it."""
         self._figures = {
-            "warm_start/success_before": before,
-            "warm_start/success_after": after,
-            "warm_start/episodes": float(len(self._episodes)),
-            "warm_start/turns": float(sum(episode.num_messages for episode in self._episodes)),
-            "warm_start/loss": loss,
+            "success_before": before,
+            "success_after": after,
+            "episodes": float(len(self._episodes)),
+            "turns": float(sum(episode.num_messages for episode in self._episodes)),
+            "loss": loss,
         }
         self._done, self._episodes = True, []
 
@@ -100,28 +81,28 @@ class WarmStart:
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs, JSON-able."""
-        return {"done": self._done, "figures": self._figures}
+        return {"done": self._done, "figures": prefixed("warm_start", self._figures)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._done, self._figures = bool(state["done"]) or self.options is None, dict(state["figures"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._done, self._figures = bool(state["done"]), of_name("warm_start", state["figures"])
 
     def success(self) -> float:
         """Share of held-out episodes that succeed now."""
-        assert self.options is not None, "there is a warm start"
-        count = self.options.measured_episodes
-        episodes = evaluate(self._manager, self._generator, count, first_seed=_SEEDS)
+        episodes = evaluate(self._stream.manager, self._generator, self.options.measured_episodes, first_seed=_SEEDS)
         return float(np.mean([episode.success_once for episode in episodes]))
 
 
-def play_script(config: TrainConfig, manager: Simulators, agent: Agent) -> list[AgentEpisode]:
-    """Successful episodes of the scripted player, through the collector that training uses; those of the manager are lost.
+def play_script(stream: Stream) -> list[AgentEpisode]:
+    """Successful episodes of a stream's scripted player, through a collector as training has it; those of its simulators are lost.
 
     Raises:
         UserError: there is no such player, or it does not succeed.
         SimFault: see EnvManager.
     """
-    options = config.algorithm.warm_start
+    config, manager, options = stream.config, stream.manager, stream.config.algorithm.warm_start
     assert options is not None, "there is a warm start"
+    agent = stream.agent
+    assert agent is not None, "a domain of text that is stepped here"
     assert options.player is not None, "the configuration was checked"
     player: Player = load_target(options.player)
     wanted = options.episodes

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import deque
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import ActedBatch, Generator
-from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.hybrid.weight_sync import DeltaSink, NamedTensors
 from embodied_rl.hybrid.weight_transports import ray_tensors
-from embodied_rl.learning.devices import compute_threads, resolve_device
-from embodied_rl.methods.domain_playing import with_backend
-from embodied_rl.methods.language_apart import ModelFiles, blank_backend, merged_there, write_model_files
-from embodied_rl.roles.domain_player import RolesHere
-from embodied_rl.roles.player import OwnGenerator, PlayingGenerator
+from embodied_rl.learning.devices import compute_threads
+from embodied_rl.methods.building import with_backend
+from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.methods.streams import Stream
+from embodied_rl.roles.acting import LoadedActing, WorkerActing
 from embodied_rl.roles.ray_calls import Outcome, outcome_of, value_of
 from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 _ROLE = "GenerationWorker"
+_OF_TOKENS: dict[str, Callable[..., Any]] = {
+    "submit": lambda backend, requests: backend.submit(requests),
+    "poll": lambda backend, min_ready, timeout_s: backend.poll(min_ready, timeout_s),
+    "abort": lambda backend, request_ids: backend.abort(request_ids),
+    "pause": lambda backend: backend.pause(),
+    "resume": lambda backend: backend.resume(),
+}
+"""What is asked of a token backend there."""
 
 
 class GenerationWorker:
     """Policies that act for simulators elsewhere, and token backends that answer for language agents: one of them, or each domain's."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._acting: dict[str, OwnGenerator] = {}
-        self._backends: dict[str, TokenBackend] = {}
-        self._sink = DeltaSink()
+        self._acting = LoadedActing(config)
+        self._sink = DeltaSink() if config.hybrid.publish == "changed" else None
 
-    def begin(self, spec: Mapping[str, Any], domain: str) -> Outcome:
-        """Build the policy for a simulator; the layout of its actions. `domain`: whose policy; empty: the run has one."""
+    def begin(self, name: str, domain: str, spec: Mapping[str, Any]) -> Outcome:
+        """Build the policy `name` of a domain for its simulator; the layout of its actions."""
 
         def build() -> ActionLayout:
             _one_thread()
-            config = self._config.for_domain(domain) if domain else self._config
-            acting = self._acting[domain] = OwnGenerator(config, SimSpec.from_dict(dict(spec)))
-            return acting.layout
+            return self._acting.policy(name, self._acting.config.for_domain(domain), SimSpec.from_dict(dict(spec))).layout
 
         return outcome_of(build)
 
@@ -51,23 +53,20 @@ class GenerationWorker:
 
         def build() -> None:
             _one_thread()
-            with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
-                write_model_files(files, Path(name))
-                config = with_backend(self._config, kind)
-                backend = blank_backend(config, Path(name), resolve_device(config.hybrid.device))
-                self._backends[kind] = merged_there(config, backend, Path(name))
+            with self._acting.reading(files):
+                self._acting.tokens(with_backend(self._acting.config, kind))
 
         return outcome_of(build)
 
     def tokens(self, kind: str, what: str, *arguments: Any) -> Outcome:
         """What the method `what` of a token backend returns."""
-        return outcome_of(lambda: getattr(self._backends[kind], what)(*arguments))
+        return outcome_of(lambda: _OF_TOKENS[what](self._acting.backends[kind], *arguments))
 
-    def act(self, domain: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Outcome:
+    def act(self, name: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Outcome:
         """See `Generator.send` and `Generator.recv`."""
 
         def answer() -> ActedBatch:
-            generator = self._acting[domain].generator
+            generator = self._acting.policies[name].generator
             generator.send(slots, observation, noise)
             return generator.recv()
 
@@ -78,61 +77,104 @@ class GenerationWorker:
 
         def take() -> None:
             tensors: NamedTensors = ray_tensors(references)
-            if self._config.hybrid.publish == "changed":
-                tensors = self._sink.take(version, tensors).items()
-            if self._config.domains:
-                RolesHere(self._backends.values(), self._acting).load(version, tensors)
-            elif self._backends:
-                (backend,) = self._backends.values()
-                backend.load_weights(version, tensors)
-            else:
-                self._acting[""].load(version, tensors)
+            self._acting.load(version, tensors if self._sink is None else self._sink.take(version, tensors).items())
 
         return outcome_of(take)
 
 
-class RayGenerator(Generator):
-    """A `GenerationWorker` as the collector sees it. Implements `PlayingGenerator`."""
+class RayActing(WorkerActing):
+    """A `GenerationWorker` as the rollout worker in an `EnvWorker` sees it."""
 
-    def __init__(self, worker: Any, spec: SimSpec, domain: str = "") -> None:
-        """`domain`: whose policy; empty: the run has one."""
-        self._worker, self._domain = worker, domain
-        self.generator = self
-        self.layout: ActionLayout = value_of(worker.begin.remote(spec.to_dict(), domain), _ROLE)
+    def __init__(self, config: TrainConfig, worker: Any) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._handles: list[RayGenerator | RayTokens] = []
+
+    def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
+        """See `Acting.generator`."""
+        layout: ActionLayout = value_of(self._worker.begin.remote(stream.policy, stream.domain, stream.spec.to_dict()), _ROLE)
+        generator = RayGenerator(self._worker, stream.policy)
+        self._handles.append(generator)
+        return generator, layout
+
+    def tokens(self, config: TrainConfig) -> TokenBackend:
+        """See `Acting.tokens`."""
+        kind = config.generation.backend
+        value_of(self._worker.begin_tokens.remote(dict(self.files), kind), _ROLE)
+        backend = RayTokens(self._worker, kind)
+        self._handles.append(backend)
+        return backend
+
+    def load(self, version: int, tensors: list[Any]) -> None:
+        """See `WorkerActing.load`; `tensors` are references of a `RayPublisher`."""
+        value_of(self._worker.load.remote(version, tensors), _ROLE)
+        for handle in self._handles:
+            handle.version = version
+
+
+class RayGenerator(Generator):
+    """A robot's policy in a `GenerationWorker`, as a collector sees it."""
+
+    def __init__(self, worker: Any, name: str) -> None:
+        self._worker, self._name = worker, name
         self.version = 0
         self._asked: deque[Any] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """See `Generator.send`; what is sent is copied into the object store."""
-        self._asked.append(self._worker.act.remote(self._domain, slots, observation, noise))
+        self._asked.append(self._worker.act.remote(self._name, slots, observation, noise))
 
     def recv(self) -> ActedBatch:
         """See `Generator.recv`."""
         acted: ActedBatch = value_of(self._asked.popleft(), _ROLE)
         return acted
 
-    def load(self, version: int, tensors: list[Any]) -> None:
-        """See `PlayingGenerator.load`; `tensors` are references of a `RayPublisher`."""
-        value_of(self._worker.load.remote(version, tensors), _ROLE)
-        self.version = version
-
     def publish(self, version: int) -> None:
-        raise RuntimeError("Weights come from the trainer: see load.")
+        raise RuntimeError("Weights come from the trainer: see RayActing.load.")
 
 
-class RayRoles:
-    """The weights of all roles go to one `GenerationWorker`, whose players know their version here. Implements `LoadsWeights`."""
+class RayTokens(TokenBackend):
+    """A token backend in a `GenerationWorker`; every call is answered there before it returns, so that their order is the caller's.
 
-    def __init__(self, worker: Any, backends: Iterable[Any], acting: Mapping[str, PlayingGenerator]) -> None:
-        """`backends`: `RayTokens`; `acting`: `RayGenerator` of each domain."""
-        self._worker = worker
-        self._players: list[Any] = [*backends, *acting.values()]
+    Raises RoleLost when the worker has ended, and what the backend raised there.
+    """
 
-    def load(self, version: int, tensors: list[Any]) -> None:
-        """See `LoadsWeights.load`; `tensors` are references of a `RayPublisher`."""
-        value_of(self._worker.load.remote(version, tensors), _ROLE)
-        for player in self._players:
-            player.version = version
+    version: int = 0
+    """Of the weights that sample now."""
+
+    def __init__(self, worker: Any, kind: str) -> None:
+        self._worker, self._kind = worker, kind
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `TokenBackend.submit`."""
+        if requests:
+            self._ask("submit", list(requests))
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`."""
+        return list(self._ask("poll", min_ready, timeout_s))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """See `TokenBackend.abort`."""
+        if wanted := list(request_ids):
+            self._ask("abort", wanted)
+
+    def pause(self) -> None:
+        """See `TokenBackend.pause`."""
+        self._ask("pause")
+
+    def resume(self) -> None:
+        """See `TokenBackend.resume`."""
+        self._ask("resume")
+
+    def load_weights(self, version: int, tensors: Iterable[Any]) -> None:
+        raise RuntimeError("Weights come from the trainer: see RayActing.load.")
+
+    def close(self) -> None:
+        """The driver ends the worker."""
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        return value_of(self._worker.tokens.remote(self._kind, what, *arguments), _ROLE)
 
 
 def _one_thread() -> None:

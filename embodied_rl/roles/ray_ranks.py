@@ -43,7 +43,7 @@ _CAUSE_S = 10.0
 class RankWorker:
     """One rank beside the first."""
 
-    def __init__(self, model: ModelFiles | None) -> None:
+    def __init__(self, model: ModelFiles) -> None:
         """`model`: of a language policy, whose files lie on another machine."""
         self._model, self._server = model, RankServer()
 

@@ -8,7 +8,7 @@
  publish(v): object store ──────────────────────┼──────────────────────────▶ weights of version v
                                           RewardWorker × n
 ```
-The driver owns the actors. Should one of them end, all are replaced, as a player is that is one process. With `hybrid.players` there are
+The driver owns the actors. Should one of them end, all are replaced, as a worker is that is one process. With `hybrid.players` there are
 as many of each, every one with its share of the groups.
 """
 
@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,16 +30,12 @@ from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.weight_sync import DeltaSource, NamedTensors
 from embodied_rl.hybrid.weight_transports import RayPublisher
-from embodied_rl.methods.language_apart import ModelFiles
-from embodied_rl.roles.agent_player import AgentPlayer
-from embodied_rl.roles.domain_player import DomainPlayer
-from embodied_rl.roles.player import Player, serve
-from embodied_rl.roles.player_team import PlayerTeam
 from embodied_rl.roles.ray_calls import GONE, Outcome, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
-from embodied_rl.roles.ray_generation import GenerationWorker, RayGenerator, RayRoles
-from embodied_rl.roles.ray_tokens import RayTokens
-from embodied_rl.roles.remote import PlayerHandle, RemotePlayer
+from embodied_rl.roles.ray_generation import GenerationWorker, RayActing
+from embodied_rl.roles.remote import RemoteWorker, WorkerHandle
+from embodied_rl.roles.worker import RolloutWorker, serve
+from embodied_rl.roles.worker_team import WorkerTeam
 from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.scoring import ScoreLog, checked_score, load_score
 from embodied_rl.stopping import waiting
@@ -109,7 +104,7 @@ class EnvWorker:
         threading.Thread(target=self._run, args=(config, generation, rewards, share), daemon=True).start()
 
     def do(self, what: str, arguments: dict[str, Any]) -> Outcome:
-        """What the player's method `what` returns."""
+        """What the worker's method `what` returns."""
         answer: Future[Outcome] = Future()
         self._requests.put((what, arguments, answer))
         return answer.result()
@@ -117,33 +112,20 @@ class EnvWorker:
     def _run(self, config: TrainConfig, generation: Any, rewards: list[Any], share: Share) -> None:
         options = config.hybrid.reward_worker
 
-        def build() -> Player:
-            def make_scoring(_: TrainConfig) -> RayScorer | None:
-                return None if options is None else RayScorer(rewards, options)
+        def make_scoring(_: TrainConfig) -> RayScorer | None:
+            return None if options is None else RayScorer(rewards, options)
 
-            def make_backend(own: TrainConfig, folder: Path, files: ModelFiles) -> RayTokens:
-                return RayTokens(generation, files, own.generation.backend)
+        def build() -> RolloutWorker:
+            return RolloutWorker(config, acting=RayActing(config, generation), make_scoring=make_scoring, share=share)
 
-            if config.domains:
-                return DomainPlayer(
-                    config,
-                    make_backend=make_backend,
-                    make_acting=lambda _, spec, domain: RayGenerator(generation, spec, domain),
-                    make_roles=lambda backends, acting: RayRoles(generation, backends, acting),
-                    make_scoring=make_scoring,
-                )
-            if config.policy.name == "language":
-                return AgentPlayer(config, make_backend=make_backend, make_scoring=make_scoring, share=share)
-            return Player(config, make_acting=lambda _, spec: RayGenerator(generation, spec), make_scoring=make_scoring, share=share)
-
-        kind, player = outcome_of(build)
+        kind, worker = outcome_of(build)
         if kind == "value":
             with contextlib.suppress(EOFError):
-                serve(player, self)
-            player.close()
+                serve(worker, self)
+            worker.close()
         while True:  # a daemon thread, until the actor ends: late requests get an answer and do not wait for ever
             _, _, answer = self._requests.get()
-            answer.set_result((kind, player) if kind != "value" else ("lost", "it was ended"))
+            answer.set_result((kind, worker) if kind != "value" else ("lost", "it was ended"))
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
         """See `Inbox.take`."""
@@ -161,8 +143,8 @@ class EnvWorker:
         return what, arguments, reply
 
 
-class RayPlayer:
-    """Handle of the actors that play. Implements `PlayerHandle`."""
+class RayWorkers:
+    """Handle of the actors that play. Implements `WorkerHandle`."""
 
     def __init__(self, config: TrainConfig, cluster: RayCluster, share: Share = WHOLE) -> None:
         """Create the actors; `share`: of the groups. Raises UserError where the cluster can never hold them."""
@@ -183,7 +165,7 @@ class RayPlayer:
         self.env: Any = env.remote(config, self.generation, self.rewards, share)
 
     def call(self, what: str, **arguments: Any) -> Any:
-        """See `PlayerHandle.call`. Raises UserError when the actors do not begin in time."""
+        """See `WorkerHandle.call`. Raises UserError when the actors do not begin in time."""
         reference = self.env.do.remote(what, arguments)
         if self._timeout_s is not None:
             wait_for_start(self._cluster, reference, self._timeout_s, "EnvWorker")
@@ -191,7 +173,7 @@ class RayPlayer:
         return value_of(reference, "EnvWorker")
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """See `PlayerHandle.publish`: through the object store."""
+        """See `WorkerHandle.publish`: through the object store."""
         references, num_bytes = self.put(version, tensors)
         self.call("load", version=version, tensors=references)
         return num_bytes
@@ -212,13 +194,13 @@ class RayPlayer:
             ray.kill(actor)
 
 
-class RayTeam(PlayerTeam):
+class RayTeam(WorkerTeam):
     """Several players of a cluster: each an `EnvWorker` with a `GenerationWorker`, on any node."""
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """See `PlayerHandle.publish`: all of them read what lies in the object store once."""
-        references, num_bytes = self._players[0].put(version, tensors)
-        self._all(lambda player: player.call("load", version=version, tensors=references), self._players)
+        """See `WorkerHandle.publish`: all of them read what lies in the object store once."""
+        references, num_bytes = self._workers[0].put(version, tensors)
+        self._all(lambda worker: worker.call("load", version=version, tensors=references), self._workers)
         return int(num_bytes)
 
 
@@ -240,18 +222,18 @@ def wait_for_start(cluster: RayCluster, reference: Any, timeout_s: float, role: 
             )
 
 
-def start_on_ray(config: TrainConfig) -> RemotePlayer:
-    """A player out of actors. Raises UserError as `RayCluster` does."""
+def start_on_ray(config: TrainConfig) -> RemoteWorker:
+    """A rollout worker out of actors. Raises UserError as `RayCluster` does."""
     cluster = RayCluster(config.hybrid)
 
-    def start(given: TrainConfig) -> PlayerHandle:
+    def start(given: TrainConfig) -> WorkerHandle:
         if given.hybrid.players == 1:
-            return RayPlayer(given, cluster)
-        return RayTeam(given, lambda own, share: RayPlayer(own, cluster, share))
+            return RayWorkers(given, cluster)
+        return RayTeam(given, lambda own, share: RayWorkers(own, cluster, share))
 
-    player = RemotePlayer(config, start, at_close=[cluster.close])
-    player.cluster = cluster
-    return player
+    worker = RemoteWorker(config, start, at_close=[cluster.close])
+    worker.cluster = cluster
+    return worker
 
 
 def _raise(error: BaseException) -> None:

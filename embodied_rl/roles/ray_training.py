@@ -18,21 +18,19 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
 from embodied_rl.learning.rank_hosts import ranks_on
 from embodied_rl.methods import Experience, Method, make_method
-from embodied_rl.methods.domain_building import build_domains_apart
-from embodied_rl.methods.domains_apart import SpecsElsewhere
+from embodied_rl.methods.building import build_elsewhere
 from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
+from embodied_rl.methods.streams import streams_elsewhere
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.ray_calls import Outcome, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
 from embodied_rl.roles.ray_roles import wait_for_start
-from embodied_rl.roles.remote import RemotePlayer
+from embodied_rl.roles.remote import RemoteWorker
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.simulators import SimulatorsElsewhere
 from embodied_rl.types import SimSpec
-
-_NO_WARM_STARTS: dict[str, Any] = {"warm_starts": {}}
 
 
 class TrainWorker:
@@ -41,13 +39,17 @@ class TrainWorker:
     def __init__(
         self,
         config: TrainConfig,
-        spec: dict[str, Any],
         num_slots: int,
-        model: ModelFiles | None,
-        specs: Sequence[dict[str, Any]] = (),
+        model: ModelFiles,
+        specs: Sequence[dict[str, Any]],
         ranks: Sequence[Any] = (),
     ) -> None:
-        """`model`: of a language agent; `specs`: of several domains (`RemotePlayer.specs`); `ranks`: the `RankWorker` of rank 1, 2, …"""
+        """
+        Args:
+            model: of a language policy; empty without one.
+            specs: of all streams (`RemoteWorker.specs`).
+            ranks: the `RankWorker` of rank 1, 2, …
+        """
         self._publisher = RayPublisher()
         self.policy: Any = None
         self.method: Any = None
@@ -65,7 +67,7 @@ class TrainWorker:
             torch.manual_seed(config.seed)
             # A model's files are read when this is over: an actor that is killed leaves nothing behind.
             with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder, ranks_on(RayRanks(ranks)):
-                self.policy, self.method = _learner(own, [SimSpec.from_dict(one) for one in (spec, *specs)], num_slots, model, Path(folder))
+                self.policy, self.method = _learner(own, [SimSpec.from_dict(one) for one in specs], num_slots, model, Path(folder))
             self.method.collector = _NoCollector()
 
         self._built = outcome_of(build)
@@ -121,18 +123,18 @@ class TrainedApart(Method):
     Raises RoleLost when the worker has ended: its weights are gone, and the run goes back to its last checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, method: Method, player: RemotePlayer, cluster: RayCluster) -> None:
+    def __init__(self, config: TrainConfig, method: Method, worker: RemoteWorker, cluster: RayCluster) -> None:
         self.inner, self._config = method, config
         self.learner = method.learner
         """Of this process; it has nothing to do."""
-        assert player.policy is not None, "take_policy comes first"
-        self._policy = player.policy
+        assert worker.policy is not None, "take_policy comes first"
+        self._policy = worker.policy
         num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
         rank: Any = ray.remote(RankWorker)
-        self._ranks = [rank.options(**cluster.options("train", number)).remote(player.model) for number in range(1, num_ranks)]
+        self._ranks = [rank.options(**cluster.options("train", number)).remote(worker.model) for number in range(1, num_ranks)]
         actor: Any = ray.remote(TrainWorker).options(**cluster.options("train"))
-        specs = [spec.to_dict() for spec in player.specs]
-        self._worker: Any = actor.remote(config, player.spec.to_dict(), player.num_slots, player.model, specs, self._ranks)
+        specs = [spec.to_dict() for spec in worker.specs]
+        self._worker: Any = actor.remote(config, worker.num_slots, worker.model, specs, self._ranks)
         try:
             first = self._worker.load.remote(_on_host(self._policy.state_dict()))
             ranks_s = 0.0 if config.hybrid.sharding is None else config.hybrid.sharding.start_timeout_s
@@ -203,19 +205,12 @@ class TrainedApart(Method):
         self._ask(self._worker.ask.remote("load_state_tensors", state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The worker's, with the queue and the warm start of this process."""
+        """The worker's, with what is of this process."""
         state: dict[str, Any] = self._ask(self._worker.ask.remote("state_dict"))
-        own = self.inner.state_dict()
-        if self._config.domains:
-            roles = {name: {**role, **_warm_starts(own["roles"][name])} for name, role in state["roles"].items()}
-            return {**state, "queue": own["queue"], "roles": roles}
-        return {**state, **{name: own[name] for name in ("queue", "warm_start") if name in own}}
+        return self.inner.with_trained(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        theirs = state
-        if self._config.domains:
-            theirs = {**state, "roles": {name: {**role, **_NO_WARM_STARTS} for name, role in state["roles"].items()}}
-        self._ask(self._worker.ask.remote("load_state_dict", theirs))
+        self._ask(self._worker.ask.remote("load_state_dict", state))
         self.inner.load_state_dict(state)
 
     def close(self) -> None:
@@ -230,11 +225,6 @@ class TrainedApart(Method):
         return value_of(reference, "TrainWorker", can_give_up=False)
 
 
-def _warm_starts(role: dict[str, Any]) -> dict[str, Any]:
-    """What a role's state says of its warm starts, which are made in the driver's process."""
-    return {name: role[name] for name in _NO_WARM_STARTS if name in role}
-
-
 class _NoCollector(Collector):
     """The worker's method plays nothing."""
 
@@ -244,24 +234,26 @@ class _NoCollector(Collector):
         """There is nothing to begin."""
 
 
-def train_on_ray(config: TrainConfig, method: Method, player: RemotePlayer) -> TrainedApart:
-    """Give a method's learning half to an actor of the cluster that the player is on. Raises UserError when it cannot begin."""
-    trained = TrainedApart(config, method, player, player.cluster)
-    player.at_close.append(trained.close)
+def train_on_ray(config: TrainConfig, method: Method, worker: RemoteWorker) -> TrainedApart:
+    """Give a method's learning half to an actor of the cluster that the rollout worker is on. Raises UserError when it cannot begin."""
+    trained = TrainedApart(config, method, worker, worker.cluster)
+    worker.at_close.append(trained.close)
     return trained
 
 
-def _learner(config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, model: ModelFiles | None, folder: Path) -> tuple[Any, Any]:
-    """(policy with random weights, method). `specs`: of the run, then of each seat of several domains; `model`: of a language policy."""
+def _learner(config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, model: ModelFiles, folder: Path) -> tuple[Any, Method]:
+    """(policy with random weights, method). `specs`: of all streams; `model`: of a language policy."""
+    run_dir = Path(config.run_dir)
+    if config.algorithm.groups is None:
+        policy = build_policy(config.policy, specs[0])
+        return policy, make_method(config, SimulatorsElsewhere(specs[0], num_slots), policy, Generator(), run_dir)
     language = None
     if model:
         assert isinstance(config.policy, LanguageConfig), "others have no files"
         write_model_files(model, folder)
         language = blank_policy(config.policy, folder)
-    if config.domains:
-        return build_domains_apart(config, SpecsElsewhere(specs[1:]), Path(config.run_dir), None, language)
-    policy: Any = language or build_policy(config.policy, specs[0])
-    return policy, make_method(config, SimulatorsElsewhere(specs[0], num_slots), policy, Generator(), Path(config.run_dir))
+    parts = build_elsewhere(config, streams_elsewhere(config, specs), run_dir, language=language)
+    return parts.policy, parts.method
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

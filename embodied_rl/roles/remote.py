@@ -1,4 +1,4 @@
-"""A player elsewhere, as the training loop sees it: in place of the manager, the generator and the collector."""
+"""A rollout worker elsewhere, as the training loop sees it: in place of the manager, the generator and the collector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embodied_rl.hybrid.weight_sync import is_lora
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.roles.failures import RoleLost
-from embodied_rl.roles.player import Played
+from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.faults import FaultRecord
@@ -26,11 +26,11 @@ from embodied_rl.timeline import record
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout, SimSpec
 
 
-class PlayerHandle(Protocol):
-    """A player in a process or in an actor."""
+class WorkerHandle(Protocol):
+    """A rollout worker in a process or in an actor."""
 
     def call(self, what: str, **arguments: Any) -> Any:
-        """What the player's method `what` returns. Raises RoleLost, and what the method raised."""
+        """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""
         ...
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
@@ -40,8 +40,8 @@ class PlayerHandle(Protocol):
     def close(self) -> None: ...
 
 
-class RemotePlayer(Simulators):
-    """Simulators with their generator in another process; a player that ends is replaced.
+class RemoteWorker(Simulators):
+    """Simulators with their generator in another process; a worker that ends is replaced.
 
     Nothing is lost with it but time: groups that were in flight are asked for again, with their seeds, and what was consumed is known
     here. Fixed rollouts begin new episodes.
@@ -50,9 +50,9 @@ class RemotePlayer(Simulators):
     plays_itself = True
 
     def __init__(
-        self, config: TrainConfig, start: Callable[[TrainConfig], PlayerHandle], *, at_close: Sequence[Callable[[], None]] = ()
+        self, config: TrainConfig, start: Callable[[TrainConfig], WorkerHandle], *, at_close: Sequence[Callable[[], None]] = ()
     ) -> None:
-        """Start a player; `at_close` is called when none is needed any more, last first. Raises UserError as `EnvManager` does."""
+        """Start a worker; `at_close` is called when none is needed any more, last first. Raises UserError as `EnvManager` does."""
         self.config, self._start = config, start
         self.at_close: list[Callable[[], None]] = list(at_close)
         self.version = 0
@@ -62,16 +62,16 @@ class RemotePlayer(Simulators):
         self.published_bytes = 0
         """Of the last time."""
         self._has_base = False
-        """The player has what never changes."""
+        """The worker has what never changes."""
         self.cluster: Any = None
         """The Ray cluster that it plays on; None without."""
         self.policy: TrainedModule | None = None
         """Whose weights `publish` sends; see `take_policy`."""
-        self.model: ModelFiles | None = None
-        """Of a language agent: its model's files, from which the player builds it elsewhere (`language_apart.model_files`)."""
+        self.model: ModelFiles = {}
+        """Files of the language model, from which the worker builds it elsewhere (`language_apart.model_files`); empty without one."""
         self.needs_restart = False
-        """A new player waits for `restart`, which says which episodes to play."""
-        self._handle: PlayerHandle | None = None
+        """A new worker waits for `restart`, which says which episodes to play."""
+        self._handle: WorkerHandle | None = None
         try:
             self._handle = start(config)
             described = self._handle.call("describe")
@@ -84,43 +84,33 @@ class RemotePlayer(Simulators):
         self.spec = SimSpec.from_dict(described["spec"])
         self.num_slots = int(described["num_slots"])
         self._worker_pids: list[int] = described["worker_pids"]
-        self.specs = [SimSpec.from_dict(spec) for spec in described.get("specs", ())]
-        """Of several domains: of every seat, in the order of `multi_domain.seats_of`."""
+        self.specs = [SimSpec.from_dict(spec) for spec in described["specs"]]
+        """Of the simulators of every stream, in their order (`methods.streams`)."""
         self.generator = RemoteGenerator(self)
 
-    def take_policy(self, policy: TrainedModule, model: ModelFiles | None) -> None:
+    def take_policy(self, policy: TrainedModule, model: ModelFiles) -> None:
         """The policy that is trained: its weights are published from now on.
 
-        `model`: files of a language agent's model, which the player receives; empty where no domain has a language policy; None: no agent.
+        `model`: files of the language model, which the worker receives; empty where no policy speaks.
 
-        Raises UserError for a model that the player's token backend cannot run.
+        Raises UserError for a model that the worker's token backend cannot run.
         """
-        self.policy = policy
-        self.model = model
-        if model is not None:
-            try:
-                self._live().call("take_model", files=model)
-            except RoleLost as lost:
-                self.replace(lost)
+        self.policy, self.model = policy, model
+        try:
+            self._live().call("take_model", files=model)
+        except RoleLost as lost:
+            self.replace(lost)
 
     def worker_pids(self) -> list[int]:
-        """Of the player's simulators."""
+        """Of the worker's simulators."""
         return self._worker_pids
 
-    def texts(self) -> list[str]:
-        """See `AgentPlayer.texts`."""
-        return [str(text) for text in self.insist("texts")]
-
-    def texts_of(self, domain: str) -> list[str]:
-        """See `DomainPlayer.texts`."""
+    def texts(self, domain: str = "") -> list[str]:
+        """See `RolloutWorker.texts`."""
         return [str(text) for text in self.insist("texts", domain=domain)]
 
-    def demonstrate(self) -> list[AgentEpisode]:
-        """See `AgentPlayer.demonstrate`."""
-        return list(self.insist("demonstrate"))
-
-    def demonstrate_in(self, domain: str) -> list[AgentEpisode]:
-        """See `DomainPlayer.demonstrate`."""
+    def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
+        """See `RolloutWorker.demonstrate`."""
         return list(self.insist("demonstrate", domain=domain))
 
     @property
@@ -129,7 +119,7 @@ class RemotePlayer(Simulators):
         return self._faults
 
     def note_faults(self, records: Sequence[FaultRecord]) -> None:
-        """Faults of the player's simulators since the last time."""
+        """Faults of the worker's simulators since the last time."""
         self._faults.extend(records)
 
     def publish(self, version: int) -> None:
@@ -145,26 +135,26 @@ class RemotePlayer(Simulators):
     def evaluate(
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
-        """See `Player.evaluate`."""
-        return list(self.insist("evaluate", num_episodes=num_episodes, first_seed=first_seed))
+        """See `RolloutWorker.evaluate`: of every domain."""
+        return self.evaluate_in("", num_episodes, first_seed)
 
     def evaluate_in(self, domain: str, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
-        """See `DomainPlayer.evaluate`."""
+        """See `RolloutWorker.evaluate`."""
         return list(self.insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=domain))
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """See `PlayerHandle.call`."""
+        """See `WorkerHandle.call`."""
         return self._live().call(what, **arguments)
 
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
-        """See `EnvManager.peek`; nothing where the player is gone."""
+        """See `EnvManager.peek`; nothing where the worker is gone."""
         try:
             return dict(self._live().call("peek", slots=list(slots)))
         except RoleLost:
             return {}
 
     def replace(self, lost: RoleLost) -> None:
-        """Start another player with the weights that were published last. Raises UserError when that was done too often."""
+        """Start another worker with the weights that were published last. Raises UserError when that was done too often."""
         if self.num_restarts >= self.config.hybrid.max_restarts:
             raise UserError(
                 f"{lost} It was replaced {self.num_restarts} times already (hybrid.max_restarts). "
@@ -172,13 +162,12 @@ class RemotePlayer(Simulators):
             ) from lost
         self.num_restarts += 1
         self.needs_restart = True
-        self._end_player()
+        self._end_worker()
         try:
             self._handle = self._start(self.config)
             self._worker_pids = self._handle.call("describe")["worker_pids"]
-            if self.model is not None:
-                self._handle.call("take_model", files=self.model)
             if self.policy is not None:
+                self._handle.call("take_model", files=self.model)
                 self._send_weights()
         except RoleLost as again:
             self.replace(again)
@@ -190,8 +179,8 @@ class RemotePlayer(Simulators):
         raise AssertionError("nothing was offloaded")
 
     def close(self) -> None:
-        """End the player. May be called twice."""
-        self._end_player()
+        """End the worker. May be called twice."""
+        self._end_worker()
         while self.at_close:
             self.at_close.pop()()
 
@@ -200,7 +189,7 @@ class RemotePlayer(Simulators):
         self._has_base = True
 
     def _weights(self) -> dict[str, Tensor]:
-        """What the player acts with: of a language agent only the model, with any adapter merged, unless the player merges by itself."""
+        """What the worker acts with: of a language agent only the model, with any adapter merged, unless the worker merges by itself."""
         assert self.policy is not None, "take_policy comes first"
         if self.config.hybrid.publish == "adapter":
             state = self.policy.state_dict()
@@ -208,72 +197,72 @@ class RemotePlayer(Simulators):
         return dict(self.policy.named_weights())
 
     def insist(self, what: str, **arguments: Any) -> Any:
-        """`ask`, again of a new player when one ends."""
+        """`ask`, again of a new worker when one ends."""
         while True:
             try:
                 return self.ask(what, **arguments)
             except RoleLost as lost:
                 self.replace(lost)
 
-    def _end_player(self) -> None:
+    def _end_worker(self) -> None:
         handle, self._handle, self._has_base = self._handle, None, False
         if handle is not None:
             handle.close()
 
-    def _live(self) -> PlayerHandle:
+    def _live(self) -> WorkerHandle:
         if self._handle is None:
-            raise RuntimeError("The player was closed.")
+            raise RuntimeError("The rollout worker was closed.")
         return self._handle
 
 
 class RemoteGenerator(Generator):
-    """What acts in a player's process, as the engine knows it: it takes weights, and nothing is asked of it here."""
+    """What acts in a worker's process, as the engine knows it: it takes weights, and nothing is asked of it here."""
 
-    def __init__(self, player: RemotePlayer) -> None:
-        self._player = player
+    def __init__(self, worker: RemoteWorker) -> None:
+        self._worker = worker
 
     def publish(self, version: int) -> None:
         """See `Generator.publish`."""
-        self._player.publish(version)
+        self._worker.publish(version)
         self.version = version
 
 
 class RemoteCollector(Collector):
     """Stands where a method has its collector, of rollouts or of groups."""
 
-    def __init__(self, player: RemotePlayer, begin_again: Callable[[int], None]) -> None:
-        """`begin_again(iteration)`: restarts the method after a player was replaced; that starts the new player's episodes."""
-        self._player, self._begin_again = player, begin_again
+    def __init__(self, worker: RemoteWorker, begin_again: Callable[[int], None]) -> None:
+        """`begin_again(iteration)`: restarts the method after a worker was replaced; that starts the new worker's episodes."""
+        self._worker, self._begin_again = worker, begin_again
         self._queue: GroupQueue | None = None
         self._figures: dict[str, float] = {}
         self.times = CollectorTimes()
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """See `RolloutCollector.restart` and `GroupCollector.restart`; `queue` becomes the image of the player's."""
+        """See `RolloutCollector.restart` and `GroupCollector.restart`; `queue` becomes the image of the worker's."""
         self._queue = queue
         while True:
             try:
-                self._player.ask("restart", seed_round=seed_round, queue=None if queue is None else queue.state_dict())
+                self._worker.ask("restart", seed_round=seed_round, queue=None if queue is None else queue.state_dict())
             except RoleLost as lost:
-                self._player.replace(lost)
+                self._worker.replace(lost)
             else:
-                self._player.needs_restart = False
+                self._worker.needs_restart = False
                 return
 
     def episodes(self) -> list[bytes]:
-        """See `RolloutCollector.episodes`; of a player that was replaced, those that it begins."""
+        """See `RolloutCollector.episodes`; of a worker that was replaced, those that it begins."""
         while True:
-            if self._player.needs_restart:
-                self._begin_again(self._player.version)
+            if self._worker.needs_restart:
+                self._begin_again(self._worker.version)
             try:
-                return [episode.tobytes() for episode in self._player.ask("episodes")]
+                return [episode.tobytes() for episode in self._worker.ask("episodes")]
             except RoleLost as lost:
-                self._player.replace(lost)
+                self._worker.replace(lost)
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
         """See `RolloutCollector.take_up`."""
-        self._player.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
-        self._player.needs_restart = False
+        self._worker.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
+        self._worker.needs_restart = False
 
     def next_rollout(self, version: int) -> Rollout:
         """See `RolloutCollector.next_rollout`."""
@@ -291,30 +280,30 @@ class RemoteCollector(Collector):
         return played.data
 
     def metrics(self) -> dict[str, float]:
-        """How long the trainer waited, what the player did meanwhile or before, and what publishing took; of the last iteration."""
+        """How long the trainer waited, what the worker did meanwhile or before, and what publishing took; of the last iteration."""
         return {
             **self._figures,
-            "roles/publish_s": self._player.publish_s,
-            "roles/published_bytes": float(self._player.published_bytes),
-            "roles/restarts": float(self._player.num_restarts),
+            "roles/publish_s": self._worker.publish_s,
+            "roles/published_bytes": float(self._worker.published_bytes),
+            "roles/restarts": float(self._worker.num_restarts),
         }
 
-    def _play(self, version: int) -> Played:
+    def _play(self, version: int) -> Collected:
         started = time.perf_counter()
         while True:
-            if self._player.needs_restart:
+            if self._worker.needs_restart:
                 self._begin_again(version)
             try:
-                played: Played = self._player.ask("play", version=version)
+                played: Collected = self._worker.ask("play", version=version)
                 break
             except RoleLost as lost:
-                self._player.replace(lost)
+                self._worker.replace(lost)
         waited = time.perf_counter() - started
-        self._player.note_faults(played.faults)
+        self._worker.note_faults(played.faults)
         for role, name, begin_ns, end_ns in played.spans:
             record(role, name, begin_ns, end_ns)
         times = played.times
-        # The loop's own figures are of its waiting: it is divided as the player's time was.
+        # The loop's own figures are of its waiting: it is divided as the worker's time was.
         share = waited / max(times.simulate_s + times.act_s, 1e-9)
         self.times = CollectorTimes(times.simulate_s * min(share, 1.0), times.act_s * min(share, 1.0))
         figures = {"roles/wait_s": waited, "roles/simulate_s": times.simulate_s, "roles/act_s": times.act_s}

@@ -74,6 +74,14 @@ class Collector:
         """Play on for a moment, ahead of what was asked for; False: nothing may be played now."""
         return False
 
+    def episodes(self) -> list[bytes]:
+        """The running episodes of all slots, between two batches. Raises UserError where the simulator's cannot be saved."""
+        raise AssertionError("episodes of this collector are begun again from their seeds")
+
+    def take_up(self, episodes: Sequence[bytes]) -> None:
+        """Go on in the episodes that `episodes` gave, here or in another process. Raises SnapshotError for another simulator's."""
+        raise AssertionError("episodes of this collector are begun again from their seeds")
+
     def figures(self) -> dict[str, float]:
         """What is counted of agents since the last call."""
         return {}
@@ -142,11 +150,11 @@ class RolloutCollector(Collector):
             self.recorder.restarted(seed_round)
 
     def episodes(self) -> list[bytes]:
-        """The running episodes of all slots, between two rollouts. Raises UserError where the simulator's cannot be saved."""
+        """See `Collector.episodes`."""
         return [snapshot.to_bytes() for snapshot in self.manager.snapshot(range(self.manager.num_slots))]
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
-        """Go on in the episodes that `episodes` gave, here or in another process. Raises SnapshotError for another simulator's."""
+        """See `Collector.take_up`."""
         slots = range(self.manager.num_slots)
         whole = self.manager.restore(slots, [Snapshot.from_bytes(episode) for episode in episodes])
         self._batches = [_rows(whole, group) for group in self._groups]

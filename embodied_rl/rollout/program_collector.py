@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramRunn
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, QueuePump
 from embodied_rl.serving.agents.captured import CapturedSession, CapturedTurn
 from embodied_rl.serving.agents.sessions import SessionSampling
+from embodied_rl.types import EpisodeGroup
 
 _LOOK_S = 0.25
 """How often it is looked whether running programs are still needed."""
@@ -40,19 +43,32 @@ class ProgramCollector(QueuePump):
         seed: int,
         sampling: SessionSampling,
         greedy_member: bool = False,
+        faults_file: Path | None = None,
     ) -> None:
         """
         Args:
             sampling: of the answers; its seed does not count.
+            faults_file: gets a line for every program that failed.
             greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
         super().__init__(queue, seed=seed)
         self.runner = runner
         self.faults: list[ProgramFault] = []
         """All of the run so far."""
+        self._faults_file, self._faults_written = faults_file, 0
         self._tokenizer, self._num_slots, self._sampling, self._greedy_member = tokenizer, num_slots, sampling, greedy_member
         self._turns: dict[Assignment, int] = {}
         self._counts: Counter[str] = Counter()
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        """See `QueuePump.next_groups`; programs that failed are written down, also where that raises."""
+        try:
+            return super().next_groups(version)
+        finally:
+            if (faults := self.faults[self._faults_written :]) and self._faults_file is not None:
+                with self._faults_file.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps({"iteration": version, **fault.to_dict()}) + "\n" for fault in faults)
+            self._faults_written = len(self.faults)
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Start the programs that the queue asks for, and hand in those that ended. False: none is running, and none is being scored."""
@@ -93,7 +109,7 @@ class ProgramCollector(QueuePump):
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        while self.runner.num_running < self._num_slots and (whose := self.queue.next_assignment()) is not None:
+        while self.runner.num_running < self._num_slots and (whose := self.queue.next_assignment(self.domain)) is not None:
             key = (self.seed, whose.group, whose.member, whose.attempt, _SEEDS)
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
             temperature = 0.0 if self._is_greedy(whose) else self._sampling.temperature

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from embodied_rl.rollout.batch_figures import batch_figures
@@ -26,6 +25,8 @@ class QueuePump(Collector, abc.ABC):
 
     def __init__(self, queue: GroupQueue, *, seed: int) -> None:
         self.queue, self.seed = queue, seed
+        self.domain: str | None = None
+        """Whose groups of the queue it plays; None: all of them."""
         self.times = CollectorTimes()
         self._waited = 0.0
         self._batch: dict[str, float] = {}
@@ -107,12 +108,10 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._idle = list(range(manager.num_slots))
         self._in_step = 0
         """Slots that the simulators will answer for."""
-        self.on_stop: Callable[[int], object] | None = None
-        """Called with every slot whose episode is over, or needed no more."""
 
     def _next_slot(self) -> tuple[int, Assignment] | None:
         """An idle slot and what it is to play, as long as there are both."""
-        if not self._idle or (assignment := self.queue.next_assignment()) is None:
+        if not self._idle or (assignment := self.queue.next_assignment(self.domain)) is None:
             return None
         return self._idle.pop(0), assignment
 
@@ -127,8 +126,7 @@ class SlotPump(QueuePump, Generic[Playing]):
     def _stop(self, slot: int) -> None:
         """Its episode is over, or needed no more."""
         del self._playing[slot]
-        if self.on_stop is not None:
-            self.on_stop(slot)
+        self.manager.release(slot)
         self._idle.append(slot)
         self._idle.sort()
 

@@ -24,9 +24,7 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.generation.tokens import Failure
-from embodied_rl.methods.agents import PreparedTurns, token_batch, token_rows, turn_batch
-from embodied_rl.methods.domain_roles import joined
-from embodied_rl.rollout.domain_collector import DomainShare
+from embodied_rl.methods.agents import PreparedTurns, joined, token_batch, token_rows, turn_batch
 from embodied_rl.rollout.domains import DomainMixture, queue_weights
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.schedule import GroupQueueConfig
@@ -65,18 +63,17 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_collector_gets_the_groups_of_its_own_domain() -> None:
+def test_each_domain_is_given_its_own_groups() -> None:
     config = GroupQueueConfig(group_size=2, groups_per_step=6)
     queue = GroupQueue(config, seed=3, domains=DomainMixture({"a": 2.0, "b": 1.0}))
-    a, b = DomainShare(queue, "a"), DomainShare(queue, "b")
-    found = [assignment for share in (b, a, b, a) for _ in range(4) if (assignment := share.next_assignment()) is not None]
+    found = [assignment for domain in "baba" for _ in range(4) if (assignment := queue.next_assignment(domain)) is not None]
     assert [assignment.domain for assignment in found] == ["b"] * 4 + ["a"] * 8
-    assert a.next_assignment() is None, "all six places are taken"
+    assert queue.next_assignment("a") is None, "all six places are taken"
     assert Counter(assignment.group for assignment in found) == dict.fromkeys(range(6), 2)
     dealt = DomainMixture({"a": 2.0, "b": 1.0})
     assert all(dealt.domain_of(assignment.group) == assignment.domain for assignment in found)
-    a.failed(found[-1], "no reason")
-    again = a.next_assignment()
+    queue.failed(found[-1], "no reason")
+    again = queue.next_assignment("a")
     assert again is not None
     assert (again.group, again.member, again.attempt) == (found[-1].group, found[-1].member, 1)
 
@@ -249,7 +246,7 @@ def test_the_same_policy_on_two_players_and_chance_as_a_third(tmp_path: Path) ->
         trainer.method.restart(0)
         with trainer.engine.generation():
             experience = trainer.method.collect(0)
-        played = Counter(group.domain for group in experience.data)
+        played = Counter(group.domain for group in experience.data.groups)
         metrics = trainer.method.metrics()
         stats = trainer.method.update(trainer.method.prepare(experience), iteration=0, steps=0)
     assert set(played) <= {"lake", "sums", "lake@cool", "sums@cool"}, "chance is not learned from"

@@ -18,7 +18,7 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
-from embodied_rl.methods.programs import FAULTS_FILE
+from embodied_rl.methods.building import PROGRAM_FAULTS
 from embodied_rl.rollout.program_runner import Played
 from embodied_rl.serving.agents.captured import CapturedSession
 from embodied_rl.train import train
@@ -66,22 +66,22 @@ def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: list[str]
         method.update(prepared, iteration=0, steps=0)
         changed = [name for name, tensor in trainer.policy.named_weights() if not bool((tensor == before[name]).all())]
     sessions = {played.outcome.session: played.outcome for played in seen.values() if isinstance(played.outcome, CapturedSession)}
-    episodes = [episode for group in experience.data for episode in group.episodes]
+    episodes = [episode for group in experience.data.groups for episode in group.episodes]
     assert len(episodes) == 4
     rows = [row for episode in episodes for row in sessions[episode.metadata["session"]].trajectories()]
-    assert [sequence.token_ids.tolist() for sequence in prepared.tokens.sequences] == [row.token_ids.tolist() for row in rows]
+    assert [sequence.token_ids.tolist() for sequence in prepared[""].tokens.sequences] == [row.token_ids.tolist() for row in rows]
     for number, row in enumerate(rows):
         width = len(row.mask)
-        assert prepared.tokens.mask[number, :width].tolist() == row.mask.tolist()
-        np.testing.assert_array_equal(prepared.tokens.behaviour_log_prob[number, :width].numpy(), row.log_prob)
+        assert prepared[""].tokens.mask[number, :width].tolist() == row.mask.tolist()
+        np.testing.assert_array_equal(prepared[""].tokens.behaviour_log_prob[number, :width].numpy(), row.log_prob)
     # The proxy's numbers are those of the policy that is trained, by teacher forcing over the joined turns.
     with Trainer(config, tmp_path / "again", command="test") as fresh:
-        evaluated = fresh.policy.evaluate(prepared.tokens.sequences)
+        evaluated = fresh.policy.evaluate(prepared[""].tokens.sequences)
     for number, row in enumerate(rows):
         np.testing.assert_allclose(
             evaluated.log_prob[number].detach().numpy()[: len(row.mask)][row.mask], row.log_prob[row.mask], atol=1e-4
         )
-    rewarded = [{episode.episode_return for episode in group.episodes} for group in experience.data]
+    rewarded = [{episode.episode_return for episode in group.episodes} for group in experience.data.groups]
     assert set().union(*rewarded) <= {0.0, 1.0}
     assert changed or all(len(of_group) == 1 for of_group in rewarded), "rewards differed within a group, and nothing was learned"
 
@@ -118,7 +118,7 @@ def test_failed_programs_are_written_down(tmp_path: Path) -> None:
     run = train(small(tmp_path / "run", *more))
     results = json.loads((run / "results.json").read_text())
     assert (results["num_episodes"], results["success"], results["return_mean"]) == (2, 0.0, 0.0)
-    assert not (run / FAULTS_FILE).exists(), "no program of the training failed"
+    assert not (run / PROGRAM_FAULTS).exists(), "no program of the training failed"
     crashing.write_text(
         "import os, runpy, sys\n"
         f"marker = {str(tmp_path / 'crashed')!r}\n"
@@ -126,7 +126,7 @@ def test_failed_programs_are_written_down(tmp_path: Path) -> None:
         f"runpy.run_path({str(AGENT / 'agent.py')!r}, run_name='__main__')\n"
     )
     run = train(small(tmp_path / "second", *more))
-    (record,) = [json.loads(line) for line in (run / FAULTS_FILE).read_text().splitlines()]
+    (record,) = [json.loads(line) for line in (run / PROGRAM_FAULTS).read_text().splitlines()]
     assert (record["kind"], record["exit_status"], record["iteration"]) == ("crashed", 9, 0)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["agent/failed_crashed"] == 1
 

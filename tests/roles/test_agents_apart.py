@@ -55,7 +55,7 @@ def test_episodes_go_on_while_training_and_none_is_older_than_allowed(tmp_path: 
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for group in experience.data:
+            for group in experience.data.groups:
                 ages.append(group.age(trainer.iteration))
                 numbers.append(group.number)
                 for episode in group.episodes:
@@ -112,7 +112,7 @@ def test_reward_workers_score_whole_dialogues_here_and_there(tmp_path: Path) -> 
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for episode in (episode for group in experience.data for episode in group.episodes):
+            for episode in (episode for group in experience.data.groups for episode in group.episodes):
                 assert episode.episode_return == pytest.approx(-0.1 * len(episode.turns))
                 assert episode.episode_return == pytest.approx(sum(turn.reward for turn in episode.turns))
                 assert episode.game_return == episode.metadata["simulator_return"]

@@ -116,7 +116,7 @@ def test_domains_are_played_while_training_and_none_is_older_than_allowed(tmp_pa
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for group in experience.data:
+            for group in experience.data.groups:
                 numbers.append(group.number)
                 ages.add((group.domain, group.age(trainer.iteration)))
                 for episode in group.episodes:

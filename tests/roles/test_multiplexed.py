@@ -21,9 +21,8 @@ from embodied_rl.methods.language_apart import model_files
 from embodied_rl.methods.language_player import make_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.roles.hosts import HostPlan, plan_hosts
-from embodied_rl.roles.make_player import make_player
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
-from embodied_rl.roles.player import Player
+from embodied_rl.roles.worker import RolloutWorker
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.timeline import read_events
@@ -38,19 +37,20 @@ ONE_BEHIND = "algorithm.groups.max_staleness=1"
 # ---- robots: simulators' slots move ---------------------------------------------------------------------------------
 
 
-def weights_of(player: Player) -> list[tuple[str, Any]]:
-    policy: Any = player.acting
-    return [(name, tensor.clone()) for name, tensor in policy.policy.state_dict().items()]
+def weights_of(player: RolloutWorker) -> list[tuple[str, Any]]:
+    acting: Any = player.acting
+    return [(name, tensor.clone()) for name, tensor in acting.policies[""].policy.state_dict().items()]
 
 
-def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tuple[int, int], Episode], Player]:
+def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tuple[int, int], Episode], RolloutWorker]:
     """{(group, place): episode} of batches that a player in this process plays with the same weights always, and the player, closed.
 
     `between` rounds are played between a batch and the next publication, as while training.
     """
-    player = Player(config)
+    player = RolloutWorker(config)
     found: dict[tuple[int, int], Episode] = {}
     try:
+        player.take_model({})
         weights = weights_of(player)
         player.load(0, iter(weights))
         assert player.queue is not None
@@ -72,7 +72,7 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
     return found, player
 
 
-def check_lent(player: Player) -> None:
+def check_lent(player: RolloutWorker) -> None:
     """What is lent stands empty, and the multiplexer counts what the queue counts."""
     if player.lease is None:
         return
@@ -151,7 +151,8 @@ def test_what_the_hosts_do_not_have_room_for_waits(tmp_path: Path) -> None:
     """Three of four hosts leave: most episodes are parked, and go on when they come back."""
     config = configured(tmp_path, *GROUPS, "hybrid.placement={kind: multiplexed, num_hosts: 4, num_train_gpus: 3}", ONE_BEHIND)
     with pytest.warns(UserWarning, match="more than the"):
-        player = Player(config)
+        player = RolloutWorker(config)
+    player.take_model({})
     try:
         weights = weights_of(player)
         player.load(0, iter(weights))
@@ -223,7 +224,7 @@ def run_texts(run_dir: Path, *overrides: str, kill_host: bool = False) -> tuple[
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for group in experience.data:
+            for group in experience.data.groups:
                 numbers.append(group.number)
                 for episode in group.episodes:
                     behind = trainer.iteration - np.concatenate([turn.version for turn in episode.turns])
@@ -261,7 +262,7 @@ def children_of(pid: int, module: str) -> list[int]:
 def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
     """With the same weights always: hosts and policy find the same log-probabilities, and multiplexer and queue the same counts."""
     config = configured(tmp_path, *TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=16")
-    player: Any = make_player(config)
+    player: Any = RolloutWorker(config)
     try:
         policy = make_language_policy(config, player.manager, tmp_path, None)
         weights = dict(policy.named_weights())
@@ -351,7 +352,7 @@ def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> No
     three = "hybrid.placement={kind: multiplexed, num_hosts: 3}"
     config = configured(tmp_path, *GROUPS, three, ONE_BEHIND, "sim.num_slots=2", "sim.num_workers=2")
     with pytest.raises(UserError, match="2 workers with 2 slots"):
-        Player(config).close()
+        played(config, 1, 0)
 
 
 def test_hosts_and_threads_of_this_machine() -> None:

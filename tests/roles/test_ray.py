@@ -117,7 +117,7 @@ def test_a_language_agent_with_ray_plays_on_while_training(tmp_path: Path, sessi
         update = method.update
 
         def note(experience: Any, **options: Any) -> Any:
-            ages.extend(group.age(trainer.iteration) for group in experience.data)
+            ages.extend(group.age(trainer.iteration) for group in experience.data.groups)
             time.sleep(0.5)
             return update(experience, **options)
 

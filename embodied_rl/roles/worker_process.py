@@ -1,4 +1,4 @@
-"""A player in a separate process on this machine: ``python -m embodied_rl.roles.player_process SOCKET``, and its handle.
+"""A rollout worker in a separate process on this machine: ``python -m embodied_rl.roles.worker_process SOCKET``, and its handle.
 
 Requests and answers are JSON and plain arrays over a socket; weights come through shared memory, with their version.
 """
@@ -21,17 +21,16 @@ from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.distributed.link import Link
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.roles.failures import RoleLost, encode_error
-from embodied_rl.roles.make_player import make_player
-from embodied_rl.roles.player import Player, serve
 from embodied_rl.roles.role_process import RoleProcess
 from embodied_rl.roles.wire import pack, unpack
+from embodied_rl.roles.worker import RolloutWorker, serve
 from embodied_rl.rollout.groups import WHOLE, Share
 
 _END_S = 20.0
 
 
-class PlayerProcess:
-    """The handle in the process that trains. Implements `PlayerHandle`."""
+class WorkerProcess:
+    """The handle in the process that trains. Implements `WorkerHandle`."""
 
     def __init__(self, config: TrainConfig, share: Share = WHOLE, *, gpu: str | None = None) -> None:
         """Start the process; `call("describe")` waits until it plays.
@@ -41,7 +40,7 @@ class PlayerProcess:
             share: of the groups, where others play the rest.
             gpu: the only one that it sees; None: as this process does.
         """
-        self._role = RoleProcess("embodied_rl.roles.player_process", "The process that plays", gpu=gpu)
+        self._role = RoleProcess("embodied_rl.roles.worker_process", "The process that plays", gpu=gpu)
         self.process = self._role.process
         self._weights: SharedWeightsPublisher | None = None
         self._names: set[str] = set()
@@ -49,14 +48,14 @@ class PlayerProcess:
         self._role.tell("begin", config=config.to_dict(), share=[share.index, share.count])
 
     def call(self, what: str, **arguments: Any) -> Any:
-        """What the player's method `what` returns. Raises RoleLost, and what the method raised."""
+        """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""
         self._role.tell(what, **arguments)
         return self._answer()
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write the weights into shared memory; the player takes them before it does anything else that is asked."""
+        """Write the weights into shared memory; the worker takes them before it does anything else that is asked."""
         if self._names != tensors.keys():  # after the whole policy, only its adapter
-            # The new one is there before the old one goes: their paths differ, and the player knows one by its path.
+            # The new one is there before the old one goes: their paths differ, and the worker knows one by its path.
             publisher = SharedWeightsPublisher(tensors)
             self._end_publisher()
             self._weights, self._names = publisher, set(tensors)
@@ -64,7 +63,7 @@ class PlayerProcess:
         try:
             published = self._weights.publish(version, tensors.items(), only_changed=self._only_changed)
         except TimeoutError as error:
-            raise RoleLost(f"the player does not take weights: {error}") from error
+            raise RoleLost(f"the rollout worker does not take weights: {error}") from error
         self._role.tell("load", version=version, path=self._weights.path)
         self._answer()
         return published.num_bytes
@@ -126,24 +125,24 @@ def main(descriptor: int) -> None:
     connection = socket.socket(fileno=descriptor)
     link = Link(connection)
     message, tensors = link.recv()
-    player: Player | None = None
+    worker: RolloutWorker | None = None
     _end_with_trainer(descriptor)
     inbox = _LinkInbox(link, descriptor)
     try:
         try:
             begin = unpack(message["with"], tensors)
-            player = make_player(TrainConfig.from_dict(begin["config"]), Share(*begin["share"]))
+            worker = RolloutWorker(TrainConfig.from_dict(begin["config"]), share=Share(*begin["share"]))
         except Exception as error:
             link.recv()  # what it is asked first
             link.send({"error": encode_error(error)})
             return
         with contextlib.suppress(EOFError):
-            serve(player, inbox)
+            serve(worker, inbox)
     except ChannelClosed:
         pass
     finally:
-        if player is not None:
-            player.close()
+        if worker is not None:
+            worker.close()
 
 
 def _end_with_trainer(descriptor: int) -> None:

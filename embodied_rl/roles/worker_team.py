@@ -1,12 +1,12 @@
-"""Several players side by side, processes or actors: each plays its share of the groups, by their numbers, in its own simulators.
+"""Several rollout workers side by side, processes or actors: each plays its share of the groups, by their numbers, in its own simulators.
 
 ```
-                       ┌── player 0: groups 0, 2, 4, …  its half of each batch
- RemotePlayer ── team ─┤
-                       └── player 1: groups 1, 3, 5, …
+                       ┌── worker 0: groups 0, 2, 4, …  its half of each batch
+ RemoteWorker ── team ─┤
+                       └── worker 1: groups 1, 3, 5, …
 ```
-A group's episodes depend only on its number and seeds, so that a team plays what one player would; which observations share a forward
-pass differs. Each player's queue keeps the staleness bound for its own groups; so the bound holds for all groups.
+A group's episodes depend only on its number and seeds, so that a team plays what one worker would; which observations share a forward
+pass differs. Each worker's queue keeps the staleness bound for its own groups; so the bound holds for all groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.roles.failures import RoleLost
-from embodied_rl.roles.player import Played
+from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, Share
 from embodied_rl.sim.affinity import available_cores
@@ -34,71 +34,71 @@ _OF_ONE = ("texts", "demonstrate", "peek")
 """What one of them is asked for all."""
 
 
-class PlayerTeam:
-    """Handle of several players. Implements `PlayerHandle`; when one ends, all are replaced."""
+class WorkerTeam:
+    """Handle of several rollout workers. Implements `WorkerHandle`; when one ends, all are replaced."""
 
     def __init__(self, config: TrainConfig, start: Callable[[TrainConfig, Share], Any]) -> None:
-        """`start` a `PlayerHandle` for each share of the configuration's `hybrid.players`; those that began are ended if one cannot."""
-        self._players: list[Any] = []
-        self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="player")
+        """`start` a `WorkerHandle` for each share of the configuration's `hybrid.players`; those that began are ended if one cannot."""
+        self._workers: list[Any] = []
+        self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="worker")
         try:
             for index in range(config.hybrid.players):
-                self._players.append(start(part_of(config, index), Share(index, config.hybrid.players)))
+                self._workers.append(start(part_of(config, index), Share(index, config.hybrid.players)))
         except BaseException:
             self.close()
             raise
 
     def call(self, what: str, **arguments: Any) -> Any:
-        """What the method `what` of one player would return. Raises RoleLost, and what a player raised."""
+        """What the method `what` of one worker would return. Raises RoleLost, and what a worker raised."""
         if what in _OF_ONE:
-            return self._players[0].call(what, **arguments)
+            return self._workers[0].call(what, **arguments)
         if what == "evaluate":
             return self._evaluate(**arguments)
         if what == "restart":
-            states = divided(arguments.pop("queue"), len(self._players))
+            states = divided(arguments.pop("queue"), len(self._workers))
             return self._ask(what, [{**arguments, "queue": state} for state in states])[0]
-        answers = self._ask(what, [arguments] * len(self._players))
+        answers = self._ask(what, [arguments] * len(self._workers))
         if what == "play":
             return joined(answers)
         return _described(answers) if what == "describe" else answers[0]
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """Have all of them play with these weights. Raises RoleLost."""
-        return sum(self._all(lambda player: player.publish(version, tensors), self._players))
+        return sum(self._all(lambda worker: worker.publish(version, tensors), self._workers))
 
     def close(self) -> None:
-        """End all players at the same time, since each may take a while to end. May be called twice."""
-        players, self._players = self._players, []
-        with ThreadPoolExecutor(max(len(players), 1), thread_name_prefix="end") as ending:
-            for ended in [ending.submit(player.close) for player in players]:
+        """End all workers at the same time, since each may take a while to end. May be called twice."""
+        workers, self._workers = self._workers, []
+        with ThreadPoolExecutor(max(len(workers), 1), thread_name_prefix="end") as ending:
+            for ended in [ending.submit(worker.close) for worker in workers]:
                 ended.result()
         self._pool.shutdown(wait=False)
 
-    def _evaluate(self, num_episodes: int, first_seed: int) -> list[Any]:
-        """Every player some of the seeds, in their order."""
-        count = len(self._players)
+    def _evaluate(self, num_episodes: int, first_seed: int, domain: str) -> list[Any]:
+        """Every worker some of the seeds, in their order."""
+        count = len(self._workers)
         starts = [num_episodes * index // count for index in range(count + 1)]
         ranges = [(end - start, first_seed + start) for start, end in itertools.pairwise(starts)]
-        parts = self._ask("evaluate", [{"num_episodes": size, "first_seed": first} for size, first in ranges])
+        parts = self._ask("evaluate", [{"num_episodes": size, "first_seed": first, "domain": domain} for size, first in ranges])
         return [episode for part in parts for episode in part]
 
     def _ask(self, what: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The same of all of them at the same time, each with its own arguments."""
-        return self._all(lambda asked: asked[0].call(what, **asked[1]), list(zip(self._players, arguments, strict=True)))
+        return self._all(lambda asked: asked[0].call(what, **asked[1]), list(zip(self._workers, arguments, strict=True)))
 
     def _all(self, ask: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
         futures = [self._pool.submit(ask, one) for one in of]
         with waiting:
             wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
-        # A lost player comes first, since it is replaced. Errors that did not follow from the loss occur again with the new player.
+        # A lost worker comes first, since it is replaced. Errors that did not follow from the loss occur again with the new worker.
         for error in sorted(errors, key=lambda error: not isinstance(error, RoleLost)):
             raise error
         return [future.result() for future in futures]
 
 
 def part_of(config: TrainConfig, index: int) -> TrainConfig:
-    """The configuration of one player of a team: its part of the slots, of the workers and of each batch."""
+    """The configuration of one worker of a team: its part of the slots, of the workers and of each batch."""
     count, groups = config.hybrid.players, config.algorithm.groups
     assert groups is not None, "the configuration was checked"
     slots = config.sim.num_slots // count + (index < config.sim.num_slots % count)
@@ -139,13 +139,13 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def joined(parts: Sequence[Played]) -> Played:
-    """What all of them played, as one player's: groups by number; times of the one that took longest."""
+def joined(parts: Sequence[Collected]) -> Collected:
+    """What all of them played, as one worker's: groups by number; times of the one that took longest."""
     groups: list[EpisodeGroup] = []
     for part in parts:
-        assert isinstance(part.data, list), "fixed rollouts have one player"
+        assert isinstance(part.data, list), "fixed rollouts have one worker"
         groups += part.data
-    return Played(
+    return Collected(
         data=sorted(groups, key=lambda group: group.number),
         times=max((part.times for part in parts), key=lambda times: times.simulate_s + times.act_s, default=CollectorTimes()),
         queue=united([part.queue for part in parts if part.queue is not None]),

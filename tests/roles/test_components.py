@@ -11,7 +11,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
-from embodied_rl.roles.assembly import playing_gpu
+from embodied_rl.roles.components import playing_gpu
 
 CARTPOLE = ("sim=cartpole", "hybrid.device=cpu")
 APART = "hybrid=disaggregated"

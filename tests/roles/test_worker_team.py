@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.roles.assembly import playing_gpu
-from embodied_rl.roles.player_team import divided, united
+from embodied_rl.roles.components import playing_gpu
+from embodied_rl.roles.worker_team import divided, united
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, Share
 from embodied_rl.rollout.schedule import GroupQueueConfig
@@ -111,7 +111,7 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
         update = method.update
 
         def note(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-            for group in prepared.batch.groups:
+            for group in prepared[""].batch.groups:
                 numbers.append(group.number)
                 ages.add((group.number % 2, group.age(iteration)))
             naps.take({(0, 1), (1, 1)} <= ages)

@@ -1,0 +1,384 @@
+"""Builds a run on groups of episodes: the policies of its streams, what acts in them, their collectors, and what learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from embodied_rl.agents.agent import Agent
+from embodied_rl.algorithms.composition import compose
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation import make_generator
+from embodied_rl.generation.base import Generator
+from embodied_rl.generation.scripted_tokens import RandomTokens
+from embodied_rl.generation.shared_tokens import SharedTokens
+from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.methods.agents import TokenLearner
+from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
+from embodied_rl.methods.language_player import Speaking, make_agent, make_agent_generator, make_backend, make_language_policy
+from embodied_rl.methods.streams import LANGUAGE, Stream, StreamGenerators, make_queue, make_starts
+from embodied_rl.methods.warm_start import WarmStart
+from embodied_rl.policies.base import TrainedModule, layout_of
+from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.rollout.agent_collector import AgentCollector
+from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.group_collector import GroupCollector
+from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.program_collector import ProgramCollector
+from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
+from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.text.program import is_program
+from embodied_rl.types import ActionLayout
+
+PROGRAM_FAULTS = "program_faults.jsonl"
+"""In a run's folder: a line for every agent program that failed."""
+
+
+class RunPolicies(TrainedModule):
+    """The policies of several domains as one module, for checkpoints and statistics."""
+
+    has_description = True
+
+    def __init__(self, policies: Mapping[str, TrainedModule], language: LanguagePolicy | None) -> None:
+        """`language`: the one language policy among them."""
+        super().__init__()
+        self.roles = nn.ModuleDict(dict(policies))  # as their tensors are named in checkpoints
+        self._named = dict(policies)
+        self._language = (language,)  # no submodule twice
+
+    def update_statistics(self, observation: Mapping[str, Tensor]) -> None:
+        """See `Policy.update_statistics`; keys are ``policy/key``."""
+        for name, policy in self._named.items():
+            own = {key.removeprefix(f"{name}/"): part for key, part in observation.items() if key.startswith(f"{name}/")}
+            if own:
+                policy.update_statistics(own)
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """(``policy/name``, tensor) of what acts: of a language policy only the model, with any adapter merged."""
+        for name, policy in self._named.items():
+            for key, tensor in policy.named_weights():
+                yield f"{name}/{key}", tensor
+
+    def save_description(self, folder: Path) -> None:
+        """What the language policy is built from, for a checkpoint's folder ``model``."""
+        (language,) = self._language
+        if language is not None:
+            language.save_config(folder)
+            language.save_description(folder)
+
+    def exported_names(self) -> dict[str, tuple[str, str]]:
+        """The language policy's; see `TrainedModule`."""
+        (language,) = self._language
+        return {} if language is None else {f"roles.{LANGUAGE}.{name}": place for name, place in language.exported_names().items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """What learns in a run on groups, and what acts where that is in this process."""
+
+    policy: TrainedModule
+    language: LanguagePolicy | None
+    """The one among the policies that speaks."""
+    method: GroupMethod
+    generator: Generator
+
+
+# ---- what acts ----------------------------------------------------------------------------------------------------------
+
+
+class Acting:
+    """Gives streams what acts in them: a generator for a robot's policy, token backends for the language policy's agents."""
+
+    speaking: Speaking | None = None
+    """The language policy, or what is known of it where its weights are elsewhere."""
+    weights: Callable[[], Iterable[tuple[str, Any]]] | None = None
+    """The language policy's, where they are here."""
+
+    def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
+        """Of the stream's own policy."""
+        raise NotImplementedError
+
+    def tokens(self, config: TrainConfig) -> TokenBackend:
+        """Samples with the language policy's weights, as `config.generation` says; asked for once for each kind. Raises UserError."""
+        raise NotImplementedError
+
+
+class ActingHere(Acting):
+    """The policies that are trained act themselves."""
+
+    def __init__(self, policies: Mapping[str, Any], language: LanguagePolicy | None, run_dir: Path) -> None:
+        """`policies`: {name: policy} (`Stream.policy`); `language`: the one among them that speaks."""
+        self._policies, self._language, self._run_dir = policies, language, run_dir
+        self.speaking, self.weights = language, None if language is None else language.named_weights
+
+    def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
+        """See `Acting.generator`."""
+        policy = self._policies[stream.policy]
+        return make_generator(stream.config.generation, policy), layout_of(policy)
+
+    def tokens(self, config: TrainConfig) -> TokenBackend:
+        """See `Acting.tokens`."""
+        assert self._language is not None, "there is a language policy"
+        return make_backend(config.generation, self._language, self._run_dir, seed=config.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Playing:
+    """What was given to the streams of a process."""
+
+    backends: dict[str, TokenBackend]
+    """{kind: backend} of those that sample with the policy's weights."""
+    close: Callable[[], None]
+    """Ends tools and backends."""
+
+
+def let_play(
+    streams: Sequence[Stream], acting: Acting, queue: GroupQueue, simulators: Callable[[Stream], Simulators] | None = None
+) -> Playing:
+    """Give every stream its generator and its collector, which fills `queue`.
+
+    Args:
+        simulators: what a robot's collector plays in, in place of the stream's own.
+
+    Raises:
+        UserError: as `Agent` and the backends do.
+    """
+    backends: dict[str, TokenBackend] = {}
+    shared: dict[str, SharedTokens] = {}
+    kinds = [_kind_of(stream) for stream in streams]
+    with ExitStack() as stack:
+        for stream, kind in zip(streams, kinds, strict=True):
+            if stream.config.policy.name != "language":
+                _let_robot_play(stream, acting, queue, stream.manager if simulators is None else simulators(stream))
+                continue
+            assert acting.speaking is not None, "there is a language policy"
+            agent = stream.agent = make_agent(stream.config.agent, acting.speaking, stream.spec)  # its errors come before an engine
+            stack.callback(agent.close)
+            if not kind:
+                backend = _others_backend(stream, agent, acting.speaking)
+                stack.callback(backend.close)
+            else:
+                if kind not in backends:
+                    backends[kind] = acting.tokens(with_backend(stream.config, kind))
+                    stack.callback(backends[kind].close)
+                    shared[kind] = SharedTokens(backends[kind])
+                backend = backends[kind] if kinds.count(kind) == 1 else shared[kind].view()
+            _let_agent_play(stream, agent, backend, queue, acting)
+        close = stack.pop_all().close
+    return Playing(backends, close)
+
+
+def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue, simulators: Simulators) -> None:
+    stream.generator, layout = acting.generator(stream)
+    stream.collector = GroupCollector(
+        simulators,
+        stream.generator,
+        queue,
+        seed=stream.config.seed,
+        min_ready=_min_ready(stream.config),
+        greedy_member=_greedy_member(stream.config),
+        starts=stream.starts,
+        layout=layout,
+    )
+
+
+def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: GroupQueue, acting: Acting) -> None:
+    stream.collector = AgentCollector(
+        stream.manager,
+        agent,
+        backend,
+        queue,
+        seed=stream.config.seed,
+        min_ready=_min_ready(stream.config),
+        greedy_member=_greedy_member(stream.config),
+        trained=stream.trained,
+        temperature=None if stream.other is None else stream.other.temperature,
+    )
+    if stream.is_own:
+        # Held-out requests of a run's only domain are drawn the same in every run: its results compare.
+        stream.generator = AgentGenerator(agent, backend, acting.weights, seed=stream.config.seed if stream.domain else 0)
+
+
+def _let_programs_play(stream: Stream, policy: LanguagePolicy, queue: GroupQueue, run_dir: Path) -> None:
+    """Of a run whose episodes are agent programs: the proxy that serves them, and their collector."""
+    config, programs = stream.config, cast(ProgramManager, stream.manager)
+    served = cast(ProgramGenerator, make_agent_generator(config, policy, stream.spec, run_dir))
+    stream.generator, stream.agent = served, served.agent
+    stream.collector = ProgramCollector(
+        served.runner(programs.options),
+        queue,
+        served.tokenizer,
+        num_slots=programs.num_slots,
+        seed=config.seed,
+        sampling=served.sampling(config.agent.temperature),
+        greedy_member=_greedy_member(config),
+        faults_file=run_dir / PROGRAM_FAULTS,
+    )
+
+
+def _kind_of(stream: Stream) -> str:
+    """Where the stream's tokens are sampled; empty: nowhere, or by another model."""
+    if stream.config.policy.name != "language":
+        return ""
+    if stream.other is None:
+        return stream.config.generation.backend
+    return stream.other.backend if stream.other.is_policy else ""
+
+
+def _min_ready(config: TrainConfig) -> int | None:
+    groups = config.algorithm.groups
+    assert groups is not None, "a method on groups"
+    return 1 if groups.max_staleness else None
+
+
+def _greedy_member(config: TrainConfig) -> bool:
+    return "greedy_baseline" in compose(config.algorithm).advantage.needs
+
+
+def with_backend(config: TrainConfig, kind: str) -> TrainConfig:
+    """The configuration with another kind of token backend."""
+    generation = dataclasses.replace(config.generation, backend=kind)  # type: ignore[arg-type]  # a kind of tokens
+    return dataclasses.replace(config, generation=generation)
+
+
+def _others_backend(stream: Stream, agent: Agent, speaking: Speaking) -> TokenBackend:
+    player, seed = stream.other, stream.config.seed
+    assert player is not None, "the run's own policy has a kind of backend"
+    agent.writes_messages = player.backend == "openai" and player.api == "chat"
+    if player.backend == "random":
+        if not agent.config.actions:
+            raise UserError("generation.mix: backend=random needs a list of actions, and agent.actions is empty: any text may be answered.")
+        return RandomTokens(choices=[agent.answer_ids(action) for action in agent.config.actions], seed=seed)
+    from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
+
+    assert player.base_url is not None, "the configuration was checked"
+    assert player.model is not None, "the configuration was checked"
+    options = OpenAIOptions(
+        player.base_url, player.model, api=player.api, api_key_env=player.api_key_env, timeout_s=player.timeout_s, seed=seed
+    )
+    return OpenAITokens(options, speaking.tokenizer)
+
+
+# ---- what learns --------------------------------------------------------------------------------------------------------
+
+
+def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, checkpoint: Path | None, base: Path | None) -> RunParts:
+    """All in this process.
+
+    Args:
+        checkpoint: folder of the checkpoint that the run goes on from.
+        base: folder of the model that its adapter belongs to.
+
+    Raises:
+        UserError: as the makers of policies, learners and backends do.
+    """
+    for stream in streams:
+        stream.starts = make_starts(stream.config, stream.manager.spec)
+    policies, language = _policies(config, streams, run_dir, checkpoint, base)
+    queue, first = make_queue(config, streams), streams[0]
+    if is_program(first.config.sim) and language is not None:
+        _let_programs_play(first, language, queue, run_dir)
+        generator = first.generator
+    else:
+        playing = let_play(streams, ActingHere(policies, language, run_dir), queue)
+        # That of a run's only stream, which knows its backend, as it is.
+        generator = _all_generators(streams, language, playing) if first.domain else first.generator
+    assert generator is not None, "all streams play here"
+    return _learning(config, streams, policies, language, run_dir, generator, queue)
+
+
+def build_elsewhere(
+    config: TrainConfig,
+    streams: Sequence[Stream],
+    run_dir: Path,
+    checkpoint: Path | None = None,
+    base: Path | None = None,
+    generator: Generator | None = None,
+    language: LanguagePolicy | None = None,
+) -> RunParts:
+    """What learns from streams that another process plays; what connects them sets the method's `collector`.
+
+    Args:
+        checkpoint: see `build_here`.
+        base: see `build_here`.
+        generator: publishes to that process; None: warm starts, and publishing, are another's.
+        language: the language policy, where it is there already.
+
+    Raises:
+        UserError: as the makers of policies and learners do.
+    """
+    policies, speaking = _policies(config, streams, run_dir, checkpoint, base, language)
+    return _learning(config, streams, policies, speaking, run_dir, generator, None)
+
+
+def _all_generators(streams: Sequence[Stream], language: LanguagePolicy | None, playing: Playing) -> Generator:
+    robots = [stream.generator for stream in streams if stream.generator is not None and stream.agent is None]
+
+    def publish(version: int) -> None:
+        for backend in playing.backends.values():
+            assert language is not None, "backends sample with its weights"
+            backend.load_weights(version, language.named_weights())
+        for generator in robots:
+            generator.publish(version)
+
+    return StreamGenerators(publish, playing.close)
+
+
+def _learning(
+    config: TrainConfig,
+    streams: Sequence[Stream],
+    policies: Mapping[str, Any],
+    language: LanguagePolicy | None,
+    run_dir: Path,
+    generator: Generator | None,
+    queue: GroupQueue | None,
+) -> RunParts:
+    learners: dict[str, GroupLearner] = {}
+    for name, policy in policies.items():
+        own = [stream for stream in streams if stream.is_own and stream.policy == name]
+        if language is None or policy is not language:
+            learners[name] = EpisodeLearner(_of_domain(own[0]), policy)
+            continue
+        learner = learners[name] = TokenLearner(config, {stream.domain: stream.config for stream in own}, language)
+        if generator is not None:
+            learner.generator = generator
+            wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]
+            learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
+    trained = RunPolicies(policies, language) if streams[0].domain else policies[""]
+    method = GroupMethod(config, streams, learners, run_dir, queue)
+    return RunParts(trained, language, method, generator or Generator())
+
+
+def _of_domain(stream: Stream) -> TrainConfig:
+    """Configuration of a named domain's own policy: without sharding, which is of the language policy; such a network is small."""
+    own = stream.config
+    return dataclasses.replace(own, hybrid=dataclasses.replace(own.hybrid, sharding=None)) if stream.domain else own
+
+
+def _policies(
+    config: TrainConfig,
+    streams: Sequence[Stream],
+    run_dir: Path,
+    checkpoint: Path | None,
+    base: Path | None,
+    language: LanguagePolicy | None = None,
+) -> tuple[dict[str, Any], LanguagePolicy | None]:
+    """({name: policy}, the one that speaks), all built before anything else draws random numbers: initial weights do not depend on where
+    domains are played."""
+    own = [stream for stream in streams if stream.is_own]
+    speaking = [stream for stream in own if stream.config.policy.name == "language"]
+    policies: dict[str, Any] = {}
+    if speaking:
+        first, *others = speaking
+        further = [(stream.config.agent, stream.manager) for stream in others]
+        language = language or make_language_policy(first.config, first.manager, run_dir, checkpoint, base, further)
+        policies[first.policy] = language
+    robots = {stream.policy: build_policy(stream.config.policy, stream.spec) for stream in own if stream not in speaking}
+    return policies | robots, language

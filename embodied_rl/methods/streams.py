@@ -1,0 +1,284 @@
+"""What a run on groups of episodes plays: a stream for each domain and player, and one queue that asks all of them for groups.
+
+A run with one domain has one stream, whose domain has no name: its configuration is the run's, and its figures and tensors have no prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from embodied_rl.agents.agent import Agent
+from embodied_rl.agents.turns import AgentEpisode
+from embodied_rl.algorithms.filters import GroupFilter, build_filters
+from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.base import Generator
+from embodied_rl.rollout.domain_collector import DomainCollector
+from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
+from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.initialized import StartLibrary
+from embodied_rl.rollout.queue_pump import QueuePump
+from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.sim.instrumented import plain_spec
+from embodied_rl.sim.simulators import Simulators, SimulatorsElsewhere
+from embodied_rl.types import EpisodeSummary, SimSpec
+
+OWN_PLAYER = "policy"
+"""In metrics: the run's own backend, beside the players of generation.mix."""
+LANGUAGE = "language"
+"""The run's language policy where there are several domains, in metrics and checkpoints; other policies have their domains' names."""
+
+
+@dataclass
+class Stream:
+    """What one player plays in one domain; generator and collector are None where they are in another process."""
+
+    domain: str
+    """The configuration's; empty: the run's only one."""
+    player: str
+    """`OWN_PLAYER`, or a name of generation.mix."""
+    config: TrainConfig
+    """Of the domain."""
+    manager: Simulators
+    other: PlayerConfig | None = None
+    """Of a player of generation.mix."""
+    generator: Generator | None = None
+    """Plays held-out episodes; None of other players than the run's own, too."""
+    collector: QueuePump | None = None
+    agent: Agent | None = None
+    """Of a domain of text."""
+    starts: StartLibrary | None = None
+    """Where groups start that do not start ordinarily."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the run's own policy plays."""
+        return self.other is None
+
+    @property
+    def trained(self) -> bool:
+        """Whether the run's policy learns from it."""
+        return self.other is None or (self.other.is_policy and self.other.train)
+
+    @property
+    def name(self) -> str:
+        """Of its groups in the queue."""
+        domain = self.domain or self.manager.spec.task
+        return domain if self.is_own else f"{domain}{PLAYER_SIGN}{self.player}"
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that learns from it (see `LANGUAGE`); empty: the run has one, without a name."""
+        return LANGUAGE if self.domain and self.config.policy.name == "language" else self.domain
+
+    @property
+    def spec(self) -> SimSpec:
+        """As the policy sees it."""
+        return plain_spec(self.manager.spec)
+
+    @property
+    def pump(self) -> QueuePump:
+        """The collector, of a stream that is played in this process."""
+        assert self.collector is not None, "it is played in another process"
+        return self.collector
+
+
+def domains_of(config: TrainConfig) -> tuple[str, ...]:
+    """Names of a run's domains; the only one of a run without names is empty."""
+    return tuple(config.domains) or ("",)
+
+
+def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
+    """The domains where a player of generation.mix plays."""
+    chosen = config.generation.mix[player].domains
+    text = [name for name, domain in config.domains.items() if domain.policy is None]
+    return tuple(name for name in config.domains if name in (chosen or text))
+
+
+def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], Simulators]) -> list[Stream]:
+    """All streams of a run, in their order.
+
+    Args:
+        start: the simulators of a stream, from the configuration of its domain; with the number of slots, where that is not the domain's.
+    """
+    found: list[Stream] = []
+    with ExitStack() as stack:
+        for domain in domains_of(config):
+            for player in (OWN_PLAYER, *(name for name in config.generation.mix if domain in played_by(config, name))):
+                own, other = config.for_domain(domain), config.generation.mix.get(player)
+                manager = start(own, None if other is None else other.num_slots)
+                stack.callback(manager.close)
+                found.append(Stream(domain, player, own, manager, other))
+        stack.pop_all()
+    return found
+
+
+def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: Any = None) -> list[Stream]:
+    """Streams that are played in another process; `specs`: of the simulators of all streams, in their order.
+
+    `worker`: who plays them (`roles.remote.RemoteWorker`); None: nothing is asked of them here.
+    """
+    left = list(specs)
+    streams = streams_of(config, lambda own, num_slots: SimulatorsElsewhere(left.pop(0)))
+    for stream in streams if worker is not None else ():
+        stream.manager = StreamElsewhere(stream.domain, stream.manager.spec, worker)
+    return streams
+
+
+class StreamElsewhere(SimulatorsElsewhere):
+    """The simulators of a stream that another process plays."""
+
+    def __init__(self, domain: str, spec: SimSpec, worker: Any) -> None:
+        super().__init__(spec)
+        self.domain, self._worker = domain, worker
+
+    def texts(self) -> list[str]:
+        """What the first observations say."""
+        return list(self._worker.texts(self.domain))
+
+    def demonstrate(self) -> list[AgentEpisode]:
+        """Successful episodes of a warm start's scripted player."""
+        return list(self._worker.demonstrate(self.domain))
+
+    def evaluate(
+        self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
+    ) -> list[EpisodeSummary]:
+        """Held-out episodes, with the weights that were published last."""
+        return list(self._worker.evaluate_in(self.domain, num_episodes, first_seed))
+
+
+class DomainSimulators(Simulators):
+    """The simulators of all streams, as the training loop knows one manager."""
+
+    plays_itself = True
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self.streams = list(streams)
+        self._faults: list[FaultRecord] = []
+        self._num_faults = [0] * len(self.streams)
+        self.num_slots = sum(stream.manager.num_slots for stream in self.streams)
+        specs = [stream.manager.spec for stream in self.streams]
+        task = "+".join(dict.fromkeys(stream.domain for stream in self.streams))
+        self.spec: SimSpec = dataclasses.replace(specs[0], task=task, reports_success=all(spec.reports_success for spec in specs))
+
+    @property
+    def fault_records(self) -> list[FaultRecord]:
+        """See `EnvManager.fault_records`: of all streams, in the order in which they were asked for here."""
+        for index, stream in enumerate(self.streams):
+            found = stream.manager.fault_records
+            self._faults += found[self._num_faults[index] :]
+            self._num_faults[index] = len(found)
+        return self._faults
+
+    def worker_pids(self) -> list[int]:
+        """Of all streams."""
+        return [pid for stream in self.streams for pid in stream.manager.worker_pids()]
+
+    def evaluate(
+        self,
+        generator: object,
+        num_episodes: int,
+        first_seed: int,
+        on_episode: Callable[[EpisodeSummary], object] | None = None,
+    ) -> list[EpisodeSummary]:
+        """Play held-out seeds in every domain, `num_episodes` in each; they say their domain as ``final_info["task"]``."""
+        played: list[EpisodeSummary] = []
+        for stream in self.streams:
+            if stream.is_own and stream.generator is not None:
+                own = evaluate(stream.manager, stream.generator, num_episodes, first_seed=first_seed, on_episode=on_episode)
+                played += [dataclasses.replace(e, final_info={**e.final_info, "task": stream.domain}) for e in own]
+        return played
+
+    def close(self) -> None:
+        """End all simulators."""
+        with ExitStack() as stack:
+            for stream in self.streams:
+                stack.callback(stream.manager.close)
+
+
+class StreamGenerators(Generator):
+    """The generators of several streams as one: what the engine publishes to."""
+
+    def __init__(self, publish: Callable[[int], None], close: Callable[[], None]) -> None:
+        self._publish, self._close = publish, close
+        self.version = 0
+
+    def publish(self, version: int) -> None:
+        """See `Generator.publish`."""
+        self._publish(version)
+        self.version = version
+
+    def close(self) -> None:
+        """End backends and tools."""
+        self._close()
+
+
+def simulators_of(streams: Sequence[Stream]) -> Simulators:
+    """Those of a run's streams as one."""
+    return DomainSimulators(streams) if streams[0].domain else streams[0].manager
+
+
+def make_collector(config: TrainConfig, streams: Sequence[Stream], queue: GroupQueue) -> QueuePump:
+    """What fills the queue from the streams' own collectors."""
+    groups = config.algorithm.groups
+    assert groups is not None, "a method on groups"
+    if not streams[0].domain:
+        return streams[0].pump
+    return DomainCollector({stream.name: stream.pump for stream in streams}, queue, lockstep=groups.max_staleness == 0)
+
+
+def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WHOLE) -> GroupQueue:
+    """One queue for all streams; `share`: which of its groups. Filters choose what is learned from; a baseline's groups all count."""
+    groups = config.algorithm.groups
+    assert groups is not None, "a method on groups"
+    shares = {name: (player.share, played_by(config, name)) for name, player in config.generation.mix.items()}
+    own = {stream.name: config.domains[stream.domain].weight if stream.domain else 1.0 for stream in streams if stream.is_own}
+    trained = {stream.name: stream.trained for stream in streams}
+
+    def only_trained(apply: GroupFilter) -> GroupFilter:
+        return lambda group: apply(group) if trained[group.domain] else None
+
+    filters = [only_trained(apply) for apply in build_filters(groups.filters)]
+    mixture = DomainMixture(queue_weights(own, shares))
+    return GroupQueue(queue_config(groups), seed=config.seed, domains=mixture, filters=filters, share=share)
+
+
+def queue_config(groups: GroupsConfig) -> GroupQueueConfig:
+    """The group queue that a configuration describes. Raises UserError for an impossible setting."""
+    return GroupQueueConfig(
+        group_size=groups.group_size,
+        groups_per_step=groups.groups_per_step,
+        redundancy=groups.redundancy,
+        max_staleness=groups.max_staleness,
+        max_retries=groups.max_retries,
+        max_rejected_per_step=groups.max_rejected_per_step,
+        episode_timeout_s=groups.episode_timeout_s,
+    )
+
+
+def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
+    """Where groups start that do not start ordinarily; None: there are none. Raises UserError where the task does not allow it."""
+    options = config.algorithm.initialized
+    if options.share == 0:
+        return None
+    if spec.snapshots == "none":
+        raise UserError(f"algorithm.initialized starts inside episodes, and those of task '{spec.task}' cannot be taken up again.")
+    if options.success_return is None and not spec.reports_success:
+        raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
+    return StartLibrary(options, seed=config.seed)
+
+
+def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """{name/key: value}; as they are where the run's only policy or domain has no name."""
+    return {f"{name}/{key}" if name else key: value for key, value in values.items()}
+
+
+def of_name(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `prefixed`, the other way round."""
+    return {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")} if name else dict(values)

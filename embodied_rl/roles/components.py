@@ -1,0 +1,197 @@
+"""The components of a run (simulators, policy, generator, method), and in which processes they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.config import HybridConfig, TrainConfig
+from embodied_rl.generation import make_generator
+from embodied_rl.generation.base import Generator
+from embodied_rl.methods import Method, make_method, training_sim
+from embodied_rl.methods.building import build_elsewhere, build_here
+from embodied_rl.methods.language_apart import model_files
+from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
+from embodied_rl.policies.build import build_policy
+from embodied_rl.roles.hosts import this_machine
+from embodied_rl.roles.remote import RemoteCollector, RemoteWorker, WorkerHandle
+from embodied_rl.roles.worker import make_scorer
+from embodied_rl.roles.worker_process import WorkerProcess
+from embodied_rl.roles.worker_team import WorkerTeam
+from embodied_rl.rollout.groups import WHOLE, Share
+from embodied_rl.rollout.program_manager import make_manager
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.measured_workers import start_measured
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.text.program import is_program
+from embodied_rl.types import SimSpec
+
+
+@dataclass(frozen=True)
+class RunComponents:
+    """A run's policy, the generator that acts with it, and the method that trains it."""
+
+    policy: Any
+    generator: Generator
+    method: Method
+
+
+@dataclass(frozen=True)
+class Started:
+    """The simulators of a run, and how the rest of it is built around them."""
+
+    simulators: Simulators
+    build: Callable[[SimSpec, Path, Path | None, Path | None], RunComponents]
+    """(spec as the policy sees it, the run's folder, folder of the checkpoint that the run goes on from, folder of the model that its
+    adapter belongs to) → the other components. Raises UserError where they do not fit together."""
+
+
+def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Started:
+    """A rollout worker elsewhere with its own, or those of all domains here.
+
+    `tell` takes the line that says what ``sim.num_workers=auto`` came to.
+
+    Raises:
+        UserError: a simulator rejects its configuration, packages, assets or devices are missing.
+    """
+    if (worker := start_worker(config)) is not None:
+        return Started(worker, functools.partial(_around_worker, config, worker))
+    streams = streams_of(config, lambda own, num_slots: _simulators(own, num_slots, None if config.domains else tell))
+    manager = simulators_of(streams)
+    if config.algorithm.groups is None:
+        return Started(manager, functools.partial(_around_manager, config, manager))
+    return Started(manager, functools.partial(_around_streams, config, streams))
+
+
+def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str], None] | None) -> Simulators:
+    """Of one domain in this process; with `tell`, the number of their workers is measured where it is ``auto``."""
+    sim, seeds = training_sim(config), EpisodeSeeds.training(config.seed)
+    if is_program(sim):
+        return make_manager(sim, seeds)
+    autoreset, chunk_size = config.algorithm.groups is None, config.policy.chunk_size
+    if tell is None:
+        return EnvManager.from_config(sim, seeds, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size)
+    return start_measured(sim, seeds, tell=tell, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size)
+
+
+def _around_manager(
+    config: TrainConfig, manager: Simulators, spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
+) -> RunComponents:
+    """All in this process, of a method without groups."""
+    policy = build_policy(config.policy, spec)
+    generator = make_generator(config.generation, policy)
+    method = make_method(_here(config), manager, policy, generator, run_dir)
+    return _scored(config, RunComponents(policy, generator, method))
+
+
+def _around_streams(
+    config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
+) -> RunComponents:
+    """All in this process, of a method on groups."""
+    parts = build_here(_here(config), streams, run_dir, folder, base)
+    return _scored(config, RunComponents(parts.policy, parts.generator, parts.method))
+
+
+def _scored(config: TrainConfig, components: RunComponents) -> RunComponents:
+    """With reward workers for the collector of this process, where the configuration asks for some."""
+    with ExitStack() as undo:
+        undo.callback(end_ranks, components.method)
+        if (scorer := make_scorer(config)) is not None:
+            components.method.collector.score_with(scorer)
+        undo.pop_all()
+    return components
+
+
+def _around_worker(
+    config: TrainConfig, worker: RemoteWorker, spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
+) -> RunComponents:
+    """What acts is with the simulators; what learns is here, or with Ray elsewhere too."""
+    own = _here(config)
+    with ExitStack() as undo:
+        if config.algorithm.groups is None:
+            policy: Any = build_policy(config.policy, spec)
+            worker.take_policy(policy, {})
+            method: Method = make_method(own, worker, policy, worker.generator, run_dir)
+            undo.callback(end_ranks, method)
+        else:
+            parts = build_elsewhere(own, streams_elsewhere(own, worker.specs, worker), run_dir, folder, base, worker.generator)
+            policy, method = parts.policy, parts.method
+            undo.callback(end_ranks, method)
+            worker.take_policy(policy, {} if parts.language is None else model_files(parts.language))
+        connected = connect(config, method, worker)
+        undo.pop_all()
+    return RunComponents(policy, worker.generator, connected)
+
+
+def end_ranks(method: Method) -> None:
+    """End the training processes that a method started, where there is no engine yet that would."""
+    if method.sharded is not None:
+        method.sharded.close()
+
+
+def hybrid_here(config: TrainConfig) -> HybridConfig:
+    """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere."""
+    return dataclasses.replace(config.hybrid, sharding=None) if config.hybrid.cluster == "ray" else config.hybrid
+
+
+def _here(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, hybrid=hybrid_here(config))
+
+
+# ---- rollout workers elsewhere ------------------------------------------------------------------------------------------
+
+
+def start_worker(config: TrainConfig) -> RemoteWorker | None:
+    """Start the rollout worker, or several, that play outside this process; None: the run plays here.
+
+    Raises:
+        UserError: the simulators or the cluster cannot be had; see also `config.rules`, which come first.
+    """
+    if not config.hybrid.plays_apart:
+        return None
+    if config.hybrid.cluster == "ray":
+        from embodied_rl.roles.ray_cluster import prepare
+
+        prepare(config.hybrid.ray)
+        from embodied_rl.roles.ray_roles import start_on_ray
+
+        return start_on_ray(config)
+    return RemoteWorker(config, _start_process)
+
+
+def connect(config: TrainConfig, method: Method, worker: RemoteWorker) -> Method:
+    """Tie a method to the worker elsewhere, and with Ray to the actor that trains; returns what the training loop asks."""
+    outer = method
+    if config.hybrid.cluster == "ray":
+        from embodied_rl.roles.ray_training import train_on_ray
+
+        outer = train_on_ray(config, method, worker)
+    method.collector = RemoteCollector(worker, lambda iteration: outer.restart(iteration))
+    return outer
+
+
+def _start_process(config: TrainConfig) -> WorkerHandle:
+    if config.hybrid.players > 1:
+        return WorkerTeam(config, _start_one)
+    return _start_one(config, WHOLE)
+
+
+def _start_one(config: TrainConfig, share: Share) -> WorkerHandle:
+    # Hosts of a multiplexed run see one GPU each, and share the machine with the worker's own process.
+    gpus = 0 if config.hybrid.placement.kind == "multiplexed" else len(this_machine(config).gpus)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return WorkerProcess(config, share, gpu=playing_gpu(visible, gpus, share.index) if gpus else None)
+
+
+def playing_gpu(visible: str | None, count: int, worker: int = 0) -> str:
+    """The last of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, the last but one of the second worker, and so on:
+    training begins with the first."""
+    number = count - 1 - worker
+    return str(number) if visible is None else visible.split(",")[number].strip()

@@ -1,0 +1,340 @@
+"""The rollout worker: simulators, generators and collectors together, asked by name from wherever training is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from embodied_rl.agents.turns import AgentEpisode
+from embodied_rl.config import TrainConfig
+from embodied_rl.hybrid.host_times import Span
+from embodied_rl.learning.devices import compute_threads
+from embodied_rl.methods import training_sim
+from embodied_rl.methods.building import Playing, let_play
+from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.methods.rollout import make_rollout_collector
+from embodied_rl.methods.streams import Stream, make_collector, make_queue, simulators_of, streams_of
+from embodied_rl.methods.warm_start import play_script
+from embodied_rl.roles.acting import LoadedActing, WorkerActing
+from embodied_rl.roles.device_lease import DeviceLease
+from embodied_rl.roles.hosts import hosted_sim, plan_here
+from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
+from embodied_rl.roles.wire import register
+from embodied_rl.rollout.collector import Collector, CollectorTimes
+from embodied_rl.rollout.evaluation import evaluate
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.scoring import Scorer, ThreadScorer, load_score
+from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
+from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout
+
+
+@register
+@dataclass(frozen=True)
+class Collected:
+    """What was collected for one update, and what its receiver needs to go on should the worker end."""
+
+    data: Rollout | list[EpisodeGroup]
+    times: CollectorTimes
+    queue: dict[str, Any] | None
+    """Of groups: the queue's state as if `data` were trained on. It comes with the groups, so that none is consumed twice."""
+    faults: list[FaultRecord]
+    """Of simulators, since the last time."""
+    metrics: dict[str, float]
+    spans: list[Span] = field(default_factory=list)
+    """Of hosts, for a timeline."""
+
+
+def make_scorer(config: TrainConfig) -> Scorer | None:
+    """Reward workers as threads of this process; None: the configuration asks for none. Raises UserError for a wrong target."""
+    options = config.hybrid.reward_worker
+    if options is None:
+        return None
+    score = load_score(options.target, options.kwargs)
+    return ThreadScorer(score, num_workers=options.num_workers, combine=options.combine, timeout_s=options.timeout_s)
+
+
+class RolloutWorker:
+    """Plays what the training loop asks for and, where staleness is allowed, goes on playing while it trains.
+
+    ```
+                publish(v)              play(v)
+     trainer ───────────────▶ worker ◀──────────── trainer waits; gets groups (or a rollout) with the queue's state
+                                 │ pump(): plays on between requests, as long as the queue has places: (max_staleness + 1) batches
+    ```
+    It begins before there is a model: a tiny model's tokenizer is made of what environments of text say, so that the trainer asks for
+    the `texts` first and then says what the model is (`take_model`). Its kinds of experience differ in only the collectors of its streams.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        acting: WorkerActing | None = None,
+        make_scoring: Callable[[TrainConfig], Scorer | None] = make_scorer,
+        share: Share = WHOLE,
+    ) -> None:
+        """Start the simulators.
+
+        Args:
+            acting: what acts in them; None: policies and backends in this process.
+            make_scoring: makes the reward workers, where the configuration asks for some.
+            share: of the groups, where other workers play the rest.
+
+        Raises:
+            UserError: as `EnvManager` does.
+        """
+        self.config, self._share, self._make_scoring = config, share, make_scoring
+        self.acting = LoadedActing(config) if acting is None else acting
+        self.streams = streams_of(config, self._start)
+        self.manager = simulators_of(self.streams)
+        self.queue: GroupQueue | None = None
+        """None: fixed rollouts."""
+        self.scorer: Scorer | None = None
+        self.lease: DeviceLease | None = None
+        """Hosts that are lent to training, where it takes some over (placement multiplexed)."""
+        self._collector: Collector | None = None
+        self._playing: Playing | None = None
+        self._faults_told = 0
+        self._may_pump = False
+        """True after `restart`; False before it, and after an evaluation or another use of the simulators."""
+
+    @property
+    def collector(self) -> Collector:
+        """There is one after `take_model`."""
+        assert self._collector is not None, "take_model comes first"
+        return self._collector
+
+    def _start(self, config: TrainConfig, num_slots: int | None) -> Simulators:
+        """The simulators of a stream."""
+        return EnvManager.from_config(
+            hosted_sim(config, training_sim(config)),
+            EpisodeSeeds.training(config.seed),
+            num_slots=num_slots,
+            autoreset=config.algorithm.groups is None,
+            chunk_size=config.policy.chunk_size,
+        )
+
+    # ---- what may be asked ------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What the training loop knows of the simulators; ``specs`` are of all streams, in their order."""
+        return {
+            "spec": self.manager.spec.to_dict(),
+            "num_slots": self.manager.num_slots,
+            "worker_pids": list(self.manager.worker_pids()),
+            "specs": [stream.spec.to_dict() for stream in self.streams],
+        }
+
+    def texts(self, domain: str) -> list[str]:
+        """First observations of a domain, which a tiny model's tokenizer must know; before any episode."""
+        return self._stream(domain).manager.texts()
+
+    def take_model(self, files: ModelFiles) -> None:
+        """Begin to act. Once; weights come with `load`.
+
+        Args:
+            files: what the language model is; none where no policy speaks.
+
+        Raises:
+            UserError: a backend or an agent cannot use the model.
+        """
+        assert self._collector is None, "a worker has one model"
+        config, first = self.config, self.streams[0]
+        with self.acting.reading(files):
+            if config.algorithm.groups is None:
+                first.generator, layout = self.acting.generator(first)
+                self._collector = make_rollout_collector(config, self.manager, first.generator, layout)
+                return
+            self.queue = make_queue(config, self.streams, self._share)
+            self._playing = let_play(self.streams, self.acting, self.queue, self._simulators)
+        self.lease = self.lease or self.acting.lease
+        self._collector = make_collector(config, self.streams, self.queue)
+        self.scorer = self._make_scoring(config)
+        self._collector.score_with(self.scorer)
+
+    def load(self, version: int, tensors: Any) -> None:
+        """Take weights as `version`; the batch that was played last is settled then, and places are free."""
+        self.acting.load(version, tensors)
+        self._take_back()
+        if self.queue is not None and version > self.queue.version:
+            self.queue.published(version)
+
+    def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None) -> None:
+        """Begin new episodes: of all slots, or what the state of a group queue asks for."""
+        self._take_back()
+        self._may_pump = True
+        if self.queue is not None:
+            assert queue is not None, "groups are asked for by a queue's state"
+            self.queue.mirror(queue)
+        self.collector.restart(self.queue, seed_round=seed_round)
+
+    def play(self, version: int) -> Collected:
+        """Collect for one update of the weights `version`. Raises SimFault and BatchNeverFullError."""
+        data: Rollout | list[EpisodeGroup]
+        if self.queue is None:
+            data = self.collector.next_rollout(version)
+        else:
+            data = self.collector.next_groups(version)
+            self._lend()
+        state = None if self.queue is None else self.queue.state_dict(settled=True)
+        spans = [] if self.lease is None else self.lease.spans()
+        return Collected(data, self.collector.times, state, self._new_faults(), self._metrics(), spans)
+
+    def demonstrate(self, domain: str) -> list[AgentEpisode]:
+        """See `play_script`; what was being played is lost, so that `restart` must follow."""
+        self._give_up_episodes()
+        return play_script(self._stream(domain))
+
+    def evaluate(self, num_episodes: int, first_seed: int, domain: str) -> list[EpisodeSummary]:
+        """See `rollout.evaluation.evaluate`; what was being played is lost, so that `restart` must follow.
+
+        `domain`: empty: `num_episodes` of every domain, or of the only one.
+        """
+        self._give_up_episodes()
+        stream = self._stream(domain)
+        generator, temperature = stream.generator, self.config.evaluation.temperature
+        assert generator is not None, "take_model comes first"
+        manager = stream.manager if domain else self.manager
+        return evaluate(manager, generator, num_episodes, first_seed=first_seed, temperature=temperature)
+
+    def episodes(self) -> list[np.ndarray]:
+        """See `Collector.episodes`: the running episodes, [bytes] uint8 each."""
+        return [np.frombuffer(episode, np.uint8) for episode in self.collector.episodes()]
+
+    def take_up(self, episodes: list[np.ndarray]) -> None:
+        """See `Collector.take_up`."""
+        self.collector.take_up([episode.tobytes() for episode in episodes])
+        self._may_pump = True
+
+    def peek(self, slots: list[int]) -> dict[str, np.ndarray]:
+        """See `EnvManager.peek`."""
+        return {name: np.array(part) for name, part in self.manager.peek(slots).items()}
+
+    def pump(self) -> bool:
+        """Play on for a moment, between requests; False: nothing may be played now."""
+        if not self._may_pump:
+            return False
+        if self.queue is None:
+            # A checkpoint takes the running episodes between two rollouts.
+            in_lockstep = self.config.checkpoint.within_episodes
+        else:
+            in_lockstep = self.collector.min_ready is None
+        return not in_lockstep and self.collector.pump()
+
+    def close(self) -> None:
+        """End reward workers, tools, backends and simulators."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.manager.close)
+            if self._playing is not None:
+                stack.callback(self._playing.close)
+            if self.scorer is not None:
+                stack.callback(self.scorer.close)
+
+    def _give_up_episodes(self) -> None:
+        """For whatever else is to be played: nothing may answer for the slots' old episodes."""
+        self._take_back()
+        self._may_pump = False
+        if self.queue is not None:
+            self.collector.restart(self.queue)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _stream(self, domain: str) -> Stream:
+        """Where the run's own policy plays a domain; empty: the first, or the only one."""
+        return next(stream for stream in self.streams if stream.is_own and domain in ("", stream.domain))
+
+    def _simulators(self, stream: Stream) -> Simulators:
+        """What a robot's collector plays in: the stream's own, or their slots as hosts of which some are lent to training."""
+        if self.config.hybrid.placement.kind != "multiplexed":
+            return stream.manager
+        simulators = MultiplexedSimulators(stream.manager, plan_here(self.config), keep_spans=self.config.profile)
+        self.lease = simulators.lease
+        return simulators
+
+    def _lend(self) -> None:
+        """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""
+        if self.lease is None or self.collector.min_ready is None:
+            return
+        self.lease.shrink()
+        while not self.lease.vacated and self.collector.pump():
+            pass
+        self.lease.lend()
+
+    def _take_back(self) -> None:
+        if self.lease is not None:
+            self.lease.take_back()
+
+    def _new_faults(self) -> list[FaultRecord]:
+        records = self.manager.fault_records
+        new, self._faults_told = list(records[self._faults_told :]), len(records)
+        return new
+
+    def _metrics(self) -> dict[str, float]:
+        figures = self.collector.metrics()
+        if self.queue is not None:
+            counts = self.queue.counts()
+            figures["groups/in_flight"] = float(counts.in_flight)
+        return figures if self.lease is None else {**figures, **self.lease.figures()}
+
+
+_ASKED: dict[str, Callable[..., Any]] = {
+    "describe": RolloutWorker.describe,
+    "texts": RolloutWorker.texts,
+    "take_model": RolloutWorker.take_model,
+    "load": RolloutWorker.load,
+    "restart": RolloutWorker.restart,
+    "play": RolloutWorker.play,
+    "demonstrate": RolloutWorker.demonstrate,
+    "evaluate": RolloutWorker.evaluate,
+    "episodes": RolloutWorker.episodes,
+    "take_up": RolloutWorker.take_up,
+    "peek": RolloutWorker.peek,
+}
+"""What may be asked of a worker by name."""
+
+
+class Inbox(Protocol):
+    """Where requests come from."""
+
+    def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
+        """(what, arguments, how to answer), in order; None: there is none and `wait` is false. Raises EOFError when no client is left."""
+        ...
+
+
+def serve(worker: RolloutWorker, inbox: Inbox) -> None:
+    """Serve requests in order, and play on between them where that is allowed, until `Inbox.take` raises EOFError."""
+    plays_on, failure = False, None
+    with compute_threads(1):  # the other cores are the simulators'
+        while True:
+            try:
+                request = inbox.take(wait=not plays_on)
+            except EOFError:
+                return
+            if request is None:
+                try:
+                    plays_on = worker.pump()
+                except BaseException as error:
+                    # The next request gets it as its answer.
+                    plays_on, failure = False, error
+                continue
+            what, arguments, answer = request
+            if failure is not None:
+                answer(None, failure)
+                failure = None
+                continue
+            try:
+                value = _ASKED[what](worker, **arguments)
+            except Exception as error:
+                plays_on = False
+                answer(None, error)
+            else:
+                # After an evaluation nothing is played until episodes were begun anew.
+                plays_on = what in ("play", "load", "restart")
+                answer(value, None)
