@@ -25,6 +25,7 @@ from embodied_rl.learning.devices import compute_threads, num_cores, resolve_dev
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
 from embodied_rl.learning.heap import keep_freed_memory
 from embodied_rl.learning.objectives import ActingObjective, Objective, RolloutObjective, TokenCloning
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.policies.actor_critic import ActorCritic
@@ -285,11 +286,13 @@ def make_learner(
     hybrid: HybridConfig,
     *,
     allow_fused: bool = True,
+    ranks: RankHost | None = None,
 ) -> Learner:
     """The learner of a configuration: on the ranks of `hybrid.sharding`, by hand-derived gradients where there are some, or by autograd.
 
     Args:
         allow_fused: False takes autograd always (for comparison).
+        ranks: where the ranks beside the first are; None: processes of this machine.
 
     Raises:
         UserError: the device is not here, or the policy cannot be cut.
@@ -302,7 +305,7 @@ def make_learner(
     widest = max((layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear)), default=0)
     executor: Executor
     if hybrid.sharding is not None:
-        executor = RankExecutor(policy, config, hybrid, device)
+        executor = RankExecutor(policy, config, hybrid, device, ranks)
     elif (
         allow_fused
         and config.value_loss == "mse"

@@ -8,8 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,24 +70,6 @@ class RankHost(Protocol):
     def close(self) -> None:
         """Let them go; those of them that do not end are ended. May be called twice."""
         ...
-
-
-_HOST: ContextVar[Callable[[], RankHost] | None] = ContextVar("rank_host", default=None)
-
-
-@contextlib.contextmanager
-def ranks_on(host: RankHost) -> Iterator[None]:
-    """Inside, the `RankExecutor` that is made (one) has its ranks there."""
-    before = _HOST.set(lambda: host)
-    try:
-        yield
-    finally:
-        _HOST.reset(before)
-
-
-def make_host() -> RankHost:
-    """Of the surrounding `ranks_on`; without one, processes of this machine."""
-    return (_HOST.get() or LocalRanks)()
 
 
 class LocalRanks:

@@ -36,7 +36,7 @@ from embodied_rl.learning import fsdp
 from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
 from embodied_rl.learning.objectives import EpisodeObjective, Numbers, Objective, RolloutObjective, TokenCloning, TokenObjective
 from embodied_rl.learning.optimizer import Optimizers
-from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, make_host, open_store
+from embodied_rl.learning.rank_hosts import LocalRanks, RankHost, RankLink, TrainWorkerError, open_store
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective
 from embodied_rl.learning.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
 from embodied_rl.learning.tensor_parallel import check_plan
@@ -151,8 +151,10 @@ class RankExecutor(Executor):
     brings its weights over.
     """
 
-    def __init__(self, policy: TrainedModule, algorithm: AlgorithmConfig, config: HybridConfig, device: torch.device) -> None:
-        """Start the ranks.
+    def __init__(
+        self, policy: TrainedModule, algorithm: AlgorithmConfig, config: HybridConfig, device: torch.device, host: RankHost | None = None
+    ) -> None:
+        """Start the ranks; `host` says where, by default as processes of this machine.
 
         Raises:
             UserError: there are fewer GPUs than ranks, the policy cannot be cut, or torch.distributed is in use already.
@@ -166,7 +168,7 @@ class RankExecutor(Executor):
         self._is_apart = False
         if dist.is_initialized():
             raise UserError("torch.distributed is in use in this process already: hybrid.sharding makes its own process group.")
-        self.host = make_host()
+        self.host = LocalRanks() if host is None else host
         if self.sharding.num_tensor_shards > 1:
             check_plan(policy, self.sharding.num_tensor_shards)
         self._finalizer = weakref.finalize(self, self.host.close)

@@ -11,6 +11,7 @@ from typing import Any
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import CloningMethod, DaggerMethod
 from embodied_rl.methods.demonstrations import training_sim
@@ -36,8 +37,10 @@ __all__ = [
 ]
 
 
-def make_method(config: TrainConfig, manager: Simulators, policy: Any, generator: Generator, run_dir: Path) -> Method:
-    """What the configuration asks for of a run without groups; `methods.building` makes those with groups."""
+def make_method(
+    config: TrainConfig, manager: Simulators, policy: Any, generator: Generator, run_dir: Path, ranks: RankHost | None = None
+) -> Method:
+    """What the configuration asks for of a run without groups; `methods.building` makes those with groups. `ranks`: see `make_learner`."""
     algorithm = config.algorithm
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod
@@ -45,4 +48,4 @@ def make_method(config: TrainConfig, manager: Simulators, policy: Any, generator
     if algorithm.off_policy is not None:
         learn = MixedMethod if algorithm.off_policy.fresh else OfflineMethod
         return learn(config, manager, policy, generator, run_dir)
-    return RolloutMethod(config, manager, policy, generator)
+    return RolloutMethod(config, manager, policy, generator, ranks)

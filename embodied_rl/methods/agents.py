@@ -20,6 +20,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import TokenObjective
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.methods.groups import GroupLearner, adapted
 from embodied_rl.methods.streams import Stream, prefixed
@@ -50,11 +51,14 @@ class TokenLearner(GroupLearner):
 
     policy: LanguagePolicy
 
-    def __init__(self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: LanguagePolicy) -> None:
+    def __init__(
+        self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: LanguagePolicy, ranks: RankHost | None = None
+    ) -> None:
         """
         Args:
             config: the run's.
             configs: {domain: its own}.
+            ranks: see `make_learner`.
         """
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
@@ -67,7 +71,7 @@ class TokenLearner(GroupLearner):
         sampling |= {player.backend for player in config.generation.mix.values() if player.train and player.is_policy}
         # In the same precision by the same code, of the weights of this very version.
         self._trust_sampled = sampling == {"tokens_torch"} and groups.max_staleness == 0
-        self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid)
+        self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid, ranks=ranks)
         self._last: dict[str, list[AgentEpisode]] = {}
 
     def prepare(self, gathered: Sequence[EpisodeGroup]) -> PreparedTurns:

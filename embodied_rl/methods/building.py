@@ -19,6 +19,7 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.generation.scripted_tokens import RandomTokens
 from embodied_rl.generation.shared_tokens import SharedTokens
 from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_agent_generator, make_backend, make_language_policy
@@ -302,6 +303,7 @@ def build_elsewhere(
     base: Path | None = None,
     generator: Generator | None = None,
     language: LanguagePolicy | None = None,
+    ranks: RankHost | None = None,
 ) -> RunParts:
     """What learns from streams that another process plays; what connects them sets the method's `collector`.
 
@@ -310,12 +312,13 @@ def build_elsewhere(
         base: see `build_here`.
         generator: publishes to that process; None: warm starts, and publishing, are another's.
         language: the language policy, where it is there already.
+        ranks: see `make_learner`.
 
     Raises:
         UserError: as the makers of policies and learners do.
     """
     policies, speaking = _policies(config, streams, run_dir, checkpoint, base, language)
-    return _learning(config, streams, policies, speaking, run_dir, generator, None)
+    return _learning(config, streams, policies, speaking, run_dir, generator, None, ranks)
 
 
 def _all_generators(streams: Sequence[Stream], language: LanguagePolicy | None, playing: Playing) -> Generator:
@@ -339,14 +342,15 @@ def _learning(
     run_dir: Path,
     generator: Generator | None,
     queue: GroupQueue | None,
+    ranks: RankHost | None = None,
 ) -> RunParts:
     learners: dict[str, GroupLearner] = {}
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
         if language is None or policy is not language:
-            learners[name] = EpisodeLearner(_of_domain(own[0]), policy)
+            learners[name] = EpisodeLearner(_of_domain(own[0]), policy, ranks)
             continue
-        learner = learners[name] = TokenLearner(config, {stream.domain: stream.config for stream in own}, language)
+        learner = learners[name] = TokenLearner(config, {stream.domain: stream.config for stream in own}, language, ranks)
         if generator is not None:
             learner.generator = generator
             wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]

@@ -17,6 +17,7 @@ from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import EpisodeObjective
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import EpisodeRows
 from embodied_rl.methods.base import Experience, Method, Recordable
@@ -102,12 +103,12 @@ class GroupLearner:
 class EpisodeLearner(GroupLearner):
     """Learns from a robot's episodes: a row is an episode."""
 
-    def __init__(self, config: TrainConfig, policy: Policy) -> None:
-        """`config`: of the policy's domain."""
+    def __init__(self, config: TrainConfig, policy: Policy, ranks: RankHost | None = None) -> None:
+        """`config`: of the policy's domain; `ranks`: see `make_learner`."""
         self.config, self.policy = config, policy
         self.algorithm = EpisodeMethod(config.algorithm)
         objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
-        self.learner = make_learner(objective, policy, config.algorithm, config.hybrid)
+        self.learner = make_learner(objective, policy, config.algorithm, config.hybrid, ranks=ranks)
         self.learner.keep_reference()
         self._policy = policy
 

@@ -16,6 +16,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import RolloutObjective
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.policies.base import Policy, layout_of, prepare_observation
 from embodied_rl.rollout.batch_figures import age_figures
@@ -29,11 +30,14 @@ class RolloutMethod(Method):
 
     learner: Learner
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator) -> None:
+    def __init__(
+        self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, ranks: RankHost | None = None
+    ) -> None:
+        """`ranks`: see `make_learner`."""
         compose(config.algorithm)
         self.config = config
         self.learner = make_learner(
-            RolloutObjective(policy, config.algorithm, config.hybrid.precision), policy, config.algorithm, config.hybrid
+            RolloutObjective(policy, config.algorithm, config.hybrid.precision), policy, config.algorithm, config.hybrid, ranks=ranks
         )
         self._policy, self._algorithm = policy, PPO(config.algorithm)
         self._ages: dict[str, float] = {}

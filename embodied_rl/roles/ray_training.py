@@ -16,7 +16,7 @@ from torch import Tensor
 from embodied_rl.config import HybridConfig, LanguageConfig, TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
-from embodied_rl.learning.rank_hosts import ranks_on
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods import Experience, Method, make_method
 from embodied_rl.methods.building import build_elsewhere
 from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
@@ -66,8 +66,9 @@ class TrainWorker:
             own = dataclasses.replace(config, hybrid=hybrid, algorithm=dataclasses.replace(config.algorithm, warm_start=None))
             torch.manual_seed(config.seed)
             # A model's files are read when this is over: an actor that is killed leaves nothing behind.
-            with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder, ranks_on(RayRanks(ranks)):
-                self.policy, self.method = _learner(own, [SimSpec.from_dict(one) for one in specs], num_slots, model, Path(folder))
+            with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
+                found = [SimSpec.from_dict(one) for one in specs]
+                self.policy, self.method = _learner(own, found, num_slots, model, Path(folder), RayRanks(ranks))
             self.method.collector = _NoCollector()
 
         self._built = outcome_of(build)
@@ -241,18 +242,20 @@ def train_on_ray(config: TrainConfig, method: Method, worker: RemoteWorker) -> T
     return trained
 
 
-def _learner(config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, model: ModelFiles, folder: Path) -> tuple[Any, Method]:
+def _learner(
+    config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, model: ModelFiles, folder: Path, ranks: RankHost
+) -> tuple[Any, Method]:
     """(policy with random weights, method). `specs`: of all streams; `model`: of a language policy."""
     run_dir = Path(config.run_dir)
     if config.algorithm.groups is None:
         policy = build_policy(config.policy, specs[0])
-        return policy, make_method(config, SimulatorsElsewhere(specs[0], num_slots), policy, Generator(), run_dir)
+        return policy, make_method(config, SimulatorsElsewhere(specs[0], num_slots), policy, Generator(), run_dir, ranks)
     language = None
     if model:
         assert isinstance(config.policy, LanguageConfig), "others have no files"
         write_model_files(model, folder)
         language = blank_policy(config.policy, folder)
-    parts = build_elsewhere(config, streams_elsewhere(config, specs), run_dir, language=language)
+    parts = build_elsewhere(config, streams_elsewhere(config, specs), run_dir, language=language, ranks=ranks)
     return parts.policy, parts.method
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.learning.rank_hosts import LocalRanks, interface_of, listen_on, listening_store, make_host, open_store, ranks_on
+from embodied_rl.learning.rank_hosts import LocalRanks, interface_of, listen_on, listening_store, open_store
 
 
 def test_a_store_on_one_address_is_found_by_the_others_alone_there() -> None:
@@ -55,11 +55,7 @@ def test_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
 
 
-def test_ranks_are_processes_here_unless_told_otherwise() -> None:
-    assert isinstance(make_host(), LocalRanks)
+def test_processes_of_this_machine_see_all_devices() -> None:
     given = LocalRanks()
-    with ranks_on(given):
-        assert make_host() is given
-    assert make_host() is not given
     assert given.ended(0.0) is None
     assert given.device_index(3) == 3
