@@ -105,6 +105,17 @@ def task_figures(episodes: Sequence[EpisodeSummary], reports_success: bool) -> d
     return {"tasks": tasks} if tasks else {}
 
 
+def warm_start_figures(
+    figures: dict[str, Any], before: Sequence[EpisodeSummary], after: Sequence[EpisodeSummary], reports_success: bool
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """(for results.json, for the log) what a warm start came to, from its own figures and the held-out episodes before and after it."""
+    told, logged = dict(figures), {}
+    for name, episodes in (("before", before), ("after", after)):
+        told[name] = {**summarise(episodes, reports_success).to_dict(), **task_figures(episodes, reports_success)}
+        logged[f"warm_start/success_{name}"] = float(np.mean([episode.success_once for episode in episodes]))
+    return told, {**logged, **{f"warm_start/{key}": float(figures[key]) for key in ("loss", "episodes", "steps")}}
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """A finished run, as the trainer knows it."""

@@ -14,13 +14,13 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from embodied_rl.errors import UserError
-from embodied_rl.files import cannot_write, copy_files, next_free, write_atomic
+from embodied_rl.files import cannot_write, copy_files, next_free, write_atomic, write_atomic_with
 from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
@@ -47,6 +47,17 @@ class RunFolder:
     """What it continues from."""
     claim: IO[bytes]
     """Keeps other runs out of the folder until it is closed."""
+
+
+def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:
+    """Leave the batch that a run failed at in its folder, as one file of arrays; returns it. `context`: where it came from, JSON-able."""
+    import numpy as np
+
+    path = run_dir / "failures" / f"non_finite_step_{step:09d}.npz"
+    named = {name: np.asarray(value) for name, value in arrays.items()}
+    named["context_json"] = np.frombuffer(json.dumps(context).encode(), np.uint8)
+    write_atomic_with(path, lambda temporary: np.savez(temporary, allow_pickle=False, **named))
+    return path
 
 
 def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:

@@ -54,6 +54,10 @@ class Stopper:
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: what is nearly there may still come."""
         self._patience_s = patience_s
+        self.asked = False
+        """The first signal has come: the run is to end."""
+        self.gave_up = False
+        """A wait was ended for it."""
         self._stopped = self._inside = False
         self._number = 0
         """Of the current `stoppable` block: a thread of `stop` that was to end an earlier block does not end this one."""
@@ -64,6 +68,31 @@ class Stopper:
         if self._inside:
             # A `threading.Thread` takes a lock that the interrupted code may hold.
             _thread.start_new_thread(self._knock_later, (self._number,))
+
+    @contextmanager
+    def ending_in_order(self) -> Iterator[None]:
+        """Inside, the first Ctrl-C (or SIGTERM) is noted as `asked` and ends waits that take long, which ends this block (`gave_up`); the
+        second raises KeyboardInterrupt."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+            self.stop()
+
+        previous: dict[signal.Signals, Any] = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                previous[number] = signal.signal(number, on_signal)
+        except ValueError:  # not the main thread: the program that runs this one handles signals
+            pass
+        try:
+            yield
+        except WaitStopped:
+            self.gave_up = True
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
-from embodied_rl.files import next_free, write_atomic_with
+from embodied_rl.files import next_free
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import check_loggers, make_loggers
 from embodied_rl.methods import Experience
@@ -27,12 +25,12 @@ from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.policies.base import read_and_left
 from embodied_rl.progress import Advance, clock_text, progress_bar
-from embodied_rl.reporting import RunSummary, parts_text, shows_progress, summarise, task_figures
+from embodied_rl.reporting import RunSummary, parts_text, shows_progress, warm_start_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
 from embodied_rl.roles.components import Started, end_ranks, hybrid_here, start_simulators
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.training_recording import TrainingRecorder
-from embodied_rl.run_folder import announce, is_gone, note_run_id, run_id
+from embodied_rl.run_folder import announce, is_gone, note_run_id, run_id, write_failure
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.stopping import Stopper, WaitStopped
 from embodied_rl.timeline import Timeline, span, timeline_to
@@ -74,9 +72,7 @@ class Trainer:
         self.iteration = self.steps = 0
         self.best = -np.inf
         self.recent: deque[tuple[bool, float, int]] = deque(maxlen=_WINDOW)
-        self.interrupted = False
         self._stopper = Stopper(_PATIENCE_WITHIN_S if config.checkpoint.within_episodes else _PATIENCE_S)
-        self._gave_up = False
         self._interim_success: float | None = None
         self._interim_return = -np.inf
         self._faults_told = 0
@@ -150,7 +146,7 @@ class Trainer:
             )
         if self.config.algorithm.warm_start is not None and self.iteration == 0:
             self.save()  # what was cloned is not to be cloned again
-        with self._interruptible(), self._dump_on_non_finite(), self._profiled(), self._given_up(), self._progress("training") as tell:
+        with self._dump_on_non_finite(), self._profiled(), self._stopper.ending_in_order(), self._progress("training") as tell:
             while not self._finished():
                 started = time.perf_counter()
                 tell(0, "the first iteration compiles kernels" if not self._iteration_s else f"iteration {self.iteration + 1}")
@@ -172,6 +168,11 @@ class Trainer:
         self.save()
         self._writer.wait()
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has asked the run to end."""
+        return self._stopper.asked
+
     def _clone_first(self) -> None:
         """The warm start of a robot's policy, once in a run; success on the final evaluation's seeds is measured before and after."""
         config, options = self.config, self.config.algorithm.warm_start
@@ -185,15 +186,7 @@ class Trainer:
         self.engine.publish(version=self.iteration)
         after = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed, title="success after cloning")
         figures |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
-        for name, episodes in (("before", before), ("after", after)):
-            told = summarise(episodes, self.spec.reports_success).to_dict()
-            figures[name] = {**told, **task_figures(episodes, self.spec.reports_success)}
-        self.warm_start = figures
-        rates = {
-            f"warm_start/success_{name}": float(np.mean([e.success_once for e in es]))
-            for name, es in (("before", before), ("after", after))
-        }
-        self.metrics = {**rates, **{f"warm_start/{key}": float(figures[key]) for key in ("loss", "episodes", "steps")}}
+        self.warm_start, self.metrics = warm_start_figures(figures, before, after, self.spec.reports_success)
         self.loggers.log(self.steps, self.metrics)
 
     def _finished(self) -> bool:
@@ -230,7 +223,7 @@ class Trainer:
             with self._stopper.stoppable():
                 self.engine.publish(version=self.iteration)
         except WaitStopped:
-            self._gave_up = True  # publishing the weights was given up; the update is done and counts
+            self._stopper.gave_up = True  # publishing the weights was given up; the update is done and counts
         self.method.published(self.iteration)
 
     def _report(self, experience: Experience, stats: dict[str, float], seconds: float) -> None:
@@ -362,7 +355,7 @@ class Trainer:
         self.best = max(self.best, score)
         self.engine.residency.onload_all()
         learner, parts = save_method(self.method, self._writer, self.steps)
-        if self.config.checkpoint.within_episodes and not self._gave_up:  # their simulators may not answer
+        if self.config.checkpoint.within_episodes and not self._stopper.gave_up:  # their simulators may not answer
             learner |= {f"{_EPISODE}{slot}": saved for slot, saved in self.method.running_episodes().items()}
         self._writer.save(
             self.steps,
@@ -498,39 +491,6 @@ class Trainer:
         return float(np.mean([success for success, _, _ in self.recent])) if self.recent else 0.0
 
     @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends the run after this iteration, with a checkpoint; the second ends it at once.
-
-        A rollout that does not come to its end soon is given up, as is an evaluation: the checkpoint is of the last update.
-        """
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            if self.interrupted:
-                raise KeyboardInterrupt
-            self.interrupted = True
-            self._stopper.stop()
-
-        previous: dict[signal.Signals, Any] = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                previous[number] = signal.signal(number, on_signal)
-        except ValueError:  # not the main thread: the program that runs the trainer handles signals
-            pass
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def _given_up(self) -> Iterator[None]:
-        """Goes on behind the loop when a wait inside it was ended by a signal."""
-        try:
-            yield
-        except WaitStopped:
-            self._gave_up = True
-
-    @contextmanager
     def _profiled(self) -> Iterator[None]:
         """With ``profile=true``: what happened when, in ``<run_dir>/timeline.json``."""
         if not self.config.profile:
@@ -545,13 +505,10 @@ class Trainer:
         try:
             yield
         except NonFiniteError as error:
-            path = self.run_dir / "failures" / f"non_finite_step_{self.steps:09d}.npz"
-            arrays = {f"batch/{name}": np.asarray(value) for name, value in (error.batch or {}).items()}
             context = {"step": self.steps, "iteration": self.iteration, **error.context()}
             if error.slots:
                 context["sim"] = self.config.sim.name
-                arrays |= self.manager.peek(error.slots)
-            arrays["context_json"] = np.frombuffer(json.dumps(context).encode(), np.uint8)
-            write_atomic_with(path, lambda temporary: np.savez(temporary, allow_pickle=False, **arrays))
+            batch = {f"batch/{name}": value for name, value in (error.batch or {}).items()}
+            path = write_failure(self.run_dir, self.steps, context, {**batch, **(self.manager.peek(error.slots) if error.slots else {})})
             error.add_note(f"The offending batch lies in {path}.")
             raise

@@ -149,21 +149,10 @@ def save_checkpoint(
     root = Path(run_dir) / "checkpoints"
     final = root / checkpoint_name(step)
     in_model = {name: place for name, place in (exported or {}).items() if name in policy}
-    document = {
-        "format_version": FORMAT_VERSION if in_model else 1,
-        "package_version": __version__,
-        "step": int(step),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "spec": spec.to_dict(),
-        "base": None if base is None else dict(base),
-        "exported": in_model,
-        "state": state,
-    }
-    document = json.loads(json.dumps(document, default=_plain))
+    content = {"step": int(step), "command": command, "metrics": {name: float(value) for name, value in metrics.items()}}
+    content |= {"spec": spec.to_dict(), "base": None if base is None else dict(base), "exported": in_model, "state": state}
     written = config_yaml(config)
-    document[_SIGNATURE] = sign(CHECKPOINT, written.encode())
+    document = _document(content, written)
     temporary: Path | None = None
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -178,21 +167,41 @@ def save_checkpoint(
         if parts is not None:
             os.rename(parts(), temporary / SHARDED_FOLDER)
         _write_state(temporary, document)
-        _move_into_place(temporary, final)
-        _link(root / "last", final.name)
-        if is_best and config.checkpoint.keep_best:
-            _link(root / "best", final.name)
-        fsync(root)
+        _publish(temporary, final, ("last", "best") if is_best and config.checkpoint.keep_best else ("last",))
         _prune(root, config.checkpoint.keep_last)
     except (OSError, UserError) as error:
-        # What was begun would only fill the disk further; the checkpoints before, and the links to them, are as they were.
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if parts is not None:
-            with contextlib.suppress(UserError):
-                shutil.rmtree(parts(), ignore_errors=True)
+        _give_up(temporary, parts)
         raise (cannot_write(final, error) if isinstance(error, OSError) else error) from error
     return final
+
+
+def _document(content: dict[str, Any], written: str) -> dict[str, Any]:
+    """Everything but tensors, as JSON reads it again; `written`: the configuration's file, which is signed."""
+    document = {
+        "format_version": FORMAT_VERSION if content["exported"] else 1,
+        "package_version": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **content,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(document, default=_plain))
+    return {**plain, _SIGNATURE: sign(CHECKPOINT, written.encode())}
+
+
+def _publish(temporary: Path, final: Path, links: Sequence[str]) -> None:
+    """Give a folder that is complete its name, and have the links point at it."""
+    _move_into_place(temporary, final)
+    for link in links:
+        _link(final.parent / link, final.name)
+    fsync(final.parent)
+
+
+def _give_up(temporary: Path | None, parts: Callable[[], Path] | None) -> None:
+    """What was begun would only fill the disk further; the checkpoints before, and the links to them, are as they were."""
+    if temporary is not None:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if parts is not None:
+        with contextlib.suppress(UserError):
+            shutil.rmtree(parts(), ignore_errors=True)
 
 
 def _write_state(folder: Path, document: dict[str, Any]) -> None:

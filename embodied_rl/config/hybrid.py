@@ -43,9 +43,9 @@ class RayCpusConfig(Config, place="hybrid.ray.cpus"):
     """Logical CPUs of each role's actor; the roles together fit a machine of two cores."""
 
     env: Units = 1.0
-    """Simulators and what collects from them, of each player."""
+    """Simulators and what collects from them, of each rollout worker."""
     generation: Units = 0.25
-    """The policy that acts, of each player."""
+    """The policy that acts, of each rollout worker."""
     reward: Units = 0.25
     """Of each reward worker."""
     train: Units = 0.5
@@ -57,9 +57,9 @@ class RayGpusConfig(Config, place="hybrid.ray.gpus"):
     """GPUs of each role's actor; parts of one may be shared (0.5)."""
 
     env: Units = 0.0
-    """Of each player's simulators."""
+    """Of each rollout worker's simulators."""
     generation: Units = 0.0
-    """Of each player's generator."""
+    """Of each rollout worker's generator."""
     reward: Units = 0.0
     """Of each reward worker."""
     train: Units = 0.0

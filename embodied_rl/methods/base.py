@@ -69,7 +69,7 @@ class Method:
     learner: Learner | None = None
     """Trains the one policy; None: several learners do, or none in this process."""
     collector: Any = None
-    """A `Collector` of the method's kind of experience; None: nothing is played, or the player that connects sets it."""
+    """A `Collector` of the method's kind of experience; None: nothing is played, or the rollout worker that connects sets it."""
     warm_start: WarmStarts | None = None
 
     @property

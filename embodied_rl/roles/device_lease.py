@@ -1,4 +1,4 @@
-"""Hosts that are lent to training and come back, as the player of a multiplexed run sees them."""
+"""Hosts that are lent to training and come back, as the rollout worker of a multiplexed run sees them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DeviceLease:
         self.times.note([self._state(number) for number in range(len(self.multiplexer.hosts))])
 
     def figures(self) -> dict[str, float]:
-        """Counts of the player's whole life, and times since the last call."""
+        """Counts of the worker's whole life, and times since the last call."""
         counts = self.multiplexer.counts()
         return {
             "multiplex/shrinks": float(self.num_shrinks),

@@ -57,7 +57,7 @@ class Need:
 
 
 def needs_of(config: HybridConfig) -> list[Need]:
-    """What every actor of a run takes: env and generation of each player, each rank of train, and each reward worker.
+    """What every actor of a run takes: env and generation of each rollout worker, each rank of train, and each reward worker.
 
     Raises:
         UserError: an actor has nothing.
@@ -296,7 +296,7 @@ def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
 
 
 def nodes_of_players(devices: Sequence[Device], role: Role, players: int) -> list[int]:
-    """The node of each player's actor of a role: as many on each.
+    """The node of each rollout worker's actor of a role: as many on each.
 
     Raises:
         UserError: they cannot be divided so.

@@ -143,7 +143,7 @@ class EnvWorker:
         return what, arguments, reply
 
 
-class RayWorkers:
+class RayWorker:
     """Handle of the actors that play. Implements `WorkerHandle`."""
 
     def __init__(self, config: TrainConfig, cluster: RayCluster, share: Share = WHOLE) -> None:
@@ -195,7 +195,7 @@ class RayWorkers:
 
 
 class RayTeam(WorkerTeam):
-    """Several players of a cluster: each an `EnvWorker` with a `GenerationWorker`, on any node."""
+    """Several rollout workers of a cluster: each an `EnvWorker` with a `GenerationWorker`, on any node."""
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """See `WorkerHandle.publish`: all of them read what lies in the object store once."""
@@ -228,8 +228,8 @@ def start_on_ray(config: TrainConfig) -> RemoteWorker:
 
     def start(given: TrainConfig) -> WorkerHandle:
         if given.hybrid.players == 1:
-            return RayWorkers(given, cluster)
-        return RayTeam(given, lambda own, share: RayWorkers(own, cluster, share))
+            return RayWorker(given, cluster)
+        return RayTeam(given, lambda own, share: RayWorker(own, cluster, share))
 
     worker = RemoteWorker(config, start, at_close=[cluster.close])
     worker.cluster = cluster

@@ -180,7 +180,7 @@ class TrainedApart(Method):
     def restart(self, iteration: int) -> None:
         warm_start = self.inner.warm_start
         if warm_start is not None and warm_start.wanted:
-            # Of a language agent: here, where policy and player are at hand; the worker takes what came of it.
+            # Of a language agent: here, where policy and rollout worker are at hand; the worker takes what came of it.
             warm_start.run(iteration)
             self._ask(self._worker.load.remote(_on_host(self._policy.state_dict())))
         self._ask(self._worker.ask.remote("restart", iteration))

@@ -1,7 +1,7 @@
 """A token backend in a separate process on this machine: ``python -m embodied_rl.roles.token_process SOCKET``, and its handle.
 
 ```
- player's process (handle)                              host's process
+ worker's process (handle)                              host's process
  submit, abort ── socket (JSON, plain arrays) ────────▶ between two decode steps
  completions   ◀───────────────────────────────────────┘ as they end
  load(version) ═══ shared memory, two buffers ═════════▶ between two decode steps
@@ -233,7 +233,7 @@ class _Host:
 
 
 def main(descriptor: int) -> None:
-    """Serve requests until the player's process closes the socket."""
+    """Serve requests until the worker's process closes the socket."""
     link = Link(socket.socket(fileno=descriptor))
     message, tensors = link.recv()
     begin = unpack(message["with"], tensors)
