@@ -16,8 +16,8 @@ from embodied_rl.types import EpisodeSummary, SimSpec, StepBatch
 class Simulators:
     """`send` starts steps of slots and never waits, `recv` hands out what is ready. `EnvManager` is the one that owns worker processes.
 
-    Agent programs, rollout workers in another process and several domains play by themselves (`plays_itself`): whole episodes are asked of them,
-    and not steps.
+    Agent programs, rollout workers in another process and several domains play by themselves (`plays_itself`): whole episodes are asked
+    of them, and not steps.
     """
 
     spec: SimSpec
