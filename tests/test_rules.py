@@ -10,7 +10,7 @@ from embodied_rl.errors import UserError
 
 CARTPOLE = "sim=cartpole hybrid.device=cpu"
 GROUPS = f"{CARTPOLE} algorithm=grpo"
-OWN_LOSS = f"{CARTPOLE} algorithm.loss=decoupled_ppo algorithm.loss_options.weight_high=5"
+OWN_LOSS = f"{CARTPOLE} algorithm.correction.mode=mask"
 VLA = "sim=pixel_reach policy=tiny_vla hybrid.device=cpu"
 EXPERT = "algorithm.recorded.expert=a.b:c"
 TEXTS = "sim=frozenlake policy=language algorithm=grpo generation=tokens_torch hybrid.device=cpu"
@@ -34,14 +34,7 @@ EXAMPLES = (
     ),
     ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' is offered on whole episodes ("),
     ("old_without_ratio", f"{CARTPOLE} algorithm.loss=policy_gradient", "has no ratio and takes old decisions for new ones"),
-    ("weighed_ratio", f"{OWN_LOSS} algorithm.ratio=token", "whole decisions, and algorithm.ratio=token does not"),
-    ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "algorithm.normalize_advantage=minibatch does not"),
-    ("weighed_level", f"{OWN_LOSS} algorithm.loss_options.weight_level=sequence", "algorithm.loss_options.weight_level=sequence does not"),
-    (
-        "weighed_ratio",
-        f"{CARTPOLE} algorithm.correction.mode=clamp algorithm.ratio=token",
-        "algorithm.correction on fixed rollouts weighs whole decisions",
-    ),
+    ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set normalize_advantage=batch"),
     ("rollout_kl", f"{CARTPOLE} algorithm.kl.coef=0.1", "algorithm.kl is offered on whole episodes"),
     ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "use algorithm.normalize_reward instead"),
     ("initialized_rollouts", f"{CARTPOLE} algorithm.initialized.share=0.5", "choose a method with groups"),
@@ -69,13 +62,6 @@ EXAMPLES = (
     ),
     ("aggregation_horizon", f"{GROUPS} algorithm.horizon=9", "got aggregation=None and horizon=9"),
     ("adapted_from_zero", f"{GROUPS} algorithm.kl.target=0.1", "algorithm.kl.coef=0: give one above 0"),
-    # weights
-    (
-        "two_corrections",
-        f"{GROUPS} algorithm.loss=decoupled_ppo algorithm.loss_options.weight_high=2 algorithm.correction.reject=2",
-        "brings its own weights",
-    ),
-    ("weighed_units", f"{GROUPS} algorithm.correction.mode=mask algorithm.ratio=token", "algorithm.correction weighs whole decisions"),
     # recordings
     ("unbounded_sac", f"{CARTPOLE} algorithm=sac", "set policy.distribution=squashed"),
     ("fixed_noise_sac", "sim=pendulum policy=flow policy.method=flow_sde algorithm=sac hybrid.device=cpu", "set policy.method=flow_noise"),

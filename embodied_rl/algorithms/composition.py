@@ -24,16 +24,10 @@ class Composition:
 
     advantage: AdvantageInfo
     loss: LossInfo
-    correction: CorrectionConfig
 
     @property
     def needs_critic(self) -> bool:
         return self.advantage.returns_value_target
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Log-probabilities of the policy as it is when the update begins."""
-        return needs_present(self.loss, self.correction)
 
 
 def compose(config: AlgorithmConfig) -> Composition:
@@ -41,21 +35,12 @@ def compose(config: AlgorithmConfig) -> Composition:
     advantage, loss = advantage_info(config.advantage), loss_info(config.loss)
     _check_options(advantage, config.advantage_options, "algorithm.advantage_options", config)
     _check_options(loss, config.loss_options, "algorithm.loss_options", config)
-    return Composition(advantage, loss, config.correction)
+    return Composition(advantage, loss)
 
 
 def needs_present(loss: LossInfo, correction: CorrectionConfig) -> bool:
     """Whether an update reads log-probabilities of the policy as it is when the update begins."""
-    return "proximal_log_prob" in loss.inputs or "old_log_prob" in loss.inputs or correction.enabled
-
-
-def correction_of(config: AlgorithmConfig) -> CorrectionConfig:
-    """What weighs the rows of fixed rollouts: `algorithm.correction`, or decoupled PPO's options, which say the same."""
-    if config.loss != "decoupled_ppo":
-        return config.correction
-    names = {"weight_low": "low", "weight_high": "high", "weight_mode": "mode"}
-    given = {own: config.loss_options[name] for name, own in names.items() if name in config.loss_options}
-    return CorrectionConfig(**{"mode": "mask", **given})
+    return "old_log_prob" in loss.inputs or correction.enabled
 
 
 def method_options(info: MethodInfo, given: dict[str, object], config: AlgorithmConfig) -> dict[str, object]:

@@ -61,14 +61,12 @@ class EpisodeMethod:
         weight, metrics = correction_weights(self.config.correction, **given)
         return advantage * weight.to(advantage.dtype), metrics
 
-    def prepare(self, batch: EpisodeBatch, values: EpisodeValues, kl: Tensor | None = None, *, present: Tensor | None = None) -> Credit:
+    def prepare(self, batch: EpisodeBatch, values: EpisodeValues, kl: Tensor | None = None) -> Credit:
         """Credit of every step.
 
         Args:
             values: of the critic, where `composition.needs_critic`.
             kl: [B, L] what `divergence` gives, for a step of several tokens their sum; needed for a KL term in the reward.
-            present: [B, L] log-probabilities of decisions under the policy as it is, to correct for who sampled; None: the caller corrects
-                what a decision is made of.
         """
         reward, metrics = self._reward(batch, kl)
         counted = self._counted(batch)
@@ -90,11 +88,6 @@ class EpisodeMethod:
         if self.config.advantage_clip is not None:
             advantage = advantage.clamp(-self.config.advantage_clip, self.config.advantage_clip)
         advantage = torch.where(counted, advantage, torch.zeros_like(advantage))
-        if present is not None:
-            columns = torch.arange(batch.shape[1]).expand(batch.shape)
-            sampled = {"behaviour_log_prob": batch.behaviour_log_prob, "mask": counted, "chunk_id": columns}
-            advantage, figures = self.corrected(advantage, present, **sampled)
-            metrics |= figures
         return Credit(advantage, counted, values.value, returns, batch.success, metrics)
 
     def _counted(self, batch: EpisodeBatch) -> Tensor:

@@ -17,9 +17,7 @@ from embodied_rl.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-Need = Literal[
-    "critic", "groups", "old_log_prob", "behaviour_log_prob", "proximal_log_prob", "reference_log_prob", "chunk_id", "demonstrations"
-]
+Need = Literal["critic", "groups", "old_log_prob", "behaviour_log_prob", "reference_log_prob", "chunk_id", "demonstrations"]
 
 
 @dataclass(frozen=True)
@@ -114,18 +112,6 @@ _POLICY_LOSSES = (
         source="Le Roux et al. 2025, arXiv:2503.14286",
     ),
     LossInfo(
-        name="decoupled_ppo",
-        target="embodied_rl.algorithms.off_policy:decoupled_ppo_loss",
-        summary="sum of w ppo_clip(pi / proximal) over what is kept, w = sg(proximal / behaviour), over the number before rejection",
-        unit="entry",
-        inputs=("log_prob", "proximal_log_prob", "behaviour_log_prob", "advantage"),
-        optional_inputs=("weight", "chunk_id"),
-        options=(*_PPO_OPTIONS, "weight_low", "weight_high", "weight_mode", "weight_level"),
-        required_options=(*_CLIP, "weight_high"),
-        needs=frozenset({"proximal_log_prob", "behaviour_log_prob"}),
-        source="Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025 (AReaL), arXiv:2505.24298",
-    ),
-    LossInfo(
         name="ipa",
         target="embodied_rl.algorithms.sequence_losses:ipa_loss",
         summary="success: -G m log pi; else -sg(clip(rho_c, 0, 1)) G m log pi, rho_c and m those of the chunk",
@@ -188,7 +174,7 @@ LOSS_TERMS: dict[str, LossInfo] = {info.name: info for info in _TERMS}
 """{name: term}; a configuration adds any of them with a coefficient."""
 
 
-ARRAYS = ("log_prob", "old_log_prob", "proximal_log_prob", "behaviour_log_prob", "advantage", "chunk_id", "positive", "weight")
+ARRAYS = ("log_prob", "old_log_prob", "behaviour_log_prob", "advantage", "chunk_id", "positive", "weight")
 """Arrays that a loss of the user's own takes by these names; `LossInfo.inputs` of the table say what they are."""
 SHARED = ("mask", "denominator", "aggregation")
 """Arguments of every loss, so that parts of a batch add up, on ranks too."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.losses import Metrics, check_clip, ppo_clip_loss, weighted
+from embodied_rl.algorithms.losses import Metrics, check_clip, weighted
 from embodied_rl.algorithms.ratios import Level, clamp_log_ratio, log_ratio_at
 from embodied_rl.bounds import Coefficient, Positive
 from embodied_rl.config import CorrectionConfig
@@ -143,60 +143,6 @@ def rejection_mask(
         vetoed = own < token_veto
         kept = kept & ~(vetoed if vetoed.dim() == 1 else vetoed.any(-1, keepdim=True))
     return kept if mask is None else kept & mask
-
-
-def decoupled_ppo_loss(
-    *,
-    log_prob: Tensor,
-    proximal_log_prob: Tensor,
-    behaviour_log_prob: Tensor,
-    advantage: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    weight_high: Positive,
-    weight_low: Coefficient = 0.0,
-    weight_mode: WeightMode = "mask",
-    weight_level: Level = "token",
-    weight: Tensor | None = None,
-    mask: Tensor | None = None,
-    chunk_id: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    aggregation: Aggregation = TOKEN_MEAN,
-) -> tuple[Tensor, Metrics]:
-    """PPO around a proximal policy that is not the one that sampled (Hilton et al. 2021, arXiv:2110.00641; AReaL, arXiv:2505.24298).
-
-    Sum of w · clip-loss over the kept entries, with r = pi / proximal and w = sg(proximal / behaviour), divided by the number of
-    entries *before* rejection. ``mask`` drops entries whose w lies outside [weight_low, weight_high], ``clamp`` clamps it.
-
-    Returns:
-        The loss, and the metrics of `ppo_clip_loss` and of `importance_weights`.
-    """
-    correction, weight_metrics = importance_weights(
-        log_prob=proximal_log_prob,
-        behaviour_log_prob=behaviour_log_prob,
-        low=weight_low,
-        high=weight_high,
-        level=weight_level,
-        mode=weight_mode,
-        mask=mask,
-        chunk_id=chunk_id,
-        denominator=denominator,
-        aggregation=aggregation,
-    )
-    loss, metrics = ppo_clip_loss(
-        log_prob=log_prob,
-        old_log_prob=proximal_log_prob.detach(),
-        advantage=advantage,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        weight=weighted(correction, weight, mask),
-        mask=mask,
-        denominator=denominator,
-        aggregation=aggregation,
-    )
-    return loss, {**metrics, **weight_metrics}
 
 
 def cispo_loss(

@@ -14,7 +14,7 @@ from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import method_options
 from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.rewards import ReturnNormalizer
-from embodied_rl.algorithms.units import unit_steps
+from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread, unit_steps
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.types import Rollout
@@ -145,29 +145,33 @@ class PPO:
             self.reward_normalizer.restart_episodes()
 
 
-def corrected(batch: Batch, proximal_log_prob: torch.Tensor, correction: CorrectionConfig) -> tuple[Batch, dict[str, float]]:
-    """The batch of which PPO's own loss is weighed decision by decision: decoupled PPO (Hilton et al. 2021, arXiv:2110.00641).
+def corrected(
+    batch: Batch, present: torch.Tensor, correction: CorrectionConfig, *, level: Level = "chunk", steps: torch.Tensor | None = None
+) -> tuple[Batch, dict[str, float]]:
+    """The batch whose advantages are weighed for the policy that acted: decoupled PPO (Hilton et al. 2021, arXiv:2110.00641).
 
-    With w = sg(proximal / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the old policy becomes the proximal one,
-    and the advantage is weighed. Decisions that the bounds reject keep their place in the mean, with an advantage of 0.
+    With w = sg(present / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the old policy becomes the present one,
+    and the advantage is weighed. What the bounds reject keeps its place in the mean, with an advantage of 0.
 
     Args:
         batch: with advantages that are whitened already, and a `log_prob` of the policy that acted.
-        proximal_log_prob: [B, L] of the policy as it is when the update begins.
+        present: [B, L] log-probabilities of the policy as it is when the update begins.
+        level: what has one ratio, and one weight.
+        steps: [L] of `unit_steps`, for the other levels than chunk.
 
     Returns:
         The batch, and the metrics of `correction_weights`.
     """
     assert batch.mask is None, "rollouts have no rows that do not count"
-    assert batch.advantage.ndim == 1, "the configuration was checked: a decision has one advantage"
-    units = torch.ones_like(batch.log_prob, dtype=torch.bool) if batch.unit_mask is None else batch.unit_mask
-    weight, metrics = correction_weights(
-        correction,
-        log_prob=(proximal_log_prob * units).sum(-1),
-        behaviour_log_prob=(batch.log_prob * units).sum(-1),
-    )
-    weighed = batch.replaced(log_prob=proximal_log_prob, advantage=batch.advantage * weight.to(batch.advantage.dtype))
-    return weighed, metrics
+    steps = torch.zeros(batch.log_prob.shape[1], dtype=torch.int64) if steps is None else steps
+    now, before = (at_level(log_prob, level, batch.unit_mask, steps) for log_prob in (present, batch.log_prob))
+    # Units of a row are those of one chunk.
+    whole = None if now.dim() == 1 else torch.zeros(now.shape, dtype=torch.int64)
+    mask = None if now.dim() == 1 else mask_at_level(batch.unit_mask, level, steps)
+    weight, metrics = correction_weights(correction, log_prob=now, behaviour_log_prob=before, mask=mask, chunk_id=whole)
+    advantage = spread(batch.advantage, level, steps)
+    advantage = advantage[:, None] if advantage.dim() < weight.dim() else advantage
+    return batch.replaced(log_prob=present, advantage=advantage * weight.to(advantage.dtype)), metrics
 
 
 def _rows(array: np.ndarray) -> torch.Tensor:

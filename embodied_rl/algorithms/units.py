@@ -45,7 +45,7 @@ def mask_at_level(mask: Tensor | None, level: Level, steps: Tensor) -> Tensor | 
 
 
 def spread(x: Tensor, level: Level, steps: Tensor) -> Tensor:
-    """Advantages [B] or [B, K] to the shape of `level`, each number for all that belongs to it.
+    """Advantages [B] or [B, K] to the shape of `level`, each number for all that belongs to it; [B, L] pass as tokens'.
 
     Raises:
         ValueError: numbers of single steps, and a level that has one number for all of them.
@@ -54,4 +54,4 @@ def spread(x: Tensor, level: Level, steps: Tensor) -> Tensor:
         return x  # losses give the number of a row to all its entries
     if level == "chunk":
         raise ValueError("Advantages of single actions need ratios of actions or tokens, not of whole chunks.")
-    return x if level == "action" else x[:, steps]
+    return x if level == "action" or x.shape[1] == len(steps) else x[:, steps]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from embodied_rl.bounds import (
     Bounds,
@@ -25,6 +26,7 @@ from embodied_rl.bounds import (
 from embodied_rl.config.agent import WarmStartConfig
 from embodied_rl.config.building import Config, require
 from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
+from embodied_rl.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,12 @@ class AlgorithmConfig(Config, place="algorithm"):
     reward_clip: Positive = 10.0
     """With normalize_reward: normalised rewards are cut to ± this."""
 
+    @classmethod
+    def from_value(cls, value: Any, where: str | None = None) -> Self:
+        """See `Config.from_value`; ``loss: decoupled_ppo`` is short for PPO with a correction (see `_preset`)."""
+        short = isinstance(value, Mapping) and value.get("loss") == "decoupled_ppo"
+        return super().from_value(_preset(value) if short else value, where)
+
     @property
     def on_policy(self) -> bool:
         """Whether each update consumes the steps that were just played."""
@@ -278,3 +286,18 @@ class AlgorithmConfig(Config, place="algorithm"):
         super().__post_init__()
         ways = [name for name in ("groups", "cloning", "off_policy") if getattr(self, name) is not None]
         require(len(ways) <= 1, "algorithm", "one of groups, cloning and off_policy, the others null", ways)
+
+
+def _preset(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Decoupled PPO (Hilton et al. 2021; AReaL), whose weights had their own options until November 2026, as `CorrectionConfig` says it."""
+    correction, options = dict(data.get("correction") or {}), dict(data.get("loss_options") or {})
+    if correction.get("mode", "none") != "none" or correction.get("reject") is not None:
+        raise UserError(
+            "algorithm.loss='decoupled_ppo' brings its own weights: set loss=ppo_clip with algorithm.correction, or correction.mode=none."
+        )
+    if "weight_high" not in options:
+        raise UserError(
+            "'decoupled_ppo' needs algorithm.loss_options.weight_high. The same: loss=ppo_clip correction={mode: mask, high: 5}."
+        )
+    named = {key: options.pop(f"weight_{key}") for key in ("low", "high", "mode", "level") if f"weight_{key}" in options}
+    return {**data, "loss": "ppo_clip", "loss_options": options, "correction": {**correction, "mode": "mask", **named}}

@@ -67,17 +67,11 @@ class Run:
     def why_episodes(self) -> str | None:
         """Why the loss cannot learn from fixed rollouts, which show it each decision by itself; None: it can."""
         loss = self.loss
-        if loss.name == "decoupled_ppo":
-            return None
         if missing := [name for name in loss.inputs if name not in OF_ROLLOUTS]:
             return f"it reads {missing[0]}"
         if loss.unit != "entry":
             return f"its ratio is that of a {loss.unit}"
         return "it needs groups" if loss.needs & {"groups", "demonstrations"} else None
-
-    @property
-    def weighs(self) -> str:
-        return "algorithm.correction" if self.algorithm.correction.enabled else "algorithm.loss='decoupled_ppo'"
 
     @cached_property
     def of_program(self) -> bool:

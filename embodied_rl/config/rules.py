@@ -107,39 +107,21 @@ _FIXED_ROLLOUTS = (
         "rollout_loss",
         _without_groups(lambda run: run.why_episodes is not None),
         "algorithm.loss='{algorithm.loss}' is offered on whole episodes ({run.why_episodes}): set algorithm.groups, or take a loss of "
-        "single decisions (ppo_clip, decoupled_ppo, cispo, one of your own).",
+        "single decisions (ppo_clip, cispo, one of your own).",
     ),
     Rule(
         "old_without_ratio",
         _without_groups(
-            lambda run: (
-                not {"old_log_prob", "proximal_log_prob"} & set(run.loss.inputs)
-                and (run.algorithm.max_staleness or run.algorithm.num_epochs > 1)
-            )
+            lambda run: "old_log_prob" not in run.loss.inputs and (run.algorithm.max_staleness or run.algorithm.num_epochs > 1)
         ),
         "algorithm.loss='{algorithm.loss}' has no ratio and takes old decisions for new ones: set algorithm.num_epochs=1 and "
         "algorithm.max_staleness=0, or take ppo_clip or cispo.",
     ),
-    *(
-        Rule(
-            f"weighed_{what}",
-            _every(_no_groups, lambda run: run.loss.name == "decoupled_ppo" or run.algorithm.correction.enabled, wrong),
-            f"{{run.weighs}} on fixed rollouts weighs whole decisions, and {shown} does not: set algorithm.ratio=chunk, "
-            "algorithm.normalize_advantage=batch and leave weight_level out.",
-        )
-        for what, wrong, shown in (
-            ("ratio", lambda run: run.algorithm.ratio != "chunk", "algorithm.ratio={algorithm.ratio}"),
-            (
-                "normalisation",
-                lambda run: run.algorithm.normalize_advantage == "minibatch",
-                "algorithm.normalize_advantage=minibatch",
-            ),
-            (
-                "level",
-                lambda run: run.algorithm.loss_options.get("weight_level", "token") != "token",
-                "algorithm.loss_options.weight_level={algorithm.loss_options[weight_level]}",
-            ),
-        )
+    Rule(
+        "weighed_normalisation",
+        _without_groups(lambda run: run.algorithm.correction.enabled and run.algorithm.normalize_advantage == "minibatch"),
+        "algorithm.correction weighs advantages once an update, and algorithm.normalize_advantage=minibatch would take the weights out again: "
+        "set normalize_advantage=batch.",
     ),
     Rule(
         "rollout_kl",
@@ -228,7 +210,7 @@ _WHOLE_EPISODES = (
         "stale_without_ratio",
         _with_groups(lambda run, groups: groups.max_staleness > 0 and run.loss.name in ("policy_gradient", "gpg")),
         "algorithm.loss='{algorithm.loss}' has no ratio and takes old episodes for new ones: set algorithm.groups.max_staleness=0, "
-        "or take ppo_clip, decoupled_ppo or topr.",
+        "or take ppo_clip or topr.",
     ),
     Rule(
         "aggregation_horizon",
@@ -240,20 +222,6 @@ _WHOLE_EPISODES = (
         "adapted_from_zero",
         _with_groups(lambda run, groups: run.algorithm.kl.target is not None and run.algorithm.kl.coef == 0),
         "algorithm.kl.target adapts a coefficient that starts at algorithm.kl.coef=0: give one above 0.",
-    ),
-)
-
-_WEIGHTS = (
-    Rule(
-        "two_corrections",
-        lambda run: run.algorithm.correction.enabled and run.loss.name == "decoupled_ppo",
-        "algorithm.loss='decoupled_ppo' brings its own weights: set loss=ppo_clip with algorithm.correction, or mode=none.",
-    ),
-    Rule(
-        "weighed_units",
-        lambda run: run.algorithm.correction.enabled and run.algorithm.ratio != "chunk",
-        "algorithm.correction weighs whole decisions, and algorithm.ratio={algorithm.ratio} tells apart what they are made of: "
-        "set algorithm.ratio=chunk.",
     ),
 )
 
@@ -421,7 +389,7 @@ _ROBOTS = (
     ),
 )
 
-OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_WEIGHTS, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS)
+OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS)
 """Held against each domain's own configuration; of a run without domains, against the run's."""
 
 # ---- of the run as a whole ---------------------------------------------------------------------------------------------

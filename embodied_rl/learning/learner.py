@@ -326,7 +326,7 @@ def _fused(
     objective: RolloutObjective, policy: Any, config: AlgorithmConfig, device: torch.device, widest: int, num_threads: int
 ) -> Executor | None:
     """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
-    if config.loss not in ("ppo_clip", "decoupled_ppo"):
+    if config.loss != "ppo_clip":
         return None
     rates = config.value_learning_rate is not None or config.head_learning_rate is not None
     if rates or config.micro_batch_size is not None or config.ratio != "chunk" or objective.precision != "float32":

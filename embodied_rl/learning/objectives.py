@@ -70,11 +70,10 @@ class Terms:
 class PolicyLoss:
     """Any loss of the table with what stands beside it."""
 
-    def __init__(self, config: AlgorithmConfig, name: str, options: dict[str, Any]) -> None:
-        """`name` is one of the table's, `options` are further arguments of it."""
-        self.config, self.info = config, loss_info(name)
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config, self.info = config, loss_info(config.loss)
         self.aggregation = Aggregation(config.aggregation or self.info.default_aggregation, config.horizon)  # type: ignore[arg-type]
-        self._options: dict[str, Any] = method_options(self.info, options, config)
+        self._options: dict[str, Any] = method_options(self.info, config.loss_options, config)
 
     @property
     def needs_present(self) -> bool:
@@ -204,7 +203,7 @@ class ActingObjective(Objective[AnyRows]):
 
     def __init__(self, policy: Policy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         super().__init__(policy, config, precision)
-        self.loss, layout = self._loss(), layout_of(policy)
+        self.loss, layout = PolicyLoss(config), layout_of(policy)
         self._host_steps = unit_steps(layout.num_units, layout.chunk_size, max(policy.spec.action.dim, 1))
         self._steps: dict[torch.device, Tensor] = {}
         self.units = {"chunk": 1, "action": layout.chunk_size, "token": layout.num_units}[config.ratio]
@@ -221,9 +220,6 @@ class ActingObjective(Objective[AnyRows]):
         """See `Objective.needs_present`."""
         return self.loss.needs_present
 
-    def _loss(self) -> PolicyLoss:
-        return PolicyLoss(self.config, self.config.loss, self.config.loss_options)
-
     def evaluate(self, policy: Policy, observation: dict[str, Tensor], action: Tensor) -> Evaluation:
         """In the precision that is configured, as float32."""
         with torch.autocast(action.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
@@ -235,10 +231,6 @@ class RolloutObjective(ActingObjective[Batch]):
     """PPO on decisions of rollouts; a ratio belongs to what `algorithm.ratio` says."""
 
     name, unit, rows = "rollouts", "rows", Batch
-
-    def _loss(self) -> PolicyLoss:
-        """The weights of a correction, decoupled PPO's among them, are in the advantages already (`algorithms.ppo.corrected`)."""
-        return PolicyLoss(self.config, "ppo_clip", {}) if self.config.loss == "decoupled_ppo" else super()._loss()
 
     def begin(self, rows: Batch, *, kl_coef: float) -> tuple[Batch, Numbers]:
         """See `Objective.begin`; advantages are whitened here where the algorithm whitens by minibatch."""
@@ -308,7 +300,7 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
             whole[batch.row, batch.column] = flat
             return whole.flatten(1)
 
-        log_probs = {"old_log_prob": present, "proximal_log_prob": present, "reference_log_prob": reference}
+        log_probs = {"old_log_prob": present, "reference_log_prob": reference}
         if self.config.ratio == "chunk":
             inputs["behaviour_log_prob"] = batch.behaviour_log_prob
         else:
@@ -368,7 +360,7 @@ class TokenObjective(Objective[TokenBatch]):
 
     def __init__(self, policy: Any, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         super().__init__(policy, config, precision)
-        self.loss = PolicyLoss(config, config.loss, config.loss_options)
+        self.loss = PolicyLoss(config)
 
     @property
     def needs_present(self) -> bool:
@@ -388,7 +380,6 @@ class TokenObjective(Objective[TokenBatch]):
             "behaviour_log_prob": rows.behaviour_log_prob,
             "chunk_id": rows.chunk_id,
             "old_log_prob": rows.present,
-            "proximal_log_prob": rows.present,
             "reference_log_prob": rows.reference,
         }
         inputs = {name: value[:, :width].to(device) for name, value in entries.items() if value is not None}

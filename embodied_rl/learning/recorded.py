@@ -165,7 +165,7 @@ class StateValueObjective(CriticsObjective):
 class ImitationObjective(CriticsObjective):
     """Recorded actions are imitated by how much better than V(s) they are."""
 
-    name = "imitation"
+    name, draws = "imitation", True  # what a policy clones with may draw noise
     groups: ClassVar[tuple[str, ...]] = ("policy",)
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -369,8 +369,13 @@ def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, batch: EpisodeB
         flat, final = learner.values(ready), learner.values(batch.final_observation)
         values = EpisodeValues(batch.scatter(torch.from_numpy(flat)), torch.from_numpy(final))
     whole, first = (objective.of_decisions(batch, log_prob) for log_prob in (present, reference))
-    credit = algorithm.prepare(batch, values, algorithm.divergence(whole, first), present=whole)
-    return PreparedEpisodes(batch, credit, objective.rows_of(batch, credit, present, reference))
+    credit = algorithm.prepare(batch, values, algorithm.divergence(whole, first))
+    rows = objective.rows_of(batch, credit, present, reference)
+    if algorithm.config.correction.enabled:
+        sampled = {name: rows.inputs[name] for name in ("behaviour_log_prob", "mask", "chunk_id")}
+        advantage, figures = algorithm.corrected(rows.inputs["advantage"], rows.inputs["old_log_prob"], **sampled)
+        rows, credit = replace(rows, inputs={**rows.inputs, "advantage": advantage}), replace(credit, metrics=credit.metrics | figures)
+    return PreparedEpisodes(batch, credit, rows)
 
 
 # ---- starts inside an expert's episodes ---------------------------------------------------------------------------------

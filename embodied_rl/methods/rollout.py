@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose, correction_of
+from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.ppo import PPO, RolloutValues, corrected
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
@@ -60,11 +60,13 @@ class RolloutMethod(Method):
         rollout: Rollout = experience.data
         values = rollout_values(self.learner, self._policy, rollout)
         batch = self._batch(rollout, values)
-        correction = correction_of(self.config.algorithm)
-        if not correction.enabled:
+        algorithm = self.config.algorithm
+        if not algorithm.correction.enabled:
             return batch
-        proximal = self.learner.log_probs(batch.observation, batch.action)
-        weighed, self._weights = corrected(batch, proximal, correction)
+        present, objective = self.learner.log_probs(batch.observation, batch.action), self.learner.objective
+        assert isinstance(objective, RolloutObjective), "a learner of rollouts"
+        steps = objective.steps(present.device)
+        weighed, self._weights = corrected(batch, present, algorithm.correction, level=algorithm.ratio, steps=steps)
         return weighed
 
     def _batch(self, rollout: Rollout, values: RolloutValues) -> Batch:

@@ -19,7 +19,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "policy_gradient": {},
     "gpg": {},
     "topr": {},
-    "decoupled_ppo": {"clip_low": 0.1, "clip_high": 0.2, "weight_low": 0.7, "weight_high": 1.4, "weight_mode": "mask"},
     "ipa": {"max_mismatch": 1.02},
     "behaviour_cloning": {},
 }
@@ -45,7 +44,7 @@ def make_case(seed: int = 0, dtype: torch.dtype = torch.float64) -> Case:
     action = torch.randint(NUM_ACTIONS, (NUM_ROWS, NUM_UNITS), generator=generator)
     theta = 0.5 * normal(NUM_FEATURES, NUM_ACTIONS)
     case = {"features": features, "action": action, "theta": theta}
-    for name, distance in (("old_log_prob", 0.15), ("proximal_log_prob", 0.1), ("behaviour_log_prob", 0.25)):
+    for name, distance in (("old_log_prob", 0.15), ("behaviour_log_prob", 0.25)):
         case[name] = log_prob_of(theta + distance * normal(NUM_FEATURES, NUM_ACTIONS), case)
     length = torch.randint(NUM_UNITS + 1, (NUM_ROWS,), generator=generator)
     holes = torch.rand(NUM_ROWS, NUM_UNITS, generator=generator) < 0.15

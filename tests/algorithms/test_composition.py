@@ -8,7 +8,7 @@ import pytest
 
 from embodied_rl.algorithms.composition import compose, method_options
 from embodied_rl.compose import load_train_config
-from embodied_rl.config import AlgorithmConfig, GroupsConfig, group_names
+from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, group_names
 from embodied_rl.errors import UserError
 
 GRPO = AlgorithmConfig(advantage="grpo", groups=GroupsConfig())
@@ -26,8 +26,8 @@ def test_every_algorithm_file_makes_sense(name: str) -> None:
     ("config", "reason"),
     [
         (
-            replace(GRPO, loss="decoupled_ppo", loss_options={"weight_high": 1e10}),
-            "algorithm.loss_options.weight_high must be above 0 and at most 1,000,000,000, got 10000000000",
+            replace(GRPO, loss="topr", loss_options={"ratio_high": 1e10}),
+            "algorithm.loss_options.ratio_high must be above 0 and at most 1,000,000,000, got 10000000000",
         ),
         (replace(GRPO, loss="topr", loss_options={"ratio_low": -1}), "algorithm.loss_options.ratio_low must be between 0 and"),
         (replace(GRPO, loss="topr", loss_options={"level": "word"}), "algorithm.loss_options.level='word' is not a choice"),
@@ -49,3 +49,19 @@ def test_options_come_from_the_configuration_and_the_user() -> None:
     composition = compose(config)
     assert method_options(composition.advantage, config.advantage_options, config) == {"alone": "zero", "std": True}
     assert method_options(composition.loss, config.loss_options, config) == {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def test_decoupled_ppo_is_short_for_a_correction() -> None:
+    words = [
+        "sim=cartpole",
+        "algorithm=grpo",
+        "algorithm.loss=decoupled_ppo",
+        "algorithm.loss_options={weight_high: 3, weight_mode: clamp}",
+    ]
+    config = load_train_config([*words, "algorithm.loss_options.weight_level=sequence"]).algorithm
+    assert (config.loss, config.loss_options) == ("ppo_clip", {})
+    assert config.correction == CorrectionConfig(mode="clamp", high=3.0, level="sequence")
+    with pytest.raises(UserError, match="brings its own weights"):
+        load_train_config([*words, "algorithm.correction.reject=2"])
+    with pytest.raises(UserError, match="needs algorithm.loss_options"):
+        load_train_config(words[:3])

@@ -28,7 +28,7 @@ def ppo_term(ratio: float, a: float, o: dict) -> float:
 def entry(name: str, case: dict, i: int, t: int) -> float:
     """The loss of one entry in plain Python: scalars and math alone."""
     o, mask = OPTIONS[name], case["mask"]
-    new, old, prox, behaviour = (case[key] for key in ("log_prob", "old_log_prob", "proximal_log_prob", "behaviour_log_prob"))
+    new, old, behaviour = (case[key] for key in ("log_prob", "old_log_prob", "behaviour_log_prob"))
     a, lp = case["advantage"][i], new[i][t]
     row = [u for u in range(len(mask[i])) if mask[i][u]]
     chunk = [u for u in row if case["chunk_id"][i][u] == case["chunk_id"][i][t]]
@@ -42,9 +42,6 @@ def entry(name: str, case: dict, i: int, t: int) -> float:
         return -a * lp
     if name == "topr":
         return -(1.0 if a >= 0 else clamp(math.exp(sum(new[i][u] - behaviour[i][u] for u in row)), 0.0, 1.0)) * a * lp
-    if name == "decoupled_ppo":
-        w = math.exp(prox[i][t] - behaviour[i][t])
-        return ppo_term(math.exp(lp - prox[i][t]), a, o) * (w if o["weight_low"] <= w <= o["weight_high"] else 0.0)
     if name == "ipa":
         mismatch = math.exp(sum(old[i][u] - behaviour[i][u] for u in chunk) / len(chunk))
         rho = math.exp(sum(new[i][u] - old[i][u] for u in chunk) / len(chunk))
@@ -124,7 +121,7 @@ def test_scaling_advantages_scales_loss_and_gradient(name: str) -> None:
 @every_loss
 def test_everything_but_the_policy_is_a_constant(name: str) -> None:
     case = make_case()
-    constants = ("old_log_prob", "proximal_log_prob", "behaviour_log_prob", "advantage", "weight")
+    constants = ("old_log_prob", "behaviour_log_prob", "advantage", "weight")
     leaves: Case = {key: case[key].clone().requires_grad_() for key in constants}
     theta = case["theta"].clone().requires_grad_()
     loss, metrics = run(name, {**case, **leaves, "theta": theta}, aggregation=TOKEN_MEAN)
@@ -140,7 +137,7 @@ def test_on_policy_every_loss_has_the_gradient_of_the_plain_policy_gradient(name
     # (Behaviour cloning: with A = 1.)
     case = make_case()
     same = log_prob_of(case["theta"], case)
-    case |= dict.fromkeys(("old_log_prob", "proximal_log_prob", "behaviour_log_prob"), same)
+    case |= dict.fromkeys(("old_log_prob", "behaviour_log_prob"), same)
     _, grad = gradient(name, [case], aggregation=SEQUENCE_MEAN, denominator=None)
     reference = {**case, "advantage": torch.ones_like(case["advantage"])} if name == "behaviour_cloning" else case
     _, expected = gradient("policy_gradient", [reference], aggregation=SEQUENCE_MEAN, denominator=None)
@@ -185,7 +182,7 @@ def test_table_tells_the_truth_about_signatures(info) -> None:  # type: ignore[n
     assert without_default == {*info.inputs, *info.required_options}
     assert parameters["aggregation"].default.mode == info.default_aggregation
     assert info.source
-    for need in ("old_log_prob", "behaviour_log_prob", "proximal_log_prob", "reference_log_prob", "chunk_id"):
+    for need in ("old_log_prob", "behaviour_log_prob", "reference_log_prob", "chunk_id"):
         assert (need in info.needs) <= (need in info.inputs + info.optional_inputs)
         assert (need in info.inputs) <= (need in info.needs)
 

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.aggregation import SEQUENCE_TOKEN_MEAN
+from embodied_rl.algorithms.aggregation import SEQUENCE_TOKEN_MEAN, TOKEN_MEAN, Aggregation
 from embodied_rl.algorithms.losses import policy_gradient_loss, ppo_clip_loss
 from embodied_rl.algorithms.off_policy import (
     cispo_loss,
     correction_weights,
-    decoupled_ppo_loss,
     importance_weights,
     rejection_mask,
     topr_loss,
@@ -110,32 +111,6 @@ def test_correction_weights_of_a_batch_by_hand() -> None:
     assert normalised[0][0] == pytest.approx(0.5 / 1.3)
 
 
-def test_a_correction_is_the_weight_of_decoupled_ppo() -> None:
-    # Decoupled PPO is PPO around the present policy with these weights: the same loss and gradient from both.
-    generator = torch.Generator().manual_seed(2)
-    new, proximal, behaviour, advantage = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64)
-    new.requires_grad_()
-    clip = {"clip_low": 0.2, "clip_high": 0.3}
-    weight, _ = correction_weights(
-        CorrectionConfig(mode="mask", low=0.3, high=3.0), log_prob=proximal, behaviour_log_prob=behaviour, chunk_id=None
-    )
-    mine, _ = ppo_clip_loss(log_prob=new, old_log_prob=proximal, advantage=advantage, weight=weight, **clip)  # type: ignore[arg-type]
-    (gradient,) = torch.autograd.grad(mine, new)
-    theirs, _ = decoupled_ppo_loss(
-        log_prob=new,
-        proximal_log_prob=proximal,
-        behaviour_log_prob=behaviour,
-        advantage=advantage,
-        weight_low=0.3,
-        weight_high=3.0,
-        **clip,  # type: ignore[arg-type]
-    )
-    (other,) = torch.autograd.grad(theirs, new)
-    assert mine.item() == theirs.item()
-    assert torch.equal(gradient, other)
-    assert 0 < float((weight == 0).float().mean()) < 1
-
-
 def test_topr_may_taper_by_the_score() -> None:
     # Row 0 succeeded and has a negative advantage; row 1 failed and has a positive one. The ratio of both is 0.25.
     new = double([[0.5], [0.5]]).log().requires_grad_()
@@ -151,72 +126,45 @@ def test_topr_may_taper_by_the_score() -> None:
         topr_loss(**arguments, sign="score")  # type: ignore[arg-type]
 
 
+def decoupled(
+    new: Tensor, present: Tensor, behaviour: Tensor, advantage: Tensor, aggregation: Aggregation = TOKEN_MEAN, **bounds: Any
+) -> Tensor:
+    """PPO around the present policy, its advantages weighed: decoupled PPO."""
+    weight, _ = correction_weights(CorrectionConfig(**{"mode": "mask", **bounds}), log_prob=present, behaviour_log_prob=behaviour)
+    clip = {"clip_low": 0.2, "clip_high": 0.2}
+    return ppo_clip_loss(log_prob=new, old_log_prob=present, advantage=advantage * weight, aggregation=aggregation, **clip)[0]  # type: ignore[arg-type]
+
+
 def test_decoupled_ppo_by_hand() -> None:
-    # pi / proximal: 1.5, 1, 0.5, 1; proximal / behaviour: 1, 2, 1, 10; A: 1, 1, -1, 1; clip 0.2.
+    # pi / present: 1.5, 1, 0.5, 1; present / behaviour: 1, 2, 1, 10; A: 1, 1, -1, 1; clip 0.2.
     # Clip losses: -1.2, -1, 0.8 (-A·0.8, since 0.5 < 0.8), -1.
-    proximal = double(-1.0, -1.0, -1.0, -1.0)
-    arguments = {
-        "log_prob": proximal + double(1.5, 1.0, 0.5, 1.0).log(),
-        "proximal_log_prob": proximal,
-        "behaviour_log_prob": proximal - double(1.0, 2.0, 1.0, 10.0).log(),
-        "advantage": double(1.0, 1.0, -1.0, 1.0),
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "weight_high": 5.0,
-    }
-    masked, metrics = decoupled_ppo_loss(**arguments)  # type: ignore[arg-type]
+    present = double(-1.0, -1.0, -1.0, -1.0)
+    new, behaviour = present + double(1.5, 1.0, 0.5, 1.0).log(), present - double(1.0, 2.0, 1.0, 10.0).log()
+    advantage = double(1.0, 1.0, -1.0, 1.0)
     # w = 10 is dropped; the sum is still divided by 4.
-    assert masked.item() == pytest.approx((-1.2 * 1 - 1 * 2 + 0.8 * 1) / 4)
-    assert metrics["weight_bounded_fraction"].item() == pytest.approx(1 / 4)
-    assert metrics["clip_fraction"].item() == pytest.approx(2 / 4)
-    clamped, _ = decoupled_ppo_loss(**arguments, weight_mode="clamp")  # type: ignore[arg-type]
+    assert decoupled(new, present, behaviour, advantage, high=5.0).item() == pytest.approx((-1.2 * 1 - 1 * 2 + 0.8 * 1) / 4)
+    clamped = decoupled(new, present, behaviour, advantage, high=5.0, mode="clamp")
     assert clamped.item() == pytest.approx((-1.2 * 1 - 1 * 2 + 0.8 * 1 - 1 * 5) / 4)
 
 
 def test_decoupled_ppo_keeps_a_rows_length_of_before_rejection() -> None:
     # Row of four entries of which three are rejected: its mean is a quarter of the one that is left, not the whole of it.
-    zeros = torch.zeros(1, 4, dtype=torch.float64)
-    loss, _ = decoupled_ppo_loss(
-        log_prob=zeros,
-        proximal_log_prob=zeros,
-        behaviour_log_prob=-double([[1.0, 9.0, 9.0, 9.0]]).log(),
-        advantage=double([-1.0]),
-        clip_low=0.2,
-        clip_high=0.2,
-        weight_high=2.0,
-        aggregation=SEQUENCE_TOKEN_MEAN,
-    )
+    zeros, behaviour = torch.zeros(1, 4, dtype=torch.float64), -double([[1.0, 9.0, 9.0, 9.0]]).log()
+    loss = decoupled(zeros, zeros, behaviour, -torch.ones_like(zeros), SEQUENCE_TOKEN_MEAN, high=2.0)
     assert loss.item() == pytest.approx(0.25)
 
 
 def test_decoupled_ppo_levels() -> None:
-    # One row, A = -1, pi = proximal, so that the loss is the mean weight; proximal / behaviour 4, 1: product 4, geometric mean 2.
-    zeros = torch.zeros(1, 2, dtype=torch.float64)
+    # One row, A = -1, pi = present, so that the loss is the mean weight; present / behaviour 4, 1: product 4, geometric mean 2.
+    zeros, behaviour = torch.zeros(1, 2, dtype=torch.float64), -double([[4.0, 1.0]]).log()
 
-    def loss(**options: object) -> float:
-        return decoupled_ppo_loss(
-            log_prob=zeros,
-            proximal_log_prob=zeros,
-            behaviour_log_prob=-double([[4.0, 1.0]]).log(),
-            advantage=double([-1.0]),
-            clip_low=0.2,
-            clip_high=0.2,
-            **options,  # type: ignore[arg-type]
-        )[0].item()
+    def loss(**bounds: Any) -> float:
+        return decoupled(zeros, zeros, behaviour, -torch.ones_like(zeros), **bounds).item()
 
-    assert loss(weight_high=5.0) == pytest.approx((4 + 1) / 2)
-    assert loss(weight_high=3.0, weight_level="sequence") == pytest.approx(0.0)
-    assert loss(weight_high=3.0, weight_level="sequence", weight_mode="clamp") == pytest.approx(3.0)
-    assert loss(weight_high=3.0, weight_level="geometric") == pytest.approx(2.0)
-
-
-def test_decoupled_ppo_is_ppo_where_proximal_and_behaviour_agree() -> None:
-    generator = torch.Generator().manual_seed(0)
-    new, old, advantage = (torch.randn(5, 4, generator=generator, dtype=torch.float64) for _ in range(3))
-    common = {"log_prob": new, "advantage": advantage, "clip_low": 0.2, "clip_high": 0.3}
-    ppo, _ = ppo_clip_loss(**common, old_log_prob=old)  # type: ignore[arg-type]
-    decoupled, _ = decoupled_ppo_loss(**common, proximal_log_prob=old, behaviour_log_prob=old, weight_high=1.0)  # type: ignore[arg-type]
-    assert decoupled.item() == pytest.approx(ppo.item(), rel=1e-14)
+    assert loss(high=5.0) == pytest.approx((4 + 1) / 2)
+    assert loss(high=3.0, level="sequence") == pytest.approx(0.0)
+    assert loss(high=3.0, level="sequence", mode="clamp") == pytest.approx(3.0)
+    assert loss(high=3.0, level="geometric") == pytest.approx(2.0)
 
 
 def test_cispo_by_hand() -> None:

@@ -80,7 +80,6 @@ def gradients(policy: LanguagePolicy) -> dict[str, torch.Tensor]:
         {"aggregation": "seq-mean-token-sum-norm", "horizon": 7},
         {"loss": "gspo", "entropy_coef": 0.01},
         {"loss": "cispo", "kl": KlConfig(coef=0.1)},
-        {"loss": "decoupled_ppo", "loss_options": {"weight_high": 2.0}},
         {"loss": "topr", "advantage": "reinforce"},
         {"loss": "ipa", "advantage": "ipa", "loss_options": {"max_mismatch": 5.0}},
     ],
