@@ -120,8 +120,8 @@ _FIXED_ROLLOUTS = (
     Rule(
         "weighed_normalisation",
         _without_groups(lambda run: run.algorithm.correction.enabled and run.algorithm.normalize_advantage == "minibatch"),
-        "algorithm.correction weighs advantages once an update, and algorithm.normalize_advantage=minibatch would take the weights out again: "
-        "set normalize_advantage=batch.",
+        "algorithm.correction weighs advantages once an update, and algorithm.normalize_advantage=minibatch would take the weights out "
+        "again: set normalize_advantage=batch.",
     ),
     Rule(
         "rollout_kl",

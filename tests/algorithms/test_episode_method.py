@@ -199,8 +199,11 @@ def test_corrections_multiply_the_advantages_that_were_normalised() -> None:
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(2))
     # Two action units of -0.5 each were sampled: -1 a decision. Ratios 0.5 and 2 (clamped to 1.5); 4 and 4, rejected: 4 > 3.
     present = torch.tensor([[0.5, 2.0], [4.0, 4.0]]).log() - 1.0
-    found = EpisodeMethod(config).prepare(batch, values, present=present)
-    np.testing.assert_allclose(found.advantage, [[2 * 0.5, 1 * 1.5], [0, 0]], rtol=1e-6)
-    assert found.metrics["rejected_fraction"] == 0.5
-    assert found.metrics["weight_bounded_fraction"] == 0.75
-    assert found.mask.all(), "what is rejected stays in the denominator"
+    method = EpisodeMethod(config)
+    credit = method.prepare(batch, values)
+    sampled = {"behaviour_log_prob": batch.behaviour_log_prob, "mask": credit.mask, "chunk_id": torch.arange(2).expand(2, 2)}
+    advantage, metrics = method.corrected(credit.advantage, present, **sampled)
+    np.testing.assert_allclose(advantage, [[2 * 0.5, 1 * 1.5], [0, 0]], rtol=1e-6)
+    assert metrics["rejected_fraction"] == 0.5
+    assert metrics["weight_bounded_fraction"] == 0.75
+    assert credit.mask.all(), "what is rejected stays in the denominator"
