@@ -53,11 +53,11 @@ def test_options_come_from_the_configuration_and_the_user() -> None:
 
 def test_decoupled_ppo_is_short_for_a_correction() -> None:
     words = ["sim=cartpole", "algorithm=grpo", "algorithm.loss=decoupled_ppo"]
-    options = "algorithm.loss_options={weight_high: 3, weight_mode: clamp, weight_level: sequence}"
-    config = load_train_config([*words, options]).algorithm
+    options = [f"algorithm.loss_options.{option}" for option in ("weight_high=3", "weight_mode=clamp", "weight_level=sequence")]
+    config = load_train_config([*words, *options]).algorithm
     assert (config.loss, config.loss_options) == ("ppo_clip", {})
     assert config.correction == CorrectionConfig(mode="clamp", high=3.0, level="sequence")
     with pytest.raises(UserError, match="brings its own weights"):
-        load_train_config([*words, options, "algorithm.correction.reject=2"])
+        load_train_config([*words, *options, "algorithm.correction.reject=2"])
     with pytest.raises(UserError, match=r"needs algorithm\.loss_options\.weight_high"):
         load_train_config(words)
