@@ -66,7 +66,8 @@ def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
 
     token, is_new = token_to_ask_for(TOKEN_VARIABLE, values["token"], values["host"])  # before a model is loaded for nothing
     policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), values["device"])
-    backend = TorchTokens(policy.generation_model(), max_batch=values["max_batch"], seed=values["seed"])
+    model = policy.generation_model()
+    backend = TorchTokens(model, max_batch=values["max_batch"], seed=values["seed"], tokenizer=policy.tokenizer)
     stops = [name.strip() for name in (values["stop"] or "").split(",") if name.strip()]
     options = ProxyOptions(
         model=values["name"] or Path(values["model"]).resolve().name,

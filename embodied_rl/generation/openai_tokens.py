@@ -20,7 +20,16 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.background_loop import BackgroundLoop
 from embodied_rl.generation.mailbox import Mailbox
 from embodied_rl.generation.openai_http import Gate, Reply, RetryPolicy, ask
-from embodied_rl.generation.tokens import Completion, Failure, FinishReason, GenerationRequest, LengthLimit, TokenBackend, derive_seed
+from embodied_rl.generation.tokens import (
+    Completion,
+    Failure,
+    FinishReason,
+    GenerationRequest,
+    LengthLimit,
+    TokenBackend,
+    derive_seed,
+    refuse_structures,
+)
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 
 
@@ -108,6 +117,7 @@ class OpenAITokens(TokenBackend):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`. Raises UserError for images, and for a chat without messages."""
+        refuse_structures(requests)
         for request in requests:
             if request.images:
                 raise UserError(f"Request {request.request_id} has images, which the openai backend does not send.")

@@ -17,6 +17,7 @@ from embodied_rl.generation.tokens import (
     TokenBackend,
     check_new_ids,
     derive_seed,
+    refuse_structures,
     uniform_stream,
 )
 
@@ -41,6 +42,7 @@ class _Instant(TokenBackend):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`."""
         check_new_ids(requests, (request.request_id for request in self._waiting))
+        refuse_structures(requests)
         self._waiting += requests
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -65,6 +65,11 @@ class GenerationRequest:
     """What is sampled depends only on the seed, the prompt and the weights. None: the backend draws one."""
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each, for vision-language models; the prompt has as many placeholder tokens as they take (`VisionInputs.expand`)."""
+    structure: str | None = None
+    """What an answer must look like: one of xgrammar's structural tags, as JSON. Only tokens that keep to it are drawn, and a stop token
+    only where it is whole. See `TokenBackend.can_constrain`."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens of each place are wanted beside the one that was drawn."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The same prompt as chat messages, for servers that take text and apply a template of their own."""
 
@@ -77,6 +82,7 @@ class GenerationRequest:
             "temperature": (0.0 <= self.temperature < float("inf"), ">= 0"),
             "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
             "top_k": (self.top_k >= 0, ">= 0"),
+            "top_logprobs": (self.top_logprobs >= 0, ">= 0"),
         }
         for name, (holds, wanted) in ranges.items():
             if not holds:
@@ -85,7 +91,7 @@ class GenerationRequest:
     @property
     def samples_from_policy(self) -> bool:
         """Whether tokens are drawn from the model's own distribution, so that both log-probabilities of a token are the same."""
-        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
+        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0 and self.structure is None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,8 +107,8 @@ class Completion:
     log_prob: np.ndarray
     """[n] float32 of each token under the model's own distribution (temperature 1, nothing cut off): what training recomputes."""
     sampling_log_prob: np.ndarray
-    """[n] float32 under the distribution that it was drawn from (temperature, top-p, top-k); 0 for the likeliest token at temperature 0.
-    NaN where the backend cannot say."""
+    """[n] float32 under the distribution that it was drawn from (temperature, structure, top-p, top-k), renormalised; 0 for the likeliest
+    token at temperature 0. NaN where the backend cannot say."""
     version: np.ndarray
     """[n] int64 version of the weights that sampled each token."""
     finish_reason: FinishReason
@@ -112,6 +118,10 @@ class Completion:
     """None unless `finish_reason` is ``failed``."""
     text: str | None = None
     """What a server answered as text; None where tokens are the answer."""
+    top_ids: np.ndarray | None = None
+    """[n, k] int64 the likeliest tokens of each place, the likeliest first; None unless the request asked for k of them."""
+    top_log_prob: np.ndarray | None = None
+    """[n, k] float32 under the model's own distribution."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.log_prob), len(self.sampling_log_prob), len(self.version)}
@@ -150,8 +160,9 @@ class Completion:
         limit: LengthLimit | None = None,
         failure: Failure | None = None,
         text: str | None = None,
+        top: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> Completion:
-        """From sequences of n numbers."""
+        """From sequences of n numbers; `top`: of each place the likeliest (token, log-probability), as many everywhere, or nothing."""
         return Completion(
             request_id=request_id,
             token_ids=np.asarray(token_ids, np.int64).reshape(-1),
@@ -162,6 +173,23 @@ class Completion:
             limit=limit,
             failure=failure,
             text=text,
+            top_ids=np.array([[token for token, _ in place] for place in top], np.int64) if top else None,
+            top_log_prob=np.array([[value for _, value in place] for place in top], np.float32) if top else None,
+        )
+
+    def first(self, count: int, finish_reason: FinishReason) -> Completion:
+        """The same without the tokens behind the first `count`, and with another end, which is no failure and no length."""
+        top_ids, top_log_prob = (None if found is None else found[:count] for found in (self.top_ids, self.top_log_prob))
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            log_prob=self.log_prob[:count],
+            sampling_log_prob=self.sampling_log_prob[:count],
+            version=self.version[:count],
+            finish_reason=finish_reason,
+            limit=None,
+            top_ids=top_ids,
+            top_log_prob=top_log_prob,
         )
 
 
@@ -201,6 +229,11 @@ class TokenBackend(TokenCache):
     @abstractmethod
     def version(self) -> int:
         """Of the weights that sample now."""
+
+    @property
+    def can_constrain(self) -> bool:
+        """Whether it draws by `GenerationRequest.structure` and tells `top_logprobs`; where not, `submit` refuses requests with them."""
+        return False
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -247,6 +280,14 @@ class TokenBackend(TokenCache):
     def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
         """{request: its tokens by now} of those that are being sampled, where it knows: for callers that show a growing answer."""
         return {}
+
+
+def refuse_structures(requests: Sequence[GenerationRequest]) -> None:
+    """Raise UserError for what a backend that cannot constrain is not asked for."""
+    for request in requests:
+        if request.structure is not None or request.top_logprobs:
+            asked = "top_logprobs" if request.structure is None else "an answer that keeps to a structure"
+            raise UserError(f"Request {request.request_id} asks for {asked}, which this backend does not give; torch and vllm do.")
 
 
 def check_new_ids(requests: Sequence[GenerationRequest], in_flight: Iterable[int]) -> None:

@@ -20,6 +20,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.sampling import SampledTokens, SamplingSettings, sample_tokens
 from embodied_rl.generation.slab_cache import SlabCache, decode_mask
 from embodied_rl.generation.stepwise import Stepwise
+from embodied_rl.generation.structures import Matcher, Structures
 from embodied_rl.generation.tokens import (
     Completion,
     ContextRoom,
@@ -31,6 +32,7 @@ from embodied_rl.generation.tokens import (
     derive_seed,
     uniform_stream,
 )
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
 from embodied_rl.policies.model_folder import max_context, text_config
 from embodied_rl.policies.vision_inputs import VisionInputs
@@ -47,12 +49,15 @@ class _Row:
     request: GenerationRequest
     room: ContextRoom
     uniform: np.random.Generator
+    matcher: Matcher | None = None
+    """Where it stands in its structure; None: it has none."""
     position_offset: int = 0
     """What positions are ahead of the number of tokens: image tokens share positions in models with rotary positions in three."""
     token_ids: list[int] = field(default_factory=list)
     log_prob: list[float] = field(default_factory=list)
     sampling_log_prob: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -64,6 +69,9 @@ class _Row:
         self.log_prob.append(log_prob)
         self.sampling_log_prob.append(sampling_log_prob)
         self.version.append(version)
+        if self.matcher is not None:
+            kept = self.matcher.accept_token(token)
+            assert kept, "only tokens that keep to the structure are drawn"
 
     def end(self) -> FinishReason | None:
         if self.token_ids[-1] in self.request.stop_ids:
@@ -79,6 +87,7 @@ class _Row:
             self.version,
             reason,
             limit=self.room.limit if reason == "length" else None,
+            top=self.top,
         )
 
 
@@ -96,6 +105,7 @@ class TorchTokens(Stepwise):
         seed: int = 0,
         on_update: Literal["recompute", "keep"] = "recompute",
         vision: VisionInputs | None = None,
+        tokenizer: ChatTokenizer | None = None,
     ) -> None:
         """Start with a model's present weights.
 
@@ -109,6 +119,7 @@ class TorchTokens(Stepwise):
                 so that each token's log-probability is that of its version given all before it. keep: later tokens look at keys and
                 values of older versions (cheaper; their log-probabilities are then no version's own).
             vision: of a vision-language model.
+            tokenizer: what the structures of answers are matched with; None: requests with one are refused.
 
         Raises:
             UserError: the model has layers other than attention, whose state cannot change rows.
@@ -121,6 +132,8 @@ class TorchTokens(Stepwise):
             model.set_attn_implementation("sdpa")
         self._model = model.eval()
         self._vision = vision
+        self._tokenizer = tokenizer
+        self._structures: Structures | None = None
         self._three_positions = vision is not None and hasattr(model.model, "get_rope_index")
         self._max_batch, self._max_prefill_tokens = max_batch, max_prefill_tokens
         self._context = context or max_context(model.config)
@@ -138,6 +151,11 @@ class TorchTokens(Stepwise):
         return self._version
 
     @property
+    def can_constrain(self) -> bool:
+        """See `TokenBackend`: with a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
     def num_in_flight(self) -> int:
         """Requests that are waited for, those not yet begun included."""
         return len(self._rows) + len(self._waiting)
@@ -150,13 +168,14 @@ class TorchTokens(Stepwise):
             check_new_ids(requests, (row.request.request_id for row in [*self._rows, *self._waiting]))
             for request in requests:
                 self._check_images(request)
-            for request in requests:
+            matchers = [self._matcher(request) for request in requests]
+            for request, matcher in zip(requests, matchers, strict=True):
                 room = context_room(request, self._context)
                 if isinstance(room, Failure):
                     self._ready.append(Completion.failed(request.request_id, room))
                     continue
                 seed = derive_seed(self._seed, request.request_id) if request.seed is None else request.seed
-                self._waiting.append(_Row(request, room, uniform_stream(seed)))
+                self._waiting.append(_Row(request, room, uniform_stream(seed), matcher))
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -337,10 +356,33 @@ class TorchTokens(Stepwise):
         if self._vision is not None:
             logits = self._vision.exclude(logits)
         uniform = torch.tensor([row.uniform.random() for row in rows], dtype=torch.float64, device=logits.device)
-        sampled: SampledTokens = sample_tokens(logits, SamplingSettings.of([row.request for row in rows], logits.device), uniform)
+        allowed = None if self._structures is None else self._structures.allowed([row.matcher for row in rows], logits.device)
+        settings = SamplingSettings.of([row.request for row in rows], logits.device)
+        sampled: SampledTokens = sample_tokens(logits, settings, uniform, allowed)
+        self._take_top(rows, logits)
         columns = (sampled.token.tolist(), sampled.log_prob.tolist(), sampled.sampling_log_prob.tolist())
         for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=True):
             row.add(token, log_prob, sampling_log_prob, self._version)
+
+    @staticmethod
+    def _take_top(rows: list[_Row], logits: Tensor) -> None:
+        """Note the likeliest tokens for the rows that ask for them."""
+        most = max(row.request.top_logprobs for row in rows)
+        if most == 0:
+            return
+        found = torch.log_softmax(logits.float(), dim=-1).topk(most)
+        for row, token_ids, log_probs in zip(rows, found.indices.tolist(), found.values.tolist(), strict=True):
+            if count := row.request.top_logprobs:
+                row.top.append(list(zip(token_ids[:count], log_probs[:count], strict=True)))
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        if request.structure is None:
+            return None
+        if self._tokenizer is None:
+            raise UserError(f"Request {request.request_id} has a structure, and this backend was made without a tokenizer.")
+        if self._structures is None:
+            self._structures = Structures(self._tokenizer, text_config(self._config).vocab_size)
+        return self._structures.matcher(request.structure, request.stop_ids)
 
     def _remove(self, index: int) -> None:
         """Let the last active row take the place of one that ended, so that active rows are always the first."""

@@ -28,11 +28,12 @@ from embodied_rl.generation.vllm_exchange import load_files, load_in_place
 from embodied_rl.generation.vllm_sleep import Sleeper, Sleeps
 from embodied_rl.generation.vllm_start import scannable_modules
 from embodied_rl.generation.vllm_vision import VLLMVision, keep_transformers_classes
-from embodied_rl.policies.model_folder import check_model_folder
+from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer
 
 _EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
 SAMPLING_COLUMN = -1
 """In the worker's answers: stands where a token id would, with the log-probability under the distribution that was drawn from."""
+MAX_TOP_LOGPROBS = 20
 _START_S = 600.0
 _MAX_TEMPERATURE = 2.0
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -92,7 +93,10 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         "tensor_parallel_size": options.tensor_parallel,
         "enforce_eager": options.eager,
         "seed": options.seed,
-        "skip_tokenizer_init": True,
+        # A tokenizer is needed for structures only.
+        "skip_tokenizer_init": not _has_tokenizer(options),
+        "structured_outputs_config": {"backend": "xgrammar"},
+        "max_logprobs": 1 + MAX_TOP_LOGPROBS,
         "worker_extension_cls": _EXTENSION,
         "load_format": "safetensors",
         # On processors, a prompt that is read in pieces would set back its request's random numbers, which torch's generator there cannot.
@@ -105,6 +109,14 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         **({} if vision is None else vision.engine_arguments()),
         **options.extra,
     }
+
+
+def _has_tokenizer(options: VLLMOptions) -> bool:
+    try:
+        check_tokenizer(Path(options.model))
+    except UserError:
+        return False
+    return True
 
 
 def _import_vllm() -> None:
@@ -125,7 +137,7 @@ def _start(make: Any, options: VLLMOptions) -> Any:
 
 
 def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOptions) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     return SamplingParams(
         temperature=request.temperature,
@@ -136,7 +148,8 @@ def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOption
         stop_token_ids=list(request.stop_ids),
         # The model's own end of sequence counts only where the request names it.
         ignore_eos=True,
-        logprobs=1,
+        logprobs=1 + request.top_logprobs,
+        structured_outputs=None if request.structure is None else StructuredOutputsParams(structural_tag=request.structure),
         detokenize=False,
         skip_special_tokens=False,
         output_kind=RequestOutputKind.DELTA,
@@ -171,6 +184,7 @@ class _Answer:
     log_prob: list[float] = field(default_factory=list)
     sampling_log_prob: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add(self, output: Any) -> None:
         """Take over one vLLM CompletionOutput's new tokens; versions are the caller's."""
@@ -181,6 +195,9 @@ class _Answer:
             self.log_prob.append(own)
             drawn = found[SAMPLING_COLUMN].logprob if SAMPLING_COLUMN in found else own + unknown
             self.sampling_log_prob.append(0.0 if self.request.temperature == 0 else drawn)
+            if count := self.request.top_logprobs:
+                told = [(int(name), one.logprob) for name, one in found.items() if name != SAMPLING_COLUMN]
+                self.top.append(sorted(told, key=lambda one: -one[1])[:count])
 
     def completion(self, reason: FinishReason, failure: Failure | None = None) -> Completion:
         return Completion.of(
@@ -192,6 +209,7 @@ class _Answer:
             reason,
             limit=self.room.limit if reason == "length" else None,
             failure=failure,
+            top=self.top,
         )
 
 
@@ -223,6 +241,7 @@ class VLLMTokens(Stepwise, Sleeps):
         arguments.setdefault("async_scheduling", False)
         self._engine: Any = _start(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)), options)
         self._options, self._version = options, options.version
+        self._can_constrain = _has_tokenizer(options)
         self._context = int(self._engine.model_config.max_model_len)
         if self._vision is not None:
             self._engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
@@ -236,6 +255,11 @@ class VLLMTokens(Stepwise, Sleeps):
     def version(self) -> int:
         """Of the weights that sample now."""
         return self._version
+
+    @property
+    def can_constrain(self) -> bool:
+        """See `TokenBackend`: where the folder has a tokenizer."""
+        return self._can_constrain
 
     @property
     def num_in_flight(self) -> int:
@@ -255,7 +279,10 @@ class VLLMTokens(Stepwise, Sleeps):
                     continue
                 parameters = _sampling(request, room, self._options)
                 name = str(request.request_id)
-                self._engine.add_request(name, _prompt(request, self._version, self._vision), parameters)
+                try:
+                    self._engine.add_request(name, _prompt(request, self._version, self._vision), parameters)
+                except ValueError as error:
+                    raise UserError(f"vLLM refuses request {name}: {' '.join(str(error).split())[:300]}") from error
                 self._answers[name] = _Answer(request, room)
 
     def _step(self) -> None:
@@ -270,7 +297,9 @@ class VLLMTokens(Stepwise, Sleeps):
             answer.version += [self._version] * len(part.token_ids)
             if output.finished:
                 del self._answers[output.request_id]
-                self._ready.append(answer.completion(_REASONS[part.finish_reason]))
+                reason = _REASONS.get(part.finish_reason)
+                failure = None if reason else Failure("rejected", f"vLLM gave the request up ({part.finish_reason}); its log says more.")
+                self._ready.append(answer.completion(reason or "failed", failure))
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """See `TokenBackend.abort`."""

@@ -6,15 +6,19 @@ could not be loaded again, so packing is switched off here. Importing this chang
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import vllm._custom_ops
 import vllm.model_executor.layers.utils
+import vllm.v1.worker.gpu_model_runner
 from safetensors import safe_open
+from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from embodied_rl.generation.vllm_tokens import SAMPLING_COLUMN
 
@@ -22,37 +26,46 @@ vllm._custom_ops._supports_onednn = False
 vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 _forward = Sampler.forward
+_unmasked: list[Tensor] = []
+"""The logits of the step that is being sampled, where some of its answers keep to a structure."""
 
 
-def _of_sampled(log_probs: Any, num_logprobs: int, token_ids: Any) -> Any:
-    """Both columns hold the sampled token's log-probability. vLLM's own sorts the vocabulary and compiles a count of ranks, half a minute
-    on a CPU, for ranks that are never read.
+def _mask_and_keep(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: Tensor) -> None:
+    _unmasked[:] = [logits.clone()]
+    apply_grammar_bitmask(scheduler_output, grammar_output, input_batch, logits)
+
+
+setattr(vllm.v1.worker.gpu_model_runner, "apply_grammar_bitmask", _mask_and_keep)  # noqa: B010  # as `Sampler.forward` below
+
+
+def _columns(own: Tensor, log_probs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    """The sampled token's own log-probability, that of the distribution drawn from, those of the likeliest tokens. vLLM's own sorts the
+    vocabulary and compiles a count of ranks, half a minute on a CPU, for ranks that are never read.
     """
-    found = log_probs.gather(-1, token_ids[:, None])
-    return LogprobsTensors(token_ids[:, None].int().repeat(1, 2), found.repeat(1, 2), torch.zeros_like(token_ids))
+    drawn, top = token_ids[:, None].long(), own.topk(num_logprobs - 1)
+    names = torch.cat([drawn.int(), torch.full_like(drawn.int(), SAMPLING_COLUMN), top.indices.int()], dim=1)
+    values = torch.cat([own.gather(-1, drawn), log_probs.gather(-1, drawn), top.values], dim=1)
+    return LogprobsTensors(names, values, torch.zeros_like(token_ids))
 
 
 def _forward_with_both(self: Any, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
     """The sampler's output with two columns of log-probabilities: the model's own, and that of the distribution drawn from."""
+    unmasked = _unmasked.pop() if _unmasked else logits
     if (excluded := getattr(self, "embodied_excluded", None)) is not None:
-        logits[:, excluded] = float("-inf")
-    if sampling_metadata.max_num_logprobs != 1 or args or kwargs.get("logprobs_mode_override") is not None:
+        logits[:, excluded] = unmasked[:, excluded] = float("-inf")
+    if not sampling_metadata.max_num_logprobs or args or kwargs.get("logprobs_mode_override") is not None:
         return _forward(self, logits, sampling_metadata, *args, **kwargs)
     # Taken before, because sampling works in the logits' memory.
-    own = logits.float().log_softmax(dim=-1)
+    own = unmasked.float().log_softmax(dim=-1)
     inner = self.topk_topp_sampler
     modes = self.logprobs_mode, inner.logprobs_mode
     self.logprobs_mode = inner.logprobs_mode = "processed_logprobs"
-    self.gather_logprobs = _of_sampled
+    self.gather_logprobs = functools.partial(_columns, own)
     try:
-        output = _forward(self, logits, sampling_metadata, **kwargs)
+        return _forward(self, logits, sampling_metadata, **kwargs)
     finally:
         self.logprobs_mode, inner.logprobs_mode = modes
         del self.gather_logprobs
-    found: Any = output.logprobs_tensors
-    found.logprobs[:, 0] = own.gather(-1, output.sampled_token_ids[:, :1].long()).squeeze(-1)
-    found.logprob_token_ids[:, 1] = SAMPLING_COLUMN
-    return output
 
 
 setattr(Sampler, "forward", _forward_with_both)  # noqa: B010  # an assignment is an error to type checkers that see vLLM

@@ -160,7 +160,14 @@ def make_backend(config: GenerationConfig, policy: LanguagePolicy, run_dir: Path
         return VLLMTokens(VLLMOptions(str(folder), max_batch=config.max_batch, seed=seed, on_update=config.on_update))
     from embodied_rl.generation.torch_tokens import TorchTokens
 
-    return TorchTokens(policy.generation_model(), max_batch=config.max_batch, seed=seed, on_update=config.on_update, vision=policy.vision)
+    return TorchTokens(
+        policy.generation_model(),
+        max_batch=config.max_batch,
+        seed=seed,
+        on_update=config.on_update,
+        vision=policy.vision,
+        tokenizer=policy.tokenizer,
+    )
 
 
 def _check_texts(spec: SimSpec) -> None:

@@ -45,6 +45,11 @@ class ChatTokenizer:
         return ChatTokenizer(tokenizer, str(folder))
 
     @property
+    def of_transformers(self) -> Any:
+        """The tokenizer of transformers itself."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, added ones included (a model's embedding may be larger)."""
         return len(self._tokenizer)

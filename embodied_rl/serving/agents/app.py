@@ -1,7 +1,8 @@
-"""The agent proxy: OpenAI's chat completions in front of a token backend, each answer kept as it was sampled."""
+"""The agent proxy: OpenAI's and Anthropic's interfaces in front of a token backend, each answer kept as it was sampled."""
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import threading
@@ -22,16 +23,16 @@ from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.serving.agents.captured import CapturedSession
 from embodied_rl.serving.agents.chat import (
     ChatAnswer,
+    ChatCompletions,
     ChatRequest,
-    ChatStream,
+    Interface,
     answer_message,
     openai_error,
     plain_message,
-    read_chat,
-    sse,
-    whole,
 )
+from embodied_rl.serving.agents.messages import Messages
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
+from embodied_rl.serving.agents.responses import Responses
 from embodied_rl.serving.agents.sessions import Prompt, Session, SessionBook, SessionLimits, SessionSampling
 from embodied_rl.serving.agents.stop_texts import StopTexts
 from embodied_rl.serving.http_server import (
@@ -108,12 +109,15 @@ class AgentProxy:
         self._tokenizer_lock = threading.Lock()
         self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and is_loopback(host))
         self._finished: deque[CapturedSession] = deque()
-        self._pump = BackendPump(backend)
+        self._pump, self._can_constrain = BackendPump(backend), backend.can_constrain
         self.shared_backend = SharedBackend(self._pump, backend)
         """The backend for others than the proxy, as long as it is open."""
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], Reply | EventStream]] = {
             ("GET", "/v1/models"): self._models,
-            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/chat/completions"): functools.partial(self._chat, ChatCompletions()),
+            ("POST", "/v1/responses"): functools.partial(self._chat, Responses()),
+            ("POST", "/v1/messages"): functools.partial(self._chat, Messages()),
+            ("POST", "/v1/messages/count_tokens"): self._count_tokens,
             ("POST", "/v1/sessions"): self._open,
             ("GET", "/v1/sessions"): self._list,
         }
@@ -203,58 +207,81 @@ class AgentProxy:
     def _told_model(self) -> dict[str, Any]:
         return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
 
-    def _require_model(self, name: Any) -> None:
+    def _require_model(self, name: object) -> None:
         if name != self._options.model:
             raise HttpProblem(404, "model_not_found", f"Model {name!r:.80} is not served here.", choices=[self._options.model])
 
-    def _chat(self, request: HttpRequest) -> Reply | EventStream:
+    def _chat(self, interface: Interface, request: HttpRequest) -> Reply | EventStream:
+        try:
+            return self._answered(interface, request)
+        except HttpProblem as problem:
+            return Reply(interface.refusal(problem), problem.status, problem.headers)
+
+    def _answered(self, interface: Interface, request: HttpRequest) -> Reply | EventStream:
         self._end_idle()
-        session = self._session_of_key(request.bearer)
-        chat = read_chat(request.body)
+        session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
+        chat = self._possible(interface.read(request.body, session.recall))
         self._require_model(request.body.get("model", self._options.model))
         session.begin()
         if not chat.stream:
             try:
-                return Reply(whole(self._sample(session, chat, request.client_gone)))
+                return Reply(interface.whole(chat, self._sample(session, chat, interface.new_id(), request.client_gone)))
             finally:
                 session.release()
-        events = self._streamed(session, chat, request.client_gone)
+        events = self._streamed(interface, session, chat, request.client_gone)
         # Until the first token nothing is sent: a refusal has its own status.
         return EventStream(_begun(next(events), events))
 
-    def _streamed(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
+    def _count_tokens(self, request: HttpRequest) -> Reply:
+        """Of a prompt, as Anthropic's clients ask for it; nothing is sampled, and nothing is kept."""
+        interface = Messages()
+        try:
+            session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
+            prompt, _ = self._asked(session, interface.read_prompt(request.body))
+            return Reply({"input_tokens": len(prompt.token_ids)})
+        except HttpProblem as problem:
+            return Reply(interface.refusal(problem), problem.status, problem.headers)
+
+    def _possible(self, chat: ChatRequest) -> ChatRequest:
+        """What the backend can do of a request. Raises HttpProblem 400 where that would not be what was asked."""
+        if self._can_constrain:
+            return chat
+        if chat.needs_structure or chat.top_logprobs:
+            what = "answers that keep to a format" if chat.needs_structure else "the likeliest tokens"
+            raise HttpProblem(400, "unsupported_parameter", f"The backend behind this server does not give {what}; torch and vllm do.")
+        return replace(chat, structure=None)  # a call that must be made is only begun for the model
+
+    def _streamed(self, interface: Interface, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
         """Events of an answer while it is sampled. Several choices come whole, and so does the content of one with logprobs."""
-        stop = self._stop_texts(chat)
-        stream = ChatStream(_new_id(), self._options.model, chat.tools is not None, stop)
+        stop, name, model = self._stop_texts(chat), interface.new_id(), self._options.model
         begun = False
         try:
             if chat.num_choices > 1:
-                answers = self._sample(session, chat, gone)
+                answers = self._sample(session, chat, name, gone)
                 for answer in answers:
-                    choice = replace(stream, completion_id=answers[0].completion_id, index=answer.index)
-                    yield choice.begin()
+                    choice = interface.stream(chat, name, model, stop, answer.num_prompt_tokens, answer.index)
+                    yield from choice.begin()
                     yield from choice.end(answer)
-                yield from choice.done(answers, chat.include_usage)
+                yield from choice.done(answers)
                 return
             prompt, (request,) = self._asked(session, chat)
+            stream = interface.stream(chat, name, model, stop, len(prompt.token_ids))
             for found in self._stream_of(request, stop, gone):
                 if isinstance(found, Completion):
-                    answer = self._kept(session, chat, prompt, self._whole(found), request.stop_ids, stream.completion_id)
+                    answer = self._kept(session, chat, prompt, self._whole(found), request.stop_ids, name)
                     if not begun:
-                        yield stream.begin()
+                        yield from stream.begin()
                     yield from stream.end(answer)
-                    yield from stream.done([answer], chat.include_usage)
-                elif not chat.logprobs:
-                    piece = stream.grown(chat.forced + self._text(found, request.stop_ids))
-                    if piece is not None and not begun:
+                    yield from stream.done([answer])
+                elif not chat.logprobs and (piece := stream.grown(chat.forced + self._text(found, request.stop_ids))):
+                    if not begun:
                         begun = True
-                        yield stream.begin()
-                    if piece is not None:
-                        yield piece
+                        yield from stream.begin()
+                    yield from stream.piece(piece)
         except HttpProblem as problem:
             if not begun:
                 raise
-            yield sse(openai_error(problem))
+            yield interface.broken(problem)
         finally:
             session.release()
 
@@ -318,8 +345,8 @@ class AgentProxy:
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
-    def _sample(self, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> list[ChatAnswer]:
-        """All choices, sampled side by side and captured in their order."""
+    def _sample(self, session: Session, chat: ChatRequest, name: str, gone: Callable[[], bool]) -> list[ChatAnswer]:
+        """All choices, sampled side by side and captured in their order, as `name`, `name`:1, …"""
         prompt, requests = self._asked(session, chat)
         stop = self._stop_texts(chat)
 
@@ -336,7 +363,7 @@ class AgentProxy:
         else:
             with ThreadPoolExecutor(len(requests), "choice") as threads:
                 completions = list(threads.map(complete, requests))
-        name, stop_ids = _new_id(), requests[0].stop_ids
+        stop_ids = requests[0].stop_ids
         names = [name if index == 0 else f"{name}:{index}" for index in range(len(requests))]
         return [self._kept(session, chat, prompt, found, stop_ids, names[index], index) for index, found in enumerate(completions)]
 
@@ -390,6 +417,8 @@ class AgentProxy:
             top_k=top_k,
             stop_ids=stop_ids,
             seed=seed,
+            structure=chat.structure,
+            top_logprobs=chat.top_logprobs,
         )
 
     @staticmethod
@@ -417,19 +446,40 @@ class AgentProxy:
         completion_id: str,
         index: int = 0,
     ) -> ChatAnswer:
-        sampled = completion.token_ids
-        message = answer_message(chat.forced + self._stop_texts(chat).before(self._text(sampled, stop_ids)), chat.tools)
-        session.add(completion_id, prompt, completion, chat.messages, plain_message(message, 0), chat.tools)
+        sampled, stop = completion.token_ids, self._stop_texts(chat)
+        text = chat.forced + self._text(sampled, stop_ids)
+        message = answer_message(stop.before(text), chat.tools)
+        plain = plain_message(message, 0)
+        session.add(completion_id, prompt, completion, chat.messages, plain, chat.tools)
+        if chat.recalled_from is not None:
+            session.remember(completion_id, (*chat.messages[chat.recalled_from :], plain))
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
-        logprobs = None
-        if chat.logprobs:
-            with self._tokenizer_lock:
-                logprobs = [self._logprob(int(token), float(value)) for token, value in zip(sampled, completion.log_prob, strict=True)]
-        return ChatAnswer(completion_id, self._options.model, message, reason, len(prompt.token_ids), len(sampled), logprobs, index)
+        return ChatAnswer(
+            completion_id,
+            self._options.model,
+            message,
+            reason,
+            len(prompt.token_ids),
+            len(sampled),
+            self._logprobs(completion) if chat.logprobs else None,
+            index,
+            stop.first(text),
+        )
+
+    def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
+        """Of every sampled token, and of the likeliest ones in its place where they were asked for, by the model's own distribution."""
+        places = range(completion.num_tokens)
+        top_ids, top_log_prob = completion.top_ids, completion.top_log_prob
+        with self._tokenizer_lock:
+            told = [self._logprob(int(completion.token_ids[place]), float(completion.log_prob[place])) for place in places]
+            if top_ids is None or top_log_prob is None:
+                return [{**one, "top_logprobs": []} for one in told]
+            tops = [map(self._logprob, top_ids[place].tolist(), top_log_prob[place].tolist()) for place in places]
+            return [{**one, "top_logprobs": list(top)} for one, top in zip(told, tops, strict=True)]
 
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return {"token": text, "logprob": value if np.isfinite(value) else None, "bytes": list(text.encode()), "top_logprobs": []}
+        return {"token": text, "logprob": value if np.isfinite(value) else None, "bytes": list(text.encode())}
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
@@ -446,10 +496,6 @@ class AgentProxy:
             self._finished.append(captured)
         else:
             captured.save(self._options.output)
-
-
-def _new_id() -> str:
-    return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 def _only(body: Mapping[str, Any], *names: str) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: what a request may ask, and how an answer looks, whole or as a stream."""
+"""What every interface of the proxy reads a request into, and writes an answer from; and OpenAI's chat completions, the first of them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from embodied_rl.errors import did_you_mean
 from embodied_rl.serving.agents.stop_texts import StopTexts
+from embodied_rl.serving.agents.structures import call_structure, schema_structure
+from embodied_rl.serving.agents.tool_calls import CALL, forced_call, sampled_calls
 from embodied_rl.serving.http_server import HttpProblem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_HARMLESS = frozenset({"user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_key"})
+_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Asked for by clients as a habit; they change nothing about what is sampled."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
-    "top_logprobs": (0,),
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 """What is accepted only where it asks for nothing."""
@@ -31,6 +32,8 @@ _KNOWN = (
     "messages",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
     "max_tokens",
     "max_completion_tokens",
     "temperature",
@@ -41,93 +44,138 @@ _KNOWN = (
     "stream",
     "stream_options",
     "logprobs",
+    "top_logprobs",
     "n",
 )
 _MAX_CHOICES = 128
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_MAX_TOP_LOGPROBS = 20
+
+Recall = Callable[[str], tuple[dict[str, Any], ...] | None]
+"""The messages of an earlier answer by its id, itself included; None: there is no such answer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatRequest:
     """One request, checked."""
 
     messages: tuple[dict[str, Any], ...]
     """With text contents; see `plain_message`."""
-    tools: tuple[dict[str, Any], ...] | None
-    max_new_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    num_choices: int
+    tools: tuple[dict[str, Any], ...] | None = None
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    """How many of the likeliest tokens of each place are told."""
+    num_choices: int = 1
     """n: answers, each sampled and captured separately."""
     forced: str = ""
     """How every answer begins (``tool_choice``). It is given to the model as the end of its prompt: nothing of it is sampled or trained."""
+    structure: str | None = None
+    """What the rest keeps to (`GenerationRequest.structure`): a JSON schema (``response_format``), or a tool call that must be made."""
+    needs_structure: bool = False
+    """Whether a backend that cannot constrain is refused: ``response_format``. Calls are then only begun for the model."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """The request's body."""
+    recalled_from: int | None = None
+    """Messages from this place on are what `Recall` gives for its answer; None: nothing is kept for it."""
 
 
-def read_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """Check a request's body.
+def check_known(body: Mapping[str, Any], known: Sequence[str], harmless: frozenset[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse what is not known, and what asks for something that this server cannot do; nothing is ignored silently.
 
     Raises:
-        HttpProblem: 400 for what is missing, malformed, or asks for something that this server cannot do; nothing is ignored silently.
+        HttpProblem: 400, with the choices.
     """
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise _bad("The request holds half of a surrogate pair, which no tokenizer takes.") from None
+        raise bad("The request holds half of a surrogate pair, which no tokenizer takes.") from None
     for key, value in body.items():
-        if key in _KNOWN or key in _HARMLESS or value is None:
+        if key in known or key in harmless or value is None:
             continue
-        if key not in _NEUTRAL:
-            raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{did_you_mean(key, _KNOWN)}", choices=_KNOWN)
-        if value not in _NEUTRAL[key]:
-            raise HttpProblem(400, "unsupported_parameter", f"'{key}' can only be {_NEUTRAL[key][0]!r} here, got {value!r:.80}.")
+        if key not in neutral:
+            raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{did_you_mean(key, known)}", choices=known)
+        if value not in neutral[key]:
+            raise HttpProblem(400, "unsupported_parameter", f"'{key}' can only be {neutral[key][0]!r} here, got {value!r:.80}.")
+
+
+def read_chat(body: Mapping[str, Any]) -> ChatRequest:
+    """A request of ``/v1/chat/completions``. Raises HttpProblem 400 for what is missing, malformed, or cannot be done here."""
+    check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _bad("'messages' must be a list of at least one message.")
-    limit = body.get("max_completion_tokens")
+        raise bad("'messages' must be a list of at least one message.")
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     tools = _tools(body)
-    options = body.get("stream_options")
+    options, top = body.get("stream_options"), whole_number(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
+    if top and not body.get("logprobs"):
+        raise bad("'top_logprobs' are told only beside 'logprobs': true.")
+    forced, structure, needed = constraints(body.get("tool_choice"), tools, _schema(body.get("response_format")), parallel(body))
     return ChatRequest(
         messages=tuple(plain_message(message, place) for place, message in enumerate(messages)),
         tools=tools,
-        max_new_tokens=_number(body, "max_tokens" if limit is None else "max_completion_tokens", int, None, 1, 2**20),
-        temperature=_number(body, "temperature", float, 1.0, 0.0, 100.0),
-        top_p=_number(body, "top_p", float, 1.0, 1e-6, 1.0),
-        top_k=max(_number(body, "top_k", int, 0, -1, 2**20), 0),
-        seed=_number(body, "seed", int, None, 0, 2**63 - 1),
-        stop=_stop(body.get("stop")),
+        max_new_tokens=whole_number(body, limit, 1, 2**20),
+        temperature=real_number(body, "temperature", 0.0, 100.0),
+        top_p=real_number(body, "top_p", 1e-6, 1.0),
+        top_k=max(whole_number(body, "top_k", -1, 2**20) or 0, 0),
+        seed=whole_number(body, "seed", 0, 2**63 - 1),
+        stop=stop_texts(body, "stop"),
         stream=bool(body.get("stream")),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
-        num_choices=_number(body, "n", int, 1, 1, _MAX_CHOICES),
-        forced=_forced(body.get("tool_choice"), tools),
+        top_logprobs=top,
+        num_choices=whole_number(body, "n", 1, _MAX_CHOICES) or 1,
+        forced=forced,
+        structure=structure,
+        needs_structure=needed,
+        asked=body,
     )
 
 
-def _bad(message: str) -> HttpProblem:
+def bad(message: str) -> HttpProblem:
+    """400, invalid_request."""
     return HttpProblem(400, "invalid_request", message)
 
 
-def _stop(stop: Any) -> tuple[str, ...]:
+def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A text or a list of texts. Raises HttpProblem 400."""
+    stop = body.get(name)
     texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise _bad("'stop' must be a text or a list of texts, none of them empty.")
+        raise bad(f"'{name}' must be a text or a list of texts, none of them empty.")
     return tuple(dict.fromkeys(texts))
 
 
-def _number(body: Mapping[str, Any], name: str, kind: type, default: Any, low: float, high: float) -> Any:
+def whole_number(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    """None where it is not given. Raises HttpProblem 400."""
+    value = body.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
+        raise bad(f"'{name}' must be a whole number between {low:g} and {high:g}, got {value!r:.80}.")
+    return value
+
+
+def real_number(body: Mapping[str, Any], name: str, low: float, high: float) -> float:
+    """1 where it is not given. Raises HttpProblem 400."""
     value = body.get(name)
     if value is None:
-        return default
-    fits = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    if not fits or not low <= value <= high:
-        raise _bad(f"'{name}' must be a{' whole' if kind is int else ''} number between {low:g} and {high:g}, got {value!r:.80}.")
-    return kind(value)
+        return 1.0
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise bad(f"'{name}' must be a number between {low:g} and {high:g}, got {value!r:.80}.")
+    return float(value)
+
+
+def parallel(body: Mapping[str, Any]) -> bool:
+    """Whether an answer may hold several calls. Raises HttpProblem 400."""
+    value = body.get("parallel_tool_calls")
+    if not isinstance(value, bool | None):
+        raise bad(f"'parallel_tool_calls' must be true or false, got {value!r:.80}.")
+    return value is not False
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
@@ -135,30 +183,51 @@ def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
     if not tools or choice == "none":
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
-        raise _bad("'tools' must be a list of objects with a 'function'.")
+        raise bad("'tools' must be a list of objects with a 'function'.")
     return tuple(tools)
 
 
-def _forced(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """The beginning of a tool call that `tool_choice` asks for: up to the tool's name, or up to its arguments where the tool is known."""
-    if choice in (None, "auto", "none"):
-        return ""
+def _schema(response_format: object) -> object:
+    """The JSON schema that ``response_format`` asks for; None: any text. Raises HttpProblem 400."""
+    if response_format is None or response_format == {"type": "text"}:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = response_format.get("json_schema") if isinstance(response_format, dict) else None
+    if kind == "json_schema" and isinstance(named, dict) and isinstance(named.get("schema"), dict):
+        return named["schema"]
+    message = f"'response_format' must be {{'type': …}} with text, json_object, or json_schema and its schema, got {response_format!r:.80}."
+    raise HttpProblem(400, "invalid_request", message, choices=["text", "json_object", "json_schema"])
+
+
+def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schema: object, several: bool) -> tuple[str, str | None, bool]:
+    """What ``tool_choice`` and a schema make of an answer: (`ChatRequest.forced`, `structure`, `needs_structure`).
+
+    Args:
+        choice: in the form of chat completions.
+        schema: of the answer; None: any text.
+        several: whether an answer may hold several calls.
+
+    Raises:
+        HttpProblem: 400 for a choice that cannot be made.
+    """
     names = [str(tool["function"].get("name")) for tool in tools or ()]
-    if choice == "required" and names:
-        return f'{_CALL}\n{{"name": "' if len(names) > 1 else _forced_call(names[0])
+    if choice in (None, "auto", "none"):
+        if schema is None:
+            return "", None, False
+        return "", schema_structure(schema, tools or (), several), True
     named = choice.get("function") if isinstance(choice, dict) else None
-    if isinstance(named, dict) and named.get("name") in names:
-        return _forced_call(str(named["name"]))
-    lacking = "" if names else ", and there are no 'tools'"
-    message = f"'tool_choice' must be 'auto', 'none', 'required' or the function of one of 'tools', got {choice!r:.80}{lacking}."
-    raise HttpProblem(400, "invalid_request", message, choices=names)
+    wanted = str(named.get("name")) if isinstance(named, dict) else None
+    if not ((choice == "required" and names) or wanted in names):
+        lacking = "" if names else ", and there are no 'tools'"
+        message = f"'tool_choice' must be 'auto', 'none', 'required' or the function of one of 'tools', got {choice!r:.80}{lacking}."
+        raise HttpProblem(400, "invalid_request", message, choices=names)
+    able = [tool for tool, name in zip(tools or (), names, strict=True) if choice == "required" or name == wanted]
+    return forced_call(able), call_structure(able), False
 
 
-def _forced_call(name: str) -> str:
-    return f'{_CALL}\n{{"name": {json.dumps(name)}, "arguments":'
-
-
-def plain_message(message: Any, place: int) -> dict[str, Any]:
+def plain_message(message: object, place: int) -> dict[str, Any]:
     """A message as templates take it: role, a text as content, tool calls with their arguments as objects; what is null is left out.
 
     Raises:
@@ -166,9 +235,9 @@ def plain_message(message: Any, place: int) -> dict[str, Any]:
     """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else None
-        raise _bad(f"messages[{place}]: the role must be one of {', '.join(ROLES)}, got {role!r:.80}.")
+        raise bad(f"messages[{place}]: the role must be one of {', '.join(ROLES)}, got {role!r:.80}.")
     plain: dict[str, Any] = {"role": "system" if message["role"] == "developer" else message["role"]}
-    plain["content"] = _text(message.get("content"), place)
+    plain["content"] = plain_text(message.get("content"), f"messages[{place}]")
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
             plain[key] = str(message[key])
@@ -177,59 +246,40 @@ def plain_message(message: Any, place: int) -> dict[str, Any]:
     return plain
 
 
-def _text(content: Any, place: int) -> str:
+def plain_text(content: object, where: str) -> str:
+    """A text, or the joined texts of parts that each have one; "" for null. Raises HttpProblem 400."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         return "".join(part["text"] for part in content)
-    raise HttpProblem(400, "unsupported_content", f"messages[{place}]: the content must be a text; pictures and sounds are not taken here.")
+    raise HttpProblem(400, "unsupported_content", f"{where}: the content must be a text; pictures and sounds are not taken here.")
 
 
-def _call(call: Any, place: int) -> dict[str, Any]:
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):  # the model's own, and as malformed as it made it
-                arguments = json.loads(arguments)
-        return {"id": str(call.get("id", "")), "type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
-    except (TypeError, KeyError, AttributeError):
-        raise _bad(f"messages[{place}]: a tool call must be an object with a function that has a name and arguments.") from None
+def plain_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
+    """A tool call as templates take it."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # the model's own, and as malformed as it made it
+            arguments = json.loads(arguments)
+    return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
+
+
+def _call(call: object, place: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not {"name", "arguments"} <= set(function):
+        raise bad(f"messages[{place}]: a tool call must be an object with a function that has a name and arguments.")
+    return plain_call(call.get("id"), function["name"], function["arguments"])
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
 def answer_message(text: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """The assistant's message for a sampled text. Where tools were offered, ``<tool_call>{"name", "arguments"}</tool_call>`` (Hermes, Qwen)
-    becomes a tool call; one that is malformed stays text, for the agent to see."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if not tools or _CALL not in text:
-        return message
-    before, *pieces = text.split(_CALL)
-    calls, rest = [], [before]
-    for piece in pieces:
-        inner, closed, after = piece.partition(_CALL_END)
-        call = _sampled_call(inner)
-        if call is None:
-            return message
-        calls.append(call)
-        rest.append(after if closed else "")
-    return {"role": "assistant", "content": "".join(rest).strip() or None, "tool_calls": calls}
-
-
-def _sampled_call(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-        name, arguments = found["name"], found.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    if not isinstance(name, str):
-        return None
-    # OpenAI's arguments are a text that holds JSON.
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    """The assistant's message for a sampled text; see `sampled_calls`."""
+    content, calls = sampled_calls(text) if tools else (text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 @dataclass(frozen=True)
@@ -239,25 +289,170 @@ class ChatAnswer:
     completion_id: str
     model: str
     message: dict[str, Any]
+    """In the form of chat completions."""
     finish_reason: str
+    """stop, length or tool_calls"""
     num_prompt_tokens: int
     num_sampled_tokens: int
     logprobs: list[dict[str, Any]] | None = None
     index: int = 0
+    stop_text: str | None = None
+    """Which of the request's stop texts ended it."""
 
-    def choice(self) -> dict[str, Any]:
-        """One of ``choices``."""
-        return {"index": self.index, "message": self.message, "finish_reason": self.finish_reason, "logprobs": self.told_logprobs()}
+    @property
+    def content(self) -> str:
+        """The message's text."""
+        return self.message["content"] or ""
 
-    def told_logprobs(self) -> dict[str, Any] | None:
-        """As a choice holds them."""
-        return None if self.logprobs is None else {"content": self.logprobs}
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The message's tool calls."""
+        return self.message.get("tool_calls", [])
 
 
-def whole(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-    """``chat.completion`` of all choices of a request."""
-    head = _head("chat.completion", answers[0].completion_id, answers[0].model)
-    return {**head, "choices": [answer.choice() for answer in answers], "usage": usage(answers)}
+class AnswerStream(ABC):
+    """A choice as server-sent events while it grows; a subclass for each interface writes them.
+
+    What further tokens may change is held back: half a character, what may be a tool call or spaces before one, and what may become a stop
+    text.
+    """
+
+    def __init__(self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0) -> None:
+        self.chat, self.completion_id, self.model, self.num_prompt_tokens, self.index = chat, completion_id, model, num_prompt_tokens, index
+        self._stop, self._told = stop, ""
+
+    @abstractmethod
+    def begin(self) -> Iterator[bytes]:
+        """The first events."""
+
+    @abstractmethod
+    def piece(self, text: str) -> Iterator[bytes]:
+        """More of the content."""
+
+    @abstractmethod
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """What is left of the content, tool calls, and the choice's end."""
+
+    @abstractmethod
+    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
+        """The end of the stream, behind all choices."""
+
+    def grown(self, text: str) -> str:
+        """What is new and certain of the answer's text so far; "" for nothing."""
+        certain = self._certain(self._stop.certain(text))
+        if len(certain) <= len(self._told) or not certain.startswith(self._told):
+            return ""
+        new, self._told = certain[len(self._told) :], certain
+        return new
+
+    def rest(self, answer: ChatAnswer) -> str:
+        """What was not yet sent of the content."""
+        content, told = answer.content, self._told
+        same = next((place for place, (a, b) in enumerate(zip(content, told, strict=False)) if a != b), len(told))
+        return content[same:]
+
+    def _certain(self, text: str) -> str:
+        certain = text.rstrip("\ufffd")
+        if self.chat.tools is None:
+            return certain
+        if (place := certain.find(CALL)) >= 0:
+            return certain[:place].rstrip()
+        half = next((n for n in range(len(CALL) - 1, 0, -1) if certain.endswith(CALL[:n])), 0)
+        return certain[: len(certain) - half].rstrip()
+
+
+class Interface(ABC):
+    """How one interface writes requests, answers and refusals."""
+
+    @abstractmethod
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        """A request from its body. Raises HttpProblem 400."""
+
+    @abstractmethod
+    def new_id(self) -> str:
+        """Of an answer; rewards name it."""
+
+    @abstractmethod
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """An answer that is not streamed."""
+
+    @abstractmethod
+    def stream(
+        self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
+    ) -> AnswerStream:
+        """For a choice of a streamed answer."""
+
+    @abstractmethod
+    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
+        """The body of a refusal."""
+
+    @abstractmethod
+    def broken(self, problem: HttpProblem) -> bytes:
+        """A stream's last event where its answer failed."""
+
+
+class ChatCompletions(Interface):
+    """OpenAI's ``/v1/chat/completions``."""
+
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        """See `Interface`."""
+        return read_chat(body)
+
+    def new_id(self) -> str:
+        """See `Interface`."""
+        return f"chatcmpl-{secrets.token_hex(12)}"
+
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """``chat.completion`` of all choices of a request."""
+        choices = [
+            {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _told_logprobs(one)}
+            for one in answers
+        ]
+        return {**_head("chat.completion", answers[0].completion_id, answers[0].model), "choices": choices, "usage": usage(answers)}
+
+    def stream(
+        self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
+    ) -> AnswerStream:
+        """See `Interface`."""
+        return _ChatStream(chat, completion_id, model, stop, num_prompt_tokens, index)
+
+    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
+        """See `Interface`."""
+        return openai_error(problem)
+
+    def broken(self, problem: HttpProblem) -> bytes:
+        """See `Interface`."""
+        return sse(openai_error(problem))
+
+
+class _ChatStream(AnswerStream):
+    """``chat.completion.chunk`` events: the role, pieces of the content, tool calls, the end; then, of all choices, the usage."""
+
+    def begin(self) -> Iterator[bytes]:
+        yield self._event({"role": "assistant", "content": ""}, None)
+
+    def piece(self, text: str) -> Iterator[bytes]:
+        yield self._event({"content": text}, None)
+
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        delta: dict[str, Any] = {}
+        if rest := self.rest(answer):
+            delta["content"] = rest
+        if answer.calls:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(answer.calls)]
+        logprobs = _told_logprobs(answer)
+        if delta or logprobs is not None:
+            yield self._event(delta, None, logprobs)
+        yield self._event({}, answer.finish_reason)
+
+    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
+        if self.chat.include_usage:
+            yield sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [], "usage": usage(answers)})
+        yield b"data: [DONE]\n\n"
+
+    def _event(self, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        return sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [choice]})
 
 
 def usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
@@ -266,77 +461,18 @@ def usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
+def _told_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
+    return None if answer.logprobs is None else {"content": answer.logprobs}
+
+
 def _head(kind: str, completion_id: str, model: str) -> dict[str, Any]:
     return {"id": completion_id, "object": kind, "created": int(time.time()), "model": model}
 
 
-@dataclass
-class ChatStream:
-    """A choice as ``chat.completion.chunk`` events while it grows: the role, pieces of the content, tool calls, the end; then, of all
-    choices, the usage."""
-
-    completion_id: str
-    model: str
-    with_tools: bool
-    """Whether a part of the text may become tool calls, and is held back."""
-    stop: StopTexts
-    """What may take back the end of the text, which is held back too."""
-    index: int = 0
-    told: str = ""
-    """Content that was sent."""
-
-    def begin(self) -> bytes:
-        """The first event."""
-        return self._event({"role": "assistant", "content": ""}, None)
-
-    def grown(self, text: str) -> bytes | None:
-        """The answer's text so far; None: nothing new is certain yet."""
-        certain = _certain(self.stop.certain(text), self.with_tools)
-        if len(certain) <= len(self.told) or not certain.startswith(self.told):
-            return None
-        new, self.told = certain[len(self.told) :], certain
-        return self._event({"content": new}, None)
-
-    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """What is left of the content, tool calls, and the end."""
-        content = answer.message.get("content") or ""
-        delta: dict[str, Any] = {}
-        same = next((place for place, (a, b) in enumerate(zip(content, self.told, strict=False)) if a != b), len(self.told))
-        if rest := content[same:]:
-            delta["content"] = rest
-        if calls := answer.message.get("tool_calls"):
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        logprobs = answer.told_logprobs()
-        if delta or logprobs is not None:
-            yield self._event(delta, None, logprobs)
-        yield self._event({}, answer.finish_reason)
-
-    def done(self, answers: Sequence[ChatAnswer], include_usage: bool) -> Iterator[bytes]:
-        """The usage, where it was asked for, and the last event."""
-        if include_usage:
-            yield sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [], "usage": usage(answers)})
-        yield b"data: [DONE]\n\n"
-
-    def _event(self, delta: dict[str, Any], reason: str | None, logprobs: Any = None) -> bytes:
-        choice = {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [choice]})
-
-
-def _certain(text: str, with_tools: bool) -> str:
-    """The beginning of a growing text that further tokens will not change: without half a character, and without what may be a tool
-    call, or spaces before one."""
-    certain = text.rstrip("\ufffd")
-    if not with_tools:
-        return certain
-    if (place := certain.find(_CALL)) >= 0:
-        return certain[:place].rstrip()
-    half = next((n for n in range(len(_CALL) - 1, 0, -1) if certain.endswith(_CALL[:n])), 0)
-    return certain[: len(certain) - half].rstrip()
-
-
-def sse(data: Any) -> bytes:
+def sse(data: Mapping[str, Any], event: str | None = None) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    named = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return named + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 def openai_error(problem: HttpProblem) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class Session:
         self._lock = threading.Lock()
         self._turns: list[CapturedTurn] = []
         self._by_history: dict[str, int] = {}
+        self._recalled: dict[str, tuple[dict[str, Any], ...]] = {}
         self._reward = 0.0
         self._num_rewards = 0
         self._num_requests = 0
@@ -144,6 +145,16 @@ class Session:
                 raise HttpProblem(409, "session_ended", f"Session '{self.name}' ended while this was sampled.")
             self._by_history[history_key([*messages, answer], tools)] = len(self._turns)
             self._turns.append(turn)
+
+    def recall(self, completion_id: str) -> tuple[dict[str, Any], ...] | None:
+        """The messages that `remember` kept for an answer; None where it kept none."""
+        with self._lock:
+            return self._recalled.get(completion_id)
+
+    def remember(self, completion_id: str, messages: Sequence[dict[str, Any]]) -> None:
+        """Keep an answer's conversation, itself included, for a request that names only the answer."""
+        with self._lock:
+            self._recalled[completion_id] = tuple(messages)
 
     # ---- rewards ----------------------------------------------------------------------------------------------------
 

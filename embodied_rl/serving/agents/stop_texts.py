@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from embodied_rl.generation.tokens import Completion
 
@@ -23,6 +23,10 @@ class StopTexts:
         """A text without the first stop text in it and what follows."""
         places = [place for stop in self.texts if (place := text.find(stop)) >= 0]
         return text[: min(places)] if places else text
+
+    def first(self, text: str) -> str | None:
+        """The stop text that comes first in a text; None where there is none."""
+        return min((stop for stop in self.texts if stop in text), key=text.find, default=None)
 
     def certain(self, text: str) -> str:
         """The beginning of a growing text that no stop text will take back."""
@@ -49,15 +53,7 @@ class StopTexts:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._inside(self.decode(token_ids[:middle])) else (middle, high)
-        return replace(
-            completion,
-            token_ids=completion.token_ids[:high],
-            log_prob=completion.log_prob[:high],
-            sampling_log_prob=completion.sampling_log_prob[:high],
-            version=completion.version[:high],
-            finish_reason="stop",
-            limit=None,
-        )
+        return completion.first(high, "stop")
 
     def _inside(self, text: str) -> bool:
         return any(stop in text for stop in self.texts)

@@ -1,0 +1,71 @@
+"""Decoding that keeps to a structure (a JSON schema, a tool call): which tokens may come next, by xgrammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+
+_CACHE_BYTES = 64 * 2**20
+"""Of structures that were compiled before."""
+
+
+class Matcher(Protocol):
+    """Where an answer stands in its structure: xgrammar's GrammarMatcher, as far as it is used."""
+
+    def accept_token(self, token_id: int) -> bool:
+        """Go on by a token; False: it does not keep to the structure."""
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int) -> bool:
+        """Set row `index` of an int32 [n, V / 32] to the tokens that may come next."""
+
+
+class Structures:
+    """Compiles structures for one tokenizer, and remembers them."""
+
+    def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
+        """
+        Args:
+            vocab_size: columns of the model's logits.
+
+        Raises:
+            MissingExtraError: xgrammar is not installed.
+        """
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise MissingExtraError("An answer that keeps to a structure (response_format)", "language", error) from error
+        self._vocab_size, self._new_matcher = vocab_size, xgrammar.GrammarMatcher
+        vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer.of_transformers, vocab_size=vocab_size)
+        # One thread: the others sample.
+        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+
+    def matcher(self, structure: str, stop_ids: Iterable[int]) -> Matcher:
+        """At the beginning of an answer that a stop token ends. Raises UserError for a structure that cannot be compiled."""
+        try:
+            compiled = self._compiler.compile_structural_tag(structure)
+        except (RuntimeError, ValueError, TypeError, RecursionError) as error:
+            # "[12:30:00] /project/cpp/x.cc:12: Check failed: (…) is false: what is wrong"
+            said = re.sub(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .*? is false: )?", "", str(error).strip())
+            why = " ".join(said.split())[:300] or type(error).__name__
+            raise UserError(f"The structure of an answer cannot be compiled: {why}") from error
+        matcher: Matcher = self._new_matcher(compiled, override_stop_tokens=list(stop_ids))
+        return matcher
+
+    def allowed(self, matchers: Sequence[Matcher | None], device: torch.device) -> Tensor | None:
+        """[n, V] bool of the tokens that may come next; None where no row has a structure."""
+        if not any(matcher is not None for matcher in matchers):
+            return None
+        bits = torch.full((len(matchers), (self._vocab_size + 31) // 32), -1, dtype=torch.int32)
+        for row, matcher in enumerate(matchers):
+            if matcher is not None:
+                matcher.fill_next_token_bitmask(bits, row)
+        bits = bits.to(device)
+        places = torch.arange(32, dtype=torch.int32, device=device)
+        return ((bits[..., None] >> places) & 1).bool().flatten(1)[:, : self._vocab_size]
