@@ -107,7 +107,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return found
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def _deeper_than(value: object, levels: int) -> bool:
     if not isinstance(value, dict | list):
         return False
     return levels == 0 or any(_deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
@@ -120,5 +120,5 @@ def _finite_float(text: str) -> float:
     return value
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")

@@ -18,14 +18,17 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.errors import UserError
 from embodied_rl.serving.http_parsing import HttpProblem as HttpProblem
 from embodied_rl.serving.http_parsing import checked_headers, parse_body, path_of, require_our_name
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _IDLE_CONNECTION_S = 75.0
 """A connection on which nothing comes for so long is closed: clients reconnect, and threads are not for ever."""
@@ -60,23 +63,26 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class Reply:
-    """A JSON answer."""
+    """An answer that is sent whole."""
 
-    body: Any
-    """What JSON can hold, or bytes that are JSON already."""
+    body: object
+    """What JSON can hold, or bytes that are of the type already."""
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
+    content_type: str = "application/json"
 
 
 @dataclass(frozen=True)
 class EventStream:
     """Server-sent events, as their bytes; what is raised between them ends the connection."""
 
-    events: Iterator[bytes]
+    events: Generator[bytes]
 
 
 Handler = Callable[[HttpRequest], Reply | EventStream]
-ProblemFormat = Callable[[HttpProblem], Any]
+ProblemFormat = Callable[[HttpProblem], dict[str, Any]]
+_Connection = socket.socket | tuple[bytes, socket.socket]
+_Address = tuple[str, int] | str
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,8 @@ class _Listening(ThreadingHTTPServer):
         self.connections = set[socket.socket]()
         super().__init__(address, requests)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: _Connection, client_address: _Address) -> None:
+        assert isinstance(request, socket.socket), "TCP"
         if self._places.acquire(blocking=False):
             self.connections.add(request)
             try:
@@ -127,14 +134,14 @@ class _Listening(ThreadingHTTPServer):
                 request.recv(2**16)  # a connection that is closed over unread bytes is reset, and the answer lost
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: _Connection, client_address: _Address) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.connections.discard(request)
             self._places.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: _Connection, client_address: _Address) -> None:
         pass  # a connection that broke is the client's affair
 
 
@@ -172,7 +179,7 @@ class HttpServer:
         try:
             self._server = _Listening((host, port), Requests, allowed.max_connections, _full(allowed, format_problem))
         except (OSError, OverflowError, ValueError) as error:  # the last two: a port, or a name, that cannot be one
-            why = getattr(error, "strerror", None) or str(error)
+            why = (error.strerror if isinstance(error, OSError) else None) or error
             raise UserError(f"Cannot listen on {host}:{port}: {why}. Choose another host= or port= (0 to 65535).") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True)
         self._thread.start()
@@ -290,7 +297,7 @@ class _PatientReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         self._connection.settimeout(max(self.until - time.monotonic(), 0.001))
         return self._connection.recv_into(buffer)
 
@@ -342,7 +349,7 @@ class _Requests(BaseHTTPRequestHandler):
         status = 400 if code >= 500 else int(code)  # the version that a client speaks is its affair
         raise HttpProblem(status, "bad_request", f"{message or 'The request cannot be read'}.")
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
     def handle_one_request(self) -> None:
@@ -437,7 +444,7 @@ class _Requests(BaseHTTPRequestHandler):
             reply = self._refusal(HttpProblem(500, "internal_error", f"The answer cannot be written as JSON: {error}."))
             data = json.dumps(reply.body).encode()
         self.send_response(reply.status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", reply.content_type)
         self.send_header("Content-Length", str(len(data)))
         for name, value in reply.headers.items():
             self.send_header(name, value)
@@ -462,6 +469,4 @@ class _Requests(BaseHTTPRequestHandler):
             self.close_connection = True  # without the last chunk the client knows that this is not the end
             raise
         finally:
-            close = getattr(stream.events, "close", None)
-            if close is not None:
-                close()
+            stream.events.close()

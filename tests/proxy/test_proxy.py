@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -260,7 +262,11 @@ async def _with_key(client: OpenAITokens, key: str) -> None:
         ({"temperature": -1}, 400, "invalid_request", "'temperature' must be a number between 0 and"),
         ({"max_tokens": 0}, 400, "invalid_request", "'max_tokens' must be a whole number between 1"),
         ({"n": 0}, 400, "invalid_request", "'n' must be a whole number between 1"),
-        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "backend behind this server does not"),
+        ({"response_format": {"type": "json_schema"}}, 400, "invalid_request", "json_schema and its schema"),
+        ({"logprobs": True, "top_logprobs": 3}, 400, "unsupported_parameter", "likeliest tokens"),
+        ({"top_logprobs": 3}, 400, "invalid_request", "beside 'logprobs'"),
+        ({"parallel_tool_calls": 1}, 400, "invalid_request", "'parallel_tool_calls' must be true or false"),
         ({"tool_choice": "required"}, 400, "invalid_request", "and there are no 'tools'"),
         ({"tool_choice": "any", "tools": [{"function": {"name": "add"}}]}, 400, "invalid_request", "must be 'auto', 'none', 'required' or"),
         ({"stop": ["and a long text", ""]}, 400, "invalid_request", "none of them empty"),
@@ -292,6 +298,40 @@ def test_refusals_of_the_server(refusing: AgentProxy) -> None:
     assert ask(refusing, "/sessions/rewarded/reward", {"reward": "1"})[0] == 400
     assert ask(refusing, "/sessions/rewarded/reward", {"reward": True})[0] == 400
     assert ask(refusing, "/sessions/rewarded/reward", {"reward": 1, "turn": "x"})[1]["error"]["code"] == "unknown_turn"
+
+
+def test_the_proxy_is_described_in_openapi(tokenizer: ChatTokenizer) -> None:
+    """FastAPI's model of OpenAPI reads it; each path that it names exists with its methods, takes no other, and is on the page."""
+    models = pytest.importorskip("fastapi.openapi.models", reason="fastapi is not installed")
+    with serving(says(tokenizer, "x"), tokenizer, token="a secret token") as proxy:
+        root = f"http://127.0.0.1:{urlsplit(proxy.base_url).port}"
+        document = json.loads(urllib.request.urlopen(f"{root}/openapi.json", timeout=60).read())
+        with urllib.request.urlopen(f"{root}/docs", timeout=60) as response:
+            page = response.read().decode()
+            assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+        models.OpenAPI.model_validate(document)
+        assert not re.search(r"https?://|<script|src=", page), "it loads nothing"
+        for path, item in document["paths"].items():
+            models.PathItem.model_validate(item)
+            real = path.removeprefix("/v1").replace("{id}", "none").replace("{model}", "tiny")
+            taken = {method.upper() for method in item if method != "parameters"}
+            for method in ("GET", "POST", "PUT"):
+                status, answer = ask(proxy, real, {} if method == "POST" else None, "a secret token", method)
+                known = answer.get("error", {}).get("code") != "unknown_route"
+                assert known, (method, path)
+                if "none" not in real:  # a session that is not there is 404 whatever is asked of it
+                    assert (status == 405) == (method not in taken), (method, path, answer)
+            assert f"</b> {path}</h2>" in page
+        # What is described of a request is what is taken.
+        for path, needed in (("/chat/completions", {"messages": [user("x")]}), ("/responses", {"input": "x"})):
+            fields = document["paths"][f"/v1{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+            assert not [name for name in fields if name not in needed and _unknown(proxy, path, {**needed, name: "?"})]
+            assert _unknown(proxy, path, {**needed, "robot": 1})
+
+
+def _unknown(proxy: AgentProxy, path: str, body: dict[str, Any]) -> bool:
+    key = ask(proxy, "/sessions", {}, "a secret token")[1]["api_key"]
+    return b'"unknown_parameter"' in raw(proxy, path, body, key)[2]
 
 
 def test_sessions_are_kept_apart_and_a_key_is_free_after_its_end(tokenizer: ChatTokenizer) -> None:

@@ -23,7 +23,7 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.serving.agents.app import AgentProxy
-from embodied_rl.serving.agents.chat import ChatStream
+from embodied_rl.serving.agents.chat import ChatCompletions, ChatRequest
 from embodied_rl.serving.agents.stop_texts import StopTexts
 from tests.proxy.test_proxy import END, chat, serving, user
 from tests.proxy.test_proxy import folder as folder
@@ -148,9 +148,10 @@ def test_a_stream_that_nobody_reads_any_more_is_aborted(tokenizer: ChatTokenizer
     ],
 )
 def test_what_is_not_certain_yet_is_held_back(growing: tuple[str, ...], tools: bool, pieces: tuple[str, ...]) -> None:
-    stream = ChatStream("chatcmpl-1", "tiny", tools, StopTexts((), str))
-    sent = [stream.grown(text) for text in growing]
-    assert tuple(json.loads(piece[6:])["choices"][0]["delta"]["content"] for piece in sent if piece is not None) == pieces
+    chat = ChatRequest(messages=(), tools=({},) if tools else None)
+    stream = ChatCompletions().stream(chat, "chatcmpl-1", "tiny", StopTexts((), str), 0)
+    sent = [event for text in growing for piece in [stream.grown(text)] if piece for event in stream.piece(piece)]
+    assert tuple(json.loads(event[6:])["choices"][0]["delta"]["content"] for event in sent) == pieces
 
 
 def test_a_streamed_tool_call_comes_whole(tokenizer: ChatTokenizer) -> None:

@@ -31,6 +31,7 @@ from embodied_rl.serving.agents.chat import (
     plain_message,
 )
 from embodied_rl.serving.agents.messages import Messages
+from embodied_rl.serving.agents.openapi import described
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
 from embodied_rl.serving.agents.responses import Responses
 from embodied_rl.serving.agents.sessions import Prompt, Session, SessionBook, SessionLimits, SessionSampling
@@ -48,6 +49,7 @@ from embodied_rl.serving.http_server import (
     same_token,
     wrong_method,
 )
+from embodied_rl.serving.openapi import page
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable with the token that opens, rewards and ends sessions."""
@@ -113,6 +115,8 @@ class AgentProxy:
         self.shared_backend = SharedBackend(self._pump, backend)
         """The backend for others than the proxy, as long as it is open."""
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], Reply | EventStream]] = {
+            ("GET", "/openapi.json"): lambda request: Reply(described()),
+            ("GET", "/docs"): lambda request: page(described()),
             ("GET", "/v1/models"): self._models,
             ("POST", "/v1/chat/completions"): functools.partial(self._chat, ChatCompletions()),
             ("POST", "/v1/responses"): functools.partial(self._chat, Responses()),
@@ -187,7 +191,7 @@ class AgentProxy:
             return route(request)
         if (match := _SESSION.fullmatch(request.path)) is not None:
             return self._of_session(request, match[1], match[2])
-        if request.path.startswith(_MODEL) and request.method == "GET":
+        if request.path.startswith(_MODEL):
             return self._model(request)
         paths = sorted({path for _, path in self._routes})
         if request.path in paths:
@@ -195,14 +199,20 @@ class AgentProxy:
         raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
 
     def _models(self, request: HttpRequest) -> Reply:
-        if self._token is not None and not same_token(request.bearer, self._token):
-            self._book.by_key(request.bearer)
+        self._require_key(request)
         return Reply({"object": "list", "data": [self._told_model()]})
 
     def _model(self, request: HttpRequest) -> Reply:
-        listed = self._models(request)  # asks for a key
+        if request.method != "GET":
+            raise wrong_method(request, ["GET"])
+        self._require_key(request)
         self._require_model(unquote(request.path.removeprefix(_MODEL)))
-        return Reply(listed.body["data"][0])
+        return Reply(self._told_model())
+
+    def _require_key(self, request: HttpRequest) -> None:
+        """Raises HttpProblem 401 where there is a token and the request brings neither it nor a session's key."""
+        if self._token is not None and not same_token(request.bearer, self._token):
+            self._book.by_key(request.bearer)
 
     def _told_model(self) -> dict[str, Any]:
         return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
@@ -247,7 +257,7 @@ class AgentProxy:
         if self._can_constrain:
             return chat
         if chat.needs_structure or chat.top_logprobs:
-            what = "answers that keep to a format" if chat.needs_structure else "the likeliest tokens"
+            what = "answers that keep to a format ('response_format')" if chat.needs_structure else "the likeliest tokens ('top_logprobs')"
             raise HttpProblem(400, "unsupported_parameter", f"The backend behind this server does not give {what}; torch and vllm do.")
         return replace(chat, structure=None)  # a call that must be made is only begun for the model
 
@@ -328,7 +338,7 @@ class AgentProxy:
         if (request.method, action) == ("GET", None):
             return Reply(session.captured().to_dict())
         if request.method != "POST" or action is None:
-            raise HttpProblem(405, "wrong_method", f"{request.path} does not take {request.method}.")
+            raise wrong_method(request, ["GET"] if action is None else ["POST"])
         body = request.body
         _only(body, "reward", "turn", "reward_id")
         reward = body.get("reward")
@@ -516,7 +526,7 @@ def _refused() -> Iterator[None]:
         raise HttpProblem(503, "backend_gone", str(error)) from error
 
 
-def _begun(first: bytes, rest: Generator[bytes]) -> Iterator[bytes]:
+def _begun(first: bytes, rest: Generator[bytes]) -> Generator[bytes]:
     """A generator that was asked for its first event, as if it had not been; closing it closes that."""
     with closing(rest):
         yield first

@@ -22,6 +22,7 @@ from embodied_rl.serving.http_server import (
     token_to_ask_for,
     wrong_method,
 )
+from embodied_rl.serving.openapi import page
 from embodied_rl.sim.wire import ENCODINGS
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
@@ -73,9 +74,11 @@ class EnvironmentService:
     # ---- routes -----------------------------------------------------------------------------------------------------
 
     def _answer(self, request: HttpRequest) -> Reply:
-        require_token(request, self.token)
+        if request.path not in ("/openapi.json", "/docs"):  # they say nothing of what runs here
+            require_token(request, self.token)
         routes: dict[tuple[str, str], Callable[[HttpRequest], Reply]] = {
             ("GET", "/openapi.json"): lambda request: Reply(described(self.hub.limits)),
+            ("GET", "/docs"): lambda request: page(described(self.hub.limits)),
             ("GET", "/v1/health"): self._health,
             ("GET", "/v1/simulators"): lambda request: Reply({"simulators": self.hub.names}),
             ("GET", "/v1/environments"): lambda request: Reply({"environments": self.hub.describe()}),

@@ -350,6 +350,7 @@ def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> d
     own = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_MODEL": model,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         # The proxy is on this machine, whatever is between it and the rest of the world.
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
@@ -361,6 +362,7 @@ def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dic
     """The variables of a program that is started for one episode; `line` is its `episode_line`."""
     own = {
         "OPENAI_API_KEY": line["api_key"],
+        "ANTHROPIC_API_KEY": line["api_key"],
         "EMBODIED_RL_SESSION_URL": line["session_url"],
         "EMBODIED_RL_TASK": json.dumps(line["task"]),
         "EMBODIED_RL_SEED": str(line["seed"]),

@@ -86,6 +86,7 @@ def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> di
         {
             "OPENAI_BASE_URL": episode["base_url"],
             "OPENAI_API_KEY": episode["api_key"],
+            "ANTHROPIC_API_KEY": episode["api_key"],
             "OPENAI_MODEL": episode["model"],
             "EMBODIED_RL_SESSION_URL": episode["session_url"],
             "EMBODIED_RL_TASK": json.dumps(episode["task"]),
