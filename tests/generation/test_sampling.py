@@ -43,6 +43,21 @@ def test_temperature_by_hand() -> None:
     torch.testing.assert_close(found.log_prob.exp(), torch.tensor(PROBABILITIES), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_what_is_not_allowed_is_never_drawn(temperature: float) -> None:
+    # Left are .1 and .3: 1/4 and 3/4, at temperature 0.5 1/10 and 9/10. The model's own distribution stays as it was.
+    settings = SamplingSettings(
+        torch.full((3,), temperature, dtype=torch.float64), torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    )
+    allowed = torch.tensor([[True, False, False, True]]).expand(3, -1)
+    uniform = torch.tensor([0.0, 0.09, 0.26], dtype=torch.float64)
+    found = sample_tokens(LOGITS.expand(3, -1), settings, uniform, allowed)
+    wanted = {1.0: [1 / 4, 1 / 4, 3 / 4], 0.5: [1 / 10, 1 / 10, 9 / 10], 0.0: [1.0, 1.0, 1.0]}[temperature]
+    assert found.token.tolist() == ([3, 3, 3] if temperature == 0.0 else [0, 0, 3])
+    torch.testing.assert_close(found.sampling_log_prob.exp(), torch.tensor(wanted), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.log_prob.exp(), torch.tensor(PROBABILITIES)[found.token], atol=1e-6, rtol=0)
+
+
 def test_temperature_0_is_the_likeliest() -> None:
     found = sample(LOGITS.expand(2, -1), [0.0, 0.99], temperature=0.0)
     assert found.token.tolist() == [1, 1]

@@ -89,6 +89,14 @@ def test_engine(arguments: list[str]) -> None:
     assert nap["versions"] == [nap["version"]]
     assert nap["error"] < TOLERANCE
 
+    bound = found["structures"]
+    assert max(bound["own_error"], bound["sampling_error"], bound["top_error"]) < TOLERANCE
+    assert bound["ends"] == ["stop"]
+    assert bound["forced"] > 4
+    assert bound["free"] == [True] * 3, "what others keep to changes nothing"
+    assert bound["refused"].startswith("vLLM refuses request")
+    assert "\n" not in bound["refused"]
+
     assert "images" in found["refusals"]["images"]
     for name in ("unknown", "shape"):
         assert found["refusals"][name].startswith("vLLM cannot take the new weights")

@@ -23,6 +23,7 @@ from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
+from tests.generation.constrained import STRUCTURE, masked_log_prob
 from tests.policies.language_models import TEXTS, alone
 
 CONTEXT = 256
@@ -233,6 +234,40 @@ def asleep(player: Player) -> dict[str, Any]:
     return {**figures, "answered": answered, "same": same, "error": player.error(requests, new), "versions": versions, "version": old + 1}
 
 
+def structures(player: Player) -> dict[str, Any]:
+    """Answers that keep to a structure beside answers that do not, in one batch; and the likeliest tokens of every place."""
+    stop = 2
+    bound = player.requests(4, structure=STRUCTURE, stop_ids=(stop,), top_logprobs=3)
+    free = player.requests(3, top_logprobs=1)
+    got = player.ask([request for pair in zip(bound, [*free, *player.requests(1)], strict=True) for request in pair])
+    worst, top, forced = 0.0, 0.0, 0
+    for one in bound:
+        completion = got[one.request_id]
+        ids = torch.from_numpy(np.concatenate([one.prompt_ids, completion.token_ids]))[None]
+        with torch.no_grad():
+            logits = player.policy.generation_model()(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1]
+        expected, only = masked_log_prob(logits, completion.token_ids.tolist(), player.policy.tokenizer, stop=stop)
+        worst, forced = max(worst, float(np.abs(expected - completion.sampling_log_prob).max())), forced + only
+        likeliest = logits.log_softmax(-1).topk(3)
+        assert completion.top_ids is not None
+        assert completion.top_ids.tolist() == likeliest.indices.tolist()
+        top = max(top, float(np.abs(likeliest.values.numpy() - completion.top_log_prob).max()))
+    try:
+        player.backend.submit(player.requests(1, structure='{"type": "robot"}'))
+        refused = ""
+    except UserError as error:
+        refused = str(error)
+    return {
+        "own_error": player.error([*bound, *free], got),
+        "sampling_error": worst,
+        "top_error": top,
+        "forced": forced,
+        "ends": sorted({got[one.request_id].finish_reason for one in bound}),
+        "free": [bool(np.allclose(got[one.request_id].log_prob, got[one.request_id].sampling_log_prob, atol=1e-6)) for one in free],
+        "refused": refused,
+    }
+
+
 def _let_some_tokens_come(player: Player) -> None:
     for _ in range(6):
         player.backend.poll(timeout_s=0)
@@ -273,6 +308,7 @@ def main() -> None:
                 "ends": ends(player),
                 "in_flight": in_flight(player),
                 "asleep": asleep(player),
+                "structures": structures(player),
                 "refusals": refusals(player),
             }
         finally:
