@@ -34,6 +34,7 @@ from embodied_rl.config import load_sim_config
 from embodied_rl.episodes.reader import NativeRecording, open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
@@ -117,7 +118,7 @@ def write_videos(path: Path, num_episodes: int, num_steps: int) -> None:
     with RecordingWriter(first, RecordingInfo(sim.spec, {}, {"kind": "random"})) as writer:
         for seed in range(originals):
             sim.reset([0], [seed], out)
-            sink = writer.open_episode(seed)
+            sink = EpisodeSink(writer, seed)
             sink.start({key: rows[0] for key, rows in out.observation.items()})
             for step in range(num_steps):
                 if step % 8 == 0:

@@ -143,8 +143,7 @@ def record(
         SimFault: the simulator failed and its configuration says to stop.
     """
     from embodied_rl.episodes.films import films_folder, keep_films
-    from embodied_rl.episodes.gathering import GATHER_S
-    from embodied_rl.episodes.writer import RecordingWriter
+    from embodied_rl.episodes.writer import GATHER_S, RecordingWriter
     from embodied_rl.rollout.filmed import films_of, with_films
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
@@ -352,7 +351,7 @@ def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Ch
 
 def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
     """Raises UserError where the folder holds a recording and is not to be gone on with."""
-    from embodied_rl.episodes.info import RECORDING_FILE
+    from embodied_rl.episodes.folder import RECORDING_FILE
     from embodied_rl.errors import UserError
     from embodied_rl.files import next_free
 

@@ -177,8 +177,10 @@ def _writer(
 
 
 def _sinks(writer: RecordingWriter) -> Callable[[RecordedEpisode], EpisodeSink]:
+    from embodied_rl.episodes.sink import EpisodeSink
+
     def open_sink(episode: RecordedEpisode) -> EpisodeSink:
-        return writer.open_episode(episode.seed, task=episode.task, instruction=episode.instruction, metadata=episode.metadata)
+        return EpisodeSink(writer, episode.seed, task=episode.task, instruction=episode.instruction, metadata=episode.metadata)
 
     return open_sink
 
@@ -339,7 +341,7 @@ def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str
 
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:
-    from embodied_rl.episodes.info import RECORDING_FILE
+    from embodied_rl.episodes.folder import RECORDING_FILE
     from embodied_rl.files import next_free
 
     if values["output"] is None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from embodied_rl.episodes.frames import Frames
-from embodied_rl.episodes.layout import Column, encode_row
+from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, encode_row
 from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.files import cannot_write
@@ -27,7 +28,10 @@ SPILL_BYTES = 2**21
 """A column of an episode in progress that outgrows this goes to a temporary file without a name, which leaves no trace when killed."""
 QUEUED_PICTURES = 16
 """Pictures that may wait for the encoder; more make the recorder wait."""
+UNFINISHED = ".open-"
+"""What the name of a video of an episode in progress begins with."""
 _ENCODER_NICENESS = 5
+_OPENED = itertools.count(1)
 _STUCK_S = 300.0
 """An encoder that gets nothing done for so long does not come back."""
 
@@ -254,6 +258,60 @@ class VideoBuffer:
 
 
 Buffer = RowBuffer | BlobBuffer | VideoBuffer
+
+
+class EpisodeRows:
+    """The rows of an episode in progress, column by column, and its snapshots, on their way into a part."""
+
+    def __init__(self, columns: tuple[Column, ...], folder: Path, fps: int, encoder: Encoder) -> None:
+        """`folder`: of the part, where its temporary files lie; `fps` and `encoder` are for videos."""
+        self.buffers: dict[str, Buffer] = {}
+        for column in columns:
+            if column.is_video:
+                path = folder / f"{UNFINISHED}{next(_OPENED)}.mp4"
+                self.buffers[column.name] = VideoBuffer(column, path, fps, encoder)
+            else:
+                self.buffers[column.name] = (BlobBuffer if column.is_blob else RowBuffer)(column, folder)
+        self.snapshots = BlobBuffer(SNAPSHOT_COLUMN, folder)
+        self.marks: list[int] = []
+        """The steps that the snapshots were taken before."""
+
+    def keep_snapshot(self, snapshot: bytes, time: int) -> None:
+        """Of the moment before step `time`."""
+        self.snapshots.append_bytes(bytes(snapshot))
+        self.marks.append(time)
+
+    def extend(self, blocks: Mapping[str, np.ndarray]) -> None:
+        """Add rows [t, *shape] of every column, all of fixed size and of the column's dtype; they are this episode's from now on."""
+        for name, rows in blocks.items():
+            buffer = self.buffers[name]
+            assert isinstance(buffer, RowBuffer)
+            buffer.extend_block(rows)
+
+    @property
+    def are_in_memory(self) -> bool:
+        """Whether all rows are of fixed size, there are no snapshots, and nothing is in a file."""
+        return not self.marks and all(isinstance(buffer, RowBuffer) and buffer.is_in_memory for buffer in self.buffers.values())
+
+    def whole(self, name: str) -> np.ndarray:
+        """[t, *shape] all rows of a column of fixed size."""
+        buffer = self.buffers[name]
+        assert isinstance(buffer, RowBuffer)
+        return np.concatenate(list(buffer.chunks()))
+
+    def take(self) -> list[list[np.ndarray]]:
+        """Of each column, all of fixed size, its rows in pieces [t, *shape]; nothing of them stays here."""
+        taken = []
+        for buffer in self.buffers.values():
+            assert isinstance(buffer, RowBuffer)
+            taken.append(list(buffer.chunks()))
+            buffer.discard()
+        return taken
+
+    def discard(self) -> None:
+        """Let go of the temporary files."""
+        for buffer in (*self.buffers.values(), self.snapshots):
+            buffer.discard()
 
 
 def _stuck() -> RecordingError:

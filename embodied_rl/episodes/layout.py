@@ -116,6 +116,11 @@ def _plain_dtype(text: Any) -> str:
     return dtype.str
 
 
+def is_extra(name: str) -> bool:
+    """Whether a column is one that the simulator's spec does not speak of."""
+    return name in OPTIONAL_COLUMNS or name.startswith(("state.", "images."))
+
+
 def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> tuple[Column, ...]:
     """The columns of an episode of this simulator.
 

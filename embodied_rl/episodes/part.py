@@ -1,29 +1,220 @@
-"""A part of a recording that is being written: one process's episodes of one layout."""
+"""A part of a recording that is being written: one process's episodes of one layout, and the files they lie in.
+
+Rows are written at explicit places, so that what a failure left behind is written over.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import shutil
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.buffers import BlobBuffer, Buffer, Encoder, RowBuffer, VideoBuffer
-from embodied_rl.episodes.index import INDEX_FILE, Index, encode_entry, read_index
+from embodied_rl.episodes.buffers import UNFINISHED, BlobBuffer, Buffer, EpisodeRows, VideoBuffer
+from embodied_rl.episodes.folder import (
+    INDEX_FILE,
+    LAYOUT_FILE,
+    SUMMED,
+    EpisodeAbout,
+    Index,
+    array_dtype,
+    array_offsets,
+    blob_checksum,
+    encode_entry,
+    file_checksum,
+    part_folders,
+    read_columns,
+    read_index,
+    video_name,
+)
 from embodied_rl.episodes.layout import SNAPSHOTS, Column
-from embodied_rl.episodes.opening import LAYOUT_FILE, array_dtype, array_offsets, part_folders, read_columns
-from embodied_rl.episodes.part_files import ArrayFile, BlobFile, VideoFolder, npy_header, remove_folder
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.summary import SUMMED, summary_of
 from embodied_rl.files import cannot_write, fsync, write_atomic
 
-_UNFINISHED = ".open-"
 _NEW = ".new-"
+_MAGIC = b"\x93NUMPY\x01\x00"
+_COUNT_DIGITS = 20
+
+
+def npy_header(dtype: str, shape: tuple[int, ...], num_rows: int) -> bytes:
+    """Header of an .npy file (version 1.0) of `num_rows` rows; its length depends on dtype and shape only, so that it can be rewritten."""
+    before, after, size = _header_parts(dtype, shape)
+    return (before + str(num_rows).encode() + after).ljust(size - 1) + b"\n"
+
+
+@lru_cache(maxsize=256)
+def _header_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
+    """What stands before and after the number of rows, and the length of the whole."""
+    before, after = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': (", f"{''.join(f', {side}' for side in shape) or ','}), }}"
+    longest = len(_MAGIC) + 2 + len(before) + _COUNT_DIGITS + len(after) + 1
+    size = -(-longest // 64) * 64
+    return _MAGIC + (size - len(_MAGIC) - 2).to_bytes(2, "little") + before.encode(), after.encode(), size
+
+
+class OpenFile:
+    """A file that is written at places; raises UserError where that fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        try:
+            written = os.pwrite(self.descriptor, data, offset)
+            if written == (len(data) if isinstance(data, bytes) else data.nbytes):
+                return
+            view = memoryview(data).cast("B")[written:]
+            while view:
+                offset += written
+                written = os.pwrite(self.descriptor, view, offset)
+                view = view[written:]
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def close(self, size: int, durable: bool) -> None:
+        """Cut the file to what counts, flush it to the disk (where `durable`) and close it."""
+        try:
+            os.ftruncate(self.descriptor, size)
+            if durable:
+                os.fsync(self.descriptor)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        finally:
+            os.close(self.descriptor)
+
+
+class ArrayFile:
+    """An .npy file that grows by rows: `append` writes them, `announce` counts them in the header, `commit` makes them count here.
+
+    Until `commit`, which cannot fail, the next `append` writes over them.
+    """
+
+    def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], num_rows: int) -> None:
+        self.dtype, self.shape, self.num_rows = np.dtype(dtype), shape, num_rows
+        self._row_bytes = self.dtype.itemsize * math.prod(shape)
+        self._new_rows = 0
+        self._file = OpenFile(path)
+        self._header_size = len(npy_header(self.dtype.str, shape, 0))
+        self._write_header(num_rows)
+
+    def append(self, chunks: Iterable[np.ndarray]) -> int:
+        """Write rows [n, *shape] behind those that count, instead of any that were not committed. Returns their CRC-32."""
+        checksum, self._new_rows = 0, 0
+        for chunk in chunks:
+            rows = np.ascontiguousarray(chunk, self.dtype)
+            if self._row_bytes and len(rows):
+                data = rows.reshape(-1).view(np.uint8).data
+                checksum = zlib.crc32(data, checksum)
+                self._file.write(data, self._header_size + (self.num_rows + self._new_rows) * self._row_bytes)
+            self._new_rows += len(rows)
+        return checksum
+
+    def append_together(self, rows: np.ndarray, lengths: Sequence[int]) -> list[int]:
+        """As `append`, of several pieces at once: rows [sum of lengths, *shape] in one piece of memory. Returns each piece's CRC-32."""
+        self._new_rows = len(rows)
+        if not self._row_bytes or not len(rows):
+            return [0] * len(lengths)
+        data, offset, sums = rows.reshape(-1).view(np.uint8).data, 0, []
+        for length in lengths:
+            size = length * self._row_bytes
+            sums.append(zlib.crc32(data[offset : offset + size]))
+            offset += size
+        self._file.write(data, self._header_size + self.num_rows * self._row_bytes)
+        return sums
+
+    def announce(self) -> None:
+        if self._new_rows:
+            self._write_header(self.num_rows + self._new_rows)
+
+    def commit(self) -> None:
+        self.num_rows, self._new_rows = self.num_rows + self._new_rows, 0
+
+    def close(self, durable: bool = True) -> None:
+        # A failure may have left one that counts more.
+        self._write_header(self.num_rows)
+        self._file.close(self._header_size + self.num_rows * self._row_bytes, durable)
+
+    def _write_header(self, num_rows: int) -> None:
+        self._file.write(npy_header(self.dtype.str, self.shape, num_rows), 0)
+
+
+class BlobFile:
+    """Rows of varying size: a .bin file, and an .npy file [R, 2] int64 with (offset, size) of each; with marks [R, 3], a mark first."""
+
+    def __init__(self, stem: Path, num_rows: int, size: int, marked: bool = False) -> None:
+        self._file = OpenFile(stem.with_name(stem.name + ".bin"))
+        self._places = ArrayFile(stem.with_name(stem.name + ".npy"), "<i8", (3 if marked else 2,), num_rows)
+        self._size, self._new_size = size, size
+
+    def append(self, chunks: Iterable[bytes], sizes: Sequence[int], marks: Sequence[int] | None = None) -> int:
+        """Write rows whose bytes, one after another, are `chunks`. Returns the CRC-32 of the bytes, then of their (mark and) size."""
+        checksum, offset = 0, self._size
+        for chunk in chunks:
+            checksum = zlib.crc32(chunk, checksum)
+            self._file.write(chunk, offset)
+            offset += len(chunk)
+        lengths = np.asarray(sizes, "<i8")
+        offsets = self._size + np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(lengths) else lengths
+        columns = [offsets, lengths] if marks is None else [np.asarray(marks, "<i8"), offsets, lengths]
+        self._places.append([np.stack(columns, axis=1)])
+        self._new_size = offset
+        return blob_checksum(checksum, lengths, marks)
+
+    def announce(self) -> None:
+        self._places.announce()
+
+    def commit(self) -> None:
+        self._size = self._new_size
+        self._places.commit()
+
+    def close(self, durable: bool = True) -> None:
+        self._file.close(self._size, durable)
+        self._places.close(durable)
+
+
+class VideoFolder:
+    """A folder with one file per episode, named by its number in the part."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written: list[Path] = []
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def append(self, finished: Path, number: int) -> int:
+        """Move a finished video to its place. Returns the CRC-32 of its bytes."""
+        target = self.path / video_name(number)
+        try:
+            checksum = file_checksum(finished)
+            os.replace(finished, target)
+        except OSError as error:
+            raise cannot_write(target, error) from error
+        self._written.append(target)
+        return checksum
+
+    def close(self, durable: bool = True) -> None:
+        if durable and self._written:
+            for path in (*self._written, self.path):
+                fsync(path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +223,7 @@ class Gathered:
 
     columns: list[list[np.ndarray]]
     """Of each column of the part its rows, in pieces [t, *shape] of the column's dtype."""
-    about: Mapping[str, Any]
-    """``seed``, ``task``, ``instruction`` and ``metadata``."""
+    about: EpisodeAbout
 
 
 class PartWriter:
@@ -49,7 +239,6 @@ class PartWriter:
         steps = index.num_steps if index else 0
         self._num_steps, self._num_snapshots = steps, index.num_snapshots if index else 0
         self._index_size = index.size if index else 0
-        self._opened = 0
         self.step_bytes = sum(column.row_bytes for column in columns if column.encoding == "array")
         """Of a step, in the columns of fixed size."""
         self._scratch: dict[int, np.ndarray] = {}
@@ -68,33 +257,18 @@ class PartWriter:
         stem = folder / SNAPSHOTS
         self._snapshots = BlobFile(stem, self._num_snapshots, _blob_size(stem, self._num_snapshots), marked=True)
 
-    def buffers(self, fps: int, encoder: Encoder) -> dict[str, Buffer]:
-        """Room for an episode in progress, by column."""
-        made: dict[str, Buffer] = {}
-        for column in self.columns:
-            if column.is_video:
-                self._opened += 1
-                made[column.name] = VideoBuffer(column, self.folder / f"{_UNFINISHED}{self._opened}.mp4", fps, encoder)
-            else:
-                made[column.name] = (BlobBuffer if column.is_blob else RowBuffer)(column, self.folder)
-        return made
-
-    def commit(self, buffers: Mapping[str, Buffer], snapshots: BlobBuffer, marks: Sequence[int], entry: Mapping[str, Any]) -> int:
+    def commit(self, rows: EpisodeRows, about: EpisodeAbout) -> int:
         """Append a finished episode, and return its number in the part.
 
-        Args:
-            buffers: of every column.
-            snapshots: in the order of `marks`.
-            marks: steps that they were taken before.
-            entry: what else the line of the index holds.
-
         Raises:
-            UserError: something cannot be written; the part is as it was.
+            RecordingError: it holds NaN or infinity; the part is as it was, here and below.
+            UserError: something cannot be written.
         """
-        sums = [self._append(column, buffers[column.name]) for column in self.columns]
-        sums.append(self._snapshots.append(snapshots.chunks(), snapshots.sizes, marks))
-        line = self._line(entry, sums, len(marks), self._num_steps, self.num_episodes)
-        self._count(line, 1, entry["steps"], len(marks))
+        entry = about.summary({name: rows.whole(name) for name in SUMMED})
+        sums = [self._append(column, rows.buffers[column.name]) for column in self.columns]
+        sums.append(self._snapshots.append(rows.snapshots.chunks(), rows.snapshots.sizes, rows.marks))
+        line = self._line(entry, sums, len(rows.marks), self._num_steps, self.num_episodes)
+        self._count(line, 1, entry["steps"], len(rows.marks))
         return self.num_episodes - 1
 
     def commit_together(self, episodes: Sequence[Gathered]) -> Iterator[None]:
@@ -128,7 +302,7 @@ class PartWriter:
         lines, first = [], 0
         for number, (episode, length) in enumerate(zip(episodes, lengths, strict=True)):
             summed = {name: whole[name][first : first + length] for name in SUMMED}
-            entry = summary_of(**episode.about, summed=summed)
+            entry = episode.about.summary(summed)
             crcs = [*(of_column[number] for of_column in sums), of_snapshots]
             lines.append(self._line(entry, crcs, 0, self._num_steps + first, self.num_episodes + number))
             first += length
@@ -189,7 +363,7 @@ class PartWriter:
             assert isinstance(file, BlobFile)
             return file.append(buffer.chunks(), buffer.sizes)
         assert isinstance(file, ArrayFile)
-        return file.append(finite(column, buffer.chunks()) if column.must_be_finite else buffer.chunks())
+        return file.append(_finite(column, buffer.chunks()) if column.must_be_finite else buffer.chunks())
 
     def _write_lines(self, lines: bytes) -> None:
         try:
@@ -201,7 +375,7 @@ class PartWriter:
         self._index_size += len(lines)
 
 
-def finite(column: Column, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+def _finite(column: Column, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Pass rows on. Raises RecordingError naming the first that holds NaN or infinity."""
     row = 0
     for chunk in chunks:
@@ -249,7 +423,7 @@ def create_part(recording: Path, columns: tuple[Column, ...]) -> PartWriter:
                 raise
             return PartWriter(folder, columns, lock, None)
     except OSError as error:
-        remove_folder(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise cannot_write(recording, error) from error
 
 
@@ -273,7 +447,7 @@ def resume_part(folder: Path, columns: tuple[Column, ...]) -> PartWriter | None:
         return None
     try:
         index = read_index(path, len(columns))
-        for left in folder.glob(f"{_UNFINISHED}*"):
+        for left in folder.glob(f"{UNFINISHED}*"):
             left.unlink(missing_ok=True)
         os.ftruncate(lock, index.size)
         return PartWriter(folder, columns, lock, index)

@@ -15,12 +15,23 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.blocks import EpisodeBlock, cut_by_steps, joined, runs_of
+from embodied_rl.episodes.folder import (
+    INDEX_FILE,
+    LAYOUT_FILE,
+    RECORDING_FILE,
+    Index,
+    array_dtype,
+    array_offsets,
+    blob_checksum,
+    file_checksum,
+    part_folders,
+    read_columns,
+    read_index,
+    read_info,
+    video_name,
+)
 from embodied_rl.episodes.frames import Frames
-from embodied_rl.episodes.index import INDEX_FILE, Index, read_index
-from embodied_rl.episodes.info import RECORDING_FILE, read_info
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
-from embodied_rl.episodes.opening import LAYOUT_FILE, array_dtype, array_offsets, part_folders, read_columns
-from embodied_rl.episodes.part_files import blob_checksum, file_checksum, video_name
 from embodied_rl.episodes.pictures import VideoError, VideoReader
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import EpisodeTable, RecordedStep, Recording, RecordingError

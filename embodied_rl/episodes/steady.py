@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.recording import RecordingError
-
-if TYPE_CHECKING:
-    from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.sink import EpisodeSink
 
 _GAP_BYTES = 2**8
 """Arrays that lie no further apart in memory are copied together, with what is between them."""
@@ -50,27 +48,28 @@ class Places:
 
 
 class SteadyGroup:
-    """Rows of a group of slots that step together, each with an episode in progress; made and used by `SlotSinks`.
+    """Rows of a group of slots that step together, each with an episode in progress; made and used by `BatchSinks`.
 
     What came of a step is copied as it lies in memory, and so is what was done. Columns are made of many steps at once, when there is
     no more room or an episode has to be written.
     """
 
     def __init__(
-        self, slots: Sequence[int], outcome: Mapping[str, np.ndarray], given: Sequence[str], columns: Mapping[str, Column], max_bytes: int
+        self, slots: Sequence[int], outcome: Mapping[str, np.ndarray], given: Sequence[str], layout: tuple[Column, ...], max_bytes: int
     ) -> None:
         """
         Args:
             slots: [n] numbers of the slots.
             outcome: {column: [n, ...]} where the outcome of every step lies.
             given: names of the columns that come with each step.
-            columns: of the episodes, by name.
+            layout: columns of the episodes.
             max_bytes: of the rows, about.
 
         Raises:
             ValueError: see `Places`.
         """
-        self.slots = list(slots)
+        columns = {column.name: column for column in layout}
+        self.slots, self.layout = list(slots), layout
         self.rows = {slot: row for row, slot in enumerate(self.slots)}
         self.ready = False
         """Whether every slot has an episode in progress that goes on in this group."""
@@ -84,7 +83,7 @@ class SteadyGroup:
         """The first row of each slot that its present episode has not been given."""
         self.ended: list[tuple[EpisodeSink, int, int, int]] = []
         """Episodes that are over, with the slot's row here and the first and behind the last row that they have not been given."""
-        self.step_bytes = sum(column.row_bytes for column in columns.values())
+        self.step_bytes = sum(columns[name].row_bytes for name in (*outcome, *given))
         """Of a slot's step."""
         self._columns = [columns[name] for name in outcome] + there
         self._dtypes = [np.dtype(column.dtype) for column in there]
@@ -135,8 +134,7 @@ class SteadyGroup:
         """A slot's episode is over; it can have `fetch` give it the rows of this group."""
         first, self.taken[row] = self.taken[row], self.fill
         if self.fill > first:
-            sink.num_steps += self.fill - first
-            sink.fetch = partial(fetch, self)
+            sink.await_rows(self.fill - first, partial(fetch, self))
             self.ended.append((sink, row, first, self.fill))
 
     def of_all(self) -> list[tuple[str, np.ndarray]]:

@@ -1,41 +1,149 @@
-"""Records episodes into a folder (docs/episodes.md): as they come, safe against being killed, by several processes at once."""
+"""Puts whole episodes into a folder (docs/episodes.md): safe against being killed, by several processes at once.
+
+`EpisodeSink` takes an episode step by step and hands it over here; `RecordingWriter.add` takes one that is whole.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from embodied_rl.episodes.buffers import BlobBuffer, Buffer, Encoder
-from embodied_rl.episodes.films import Films
-from embodied_rl.episodes.gathering import Gathering
-from embodied_rl.episodes.index import INDEX_FILE, Index, read_index
-from embodied_rl.episodes.info import RECORDING_FILE, read_info
-from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, VideoFormat, layout_for
-from embodied_rl.episodes.opening import part_folders, read_columns
-from embodied_rl.episodes.part import PartWriter, create_part, resume_part
+from embodied_rl.episodes.buffers import Encoder, EpisodeRows
+from embodied_rl.episodes.folder import INDEX_FILE, RECORDING_FILE, EpisodeAbout, Index, part_folders, read_columns, read_index, read_info
+from embodied_rl.episodes.layout import Column, VideoFormat, is_extra, layout_for
+from embodied_rl.episodes.part import Gathered, PartWriter, create_part, resume_part
 from embodied_rl.episodes.pictures import frame_rate
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.sink import EpisodeSink, discard, is_extra
-from embodied_rl.episodes.summary import SUMMED, summary_of
 from embodied_rl.files import cannot_write, fsync
 
 SKIPPED = -1
 """Number of an episode that was there already."""
+GATHER_S = 0.5
+"""How long a finished episode waits for others, where it may."""
+_ENOUGH_EPISODES, _ENOUGH_BYTES = 16, 2**20
+"""`advance` begins to write so many."""
+_MAX_EPISODES, _MAX_BYTES = 32, 2**22
+"""`add` writes so many before it takes another, and its caller waits."""
+_SLICE_S = 50e-6
+"""How long `advance` takes, about: processes that simulate have work for some hundred microseconds, and while it takes longer they wait."""
 _KNOWN_LAYOUTS = 64
 _SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
 """What of the simulator's configuration decides how episodes go; the rest is about processes."""
 
-__all__ = ["SKIPPED", "EpisodeSink", "RecordingWriter"]
-
 Duplicates = Literal["refuse", "skip", "allow"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A finished episode that is not written yet."""
+
+    about: EpisodeAbout
+    take: Callable[[], list[list[np.ndarray]]]
+    """Of each column its rows, in pieces [t, *shape]; called once."""
+
+
+class Gathering:
+    """Episodes of one part that wait to be written."""
+
+    def __init__(self, max_wait_s: float) -> None:
+        self.max_wait_s = max_wait_s
+        self.waiting: list[_Waiting] = []
+        self.deadline = 0.0
+        """When they are due (time.perf_counter seconds)."""
+        self._part: PartWriter | None = None
+        self._bytes = 0
+        self._work: Iterator[None] | None = None
+        """Writes episodes that waited, a bit at a time."""
+        self._behind = 0
+        """The number in the part of the first episode after these."""
+
+    def add(self, part: PartWriter, episode: _Waiting, num_steps: int) -> int:
+        """Take a finished episode with all rows in memory, which goes into a part.
+
+        Returns the number that it will have in its part, unless one before it cannot be written. Raises as `flush` does.
+        """
+        are_many = len(self.waiting) >= _MAX_EPISODES or self._bytes >= _MAX_BYTES
+        if part is not self._part or are_many or (self.waiting and time.perf_counter() >= self.deadline):
+            self.flush()
+            self._part = part
+        if not self.waiting:
+            self.deadline = time.perf_counter() + self.max_wait_s
+        self.waiting.append(episode)
+        self._bytes += part.step_bytes * num_steps
+        return (part.num_episodes if self._work is None else self._behind) + len(self.waiting) - 1
+
+    def advance(self) -> None:
+        """Write a bit, if the first has waited long enough, or there are enough. Raises as `flush` does."""
+        if self._work is None:
+            if not self.waiting:
+                return
+            are_enough = len(self.waiting) >= _ENOUGH_EPISODES or self._bytes >= _ENOUGH_BYTES
+            if not are_enough and time.perf_counter() < self.deadline:
+                return
+            self._begin()
+        self._go_on(time.perf_counter() + _SLICE_S)
+
+    def flush(self) -> None:
+        """Write all.
+
+        Raises:
+            RecordingError: one holds NaN or infinity; the others are written.
+            UserError: they cannot be written.
+        """
+        try:
+            self._go_on(math.inf)
+        finally:
+            if self.waiting:
+                self._begin()
+                self._go_on(math.inf)
+
+    def _begin(self) -> None:
+        """Have those that wait written by `_go_on`."""
+        assert self._part is not None
+        waiting, self.waiting, self._bytes = self.waiting, [], 0
+        self._work, self._behind = _written(waiting, self._part), self._part.num_episodes + len(waiting)
+
+    def _go_on(self, until: float) -> None:
+        while (work := self._work) is not None:
+            self._work = None  # in case that it raises
+            for _ in work:
+                self._work = work
+                break
+            if time.perf_counter() >= until:
+                break
+
+
+def _written(waiting: Sequence[_Waiting], part: PartWriter) -> Iterator[None]:
+    """Write episodes, a bit between one item and the next. Raises as `Gathering.flush`."""
+    errors: list[RecordingError] = []
+    episodes: list[Gathered] = []
+    for episode in waiting:
+        try:
+            episodes.append(Gathered(episode.take(), episode.about))
+        except RecordingError as error:
+            errors.append(error)
+        yield
+    try:
+        yield from part.commit_together(episodes)
+    except RecordingError:
+        for gathered in episodes:
+            try:
+                yield from part.commit_together([gathered])
+            except RecordingError as error:
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class RecordingWriter:
@@ -81,7 +189,8 @@ class RecordingWriter:
         self._encoder = Encoder()
         self.gathering = Gathering(gather_s)
         """Finished episodes that are not written yet."""
-        self._open: list[EpisodeSink] = []
+        self._in_progress: dict[int, EpisodeRows] = {}
+        """By identity."""
         self._seeds: set[int] = set()
         self._known: set[tuple[int, str, str]] = set()
         self._policy = _identity(info.policy)
@@ -100,48 +209,27 @@ class RecordingWriter:
         """Whether an episode of this seed, task (None: the only one) and policy (None: the recording's) is recorded."""
         return (seed, task or self.info.spec.task, self._policy if policy is None else _identity(policy)) in self._known
 
-    def open_episode(
-        self,
-        seed: int,
-        *,
-        task: str | None = None,
-        instruction: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        films: Films | None = None,
-    ) -> EpisodeSink:
-        """Begin an episode; any number may be in progress. `films`: the columns whose videos are encoded elsewhere.
-
-        Raises RecordingError where it is a duplicate, and these are refused.
-        """
-        self._refuse_duplicate(seed, task, dict(metadata or {}))
-        sink = EpisodeSink(self, seed, task, instruction, dict(metadata or {}), films)
-        self._open.append(sink)
-        return sink
-
     def add(self, episode: RecordedEpisode) -> int:
         """Write a whole episode. Returns its number in its part, or `SKIPPED`.
 
         Raises:
             RecordingError: it does not fit the simulator, holds NaN or infinity, or is a duplicate and these are refused.
         """
-        if self._refuse_duplicate(episode.seed, episode.task, episode.metadata):
+        about = EpisodeAbout(episode.seed, episode.task, episode.instruction, episode.metadata)
+        if self.is_duplicate(about):
             return SKIPPED
-        columns = episode.columns()
-        extras = {name: rows[0] for name, rows in columns.items() if is_extra(name)}
-        part = self.part_for(self.columns_for(extras))
-        buffers, snapshots = self.room_in(part)
+        given = episode.columns()
+        columns = self.columns_for({name: rows[0] for name, rows in given.items() if is_extra(name)})
+        _require_columns(columns, given)
+        rows = self.room_for(columns)
         try:
-            _require_columns(part.columns, columns)
-            for name, buffer in buffers.items():
-                buffer.extend(columns[name])
+            for name, buffer in rows.buffers.items():
+                buffer.extend(given[name])
             for mark in sorted(episode.snapshots):
-                snapshots.append_bytes(episode.snapshots[mark])
-            summary = summary_of(
-                episode.seed, episode.task, episode.instruction, episode.metadata, {name: columns[name] for name in SUMMED}
-            )
-            return self.commit(part, buffers, snapshots, sorted(episode.snapshots), summary)
+                rows.keep_snapshot(episode.snapshots[mark], mark)
+            return self.commit(columns, rows, about)
         finally:
-            discard(buffers, snapshots)
+            self.give_up(rows)
 
     def close(self) -> None:
         """Give up the episodes in progress, and flush everything to the disk."""
@@ -151,8 +239,8 @@ class RecordingWriter:
                 stack.callback(part.close)
             self._parts = []
             stack.callback(self._encoder.close)
-            for sink in list(self._open):
-                stack.callback(sink.discard)
+            for rows in list(self._in_progress.values()):
+                stack.callback(self.give_up, rows)
             stack.callback(self.flush)
 
     def flush(self) -> None:
@@ -172,44 +260,10 @@ class RecordingWriter:
 
     # ---- for `EpisodeSink` ----
 
-    def part_for(self, columns: tuple[Column, ...]) -> PartWriter:
-        """The part that takes episodes of these columns: one of ours, one that no process writes any more, or a new one."""
-        for part in self._parts:
-            if part.columns == columns:
-                return part
-        for folder in self._resumable:
-            resumed = resume_part(folder, columns)
-            if resumed is not None:
-                self._resumable.remove(folder)
-                break
-        else:
-            resumed = create_part(self.folder, columns)
-        self._parts.append(resumed)
-        return resumed
-
-    def commit(
-        self, part: PartWriter, buffers: Mapping[str, Buffer], snapshots: BlobBuffer, marks: list[int], summary: Mapping[str, Any]
-    ) -> int:
-        """Append a finished episode to a part."""
-        if self._refuse_duplicate(summary["seed"], summary["task"], summary["metadata"]):
-            return SKIPPED
-        self.flush()
-        number = part.commit(buffers, snapshots, marks, summary)
-        self._remember(summary["seed"], summary["task"], summary["metadata"])
-        return number
-
     @property
     def gathers(self) -> bool:
         """Whether finished episodes may wait for others."""
         return self.gathering.max_wait_s > 0
-
-    def gather(self, sink: EpisodeSink, about: Mapping[str, Any]) -> int:
-        """Take a finished episode that may wait for others, `about` as `summary_of` takes it. Returns its number, or `SKIPPED`."""
-        if self._refuse_duplicate(about["seed"], about["task"], about["metadata"]):
-            return SKIPPED
-        number = self.gathering.add(sink, about)
-        self._remember(about["seed"], about["task"], about["metadata"])
-        return number
 
     def columns_for(self, extras: Mapping[str, Any]) -> tuple[Column, ...]:
         """See `layout_for`; what was asked for before is remembered. Raises RecordingError as that does."""
@@ -221,38 +275,74 @@ class RecordingWriter:
             self._layouts[key] = layout_for(self.info.spec, self.video, extras)
         return self._layouts[key]
 
-    def room_in(self, part: PartWriter) -> tuple[dict[str, Buffer], BlobBuffer]:
-        """Room for an episode in progress, and for its snapshots."""
-        return part.buffers(self._fps, self._encoder), BlobBuffer(SNAPSHOT_COLUMN, part.folder)
+    def room_for(self, columns: tuple[Column, ...]) -> EpisodeRows:
+        """Room for an episode in progress, which `give_up` or the end of the writer frees."""
+        rows = EpisodeRows(columns, self._part_for(columns).folder, self._fps, self._encoder)
+        self._in_progress[id(rows)] = rows
+        return rows
 
-    def forget(self, sink: EpisodeSink) -> None:
-        self._open.remove(sink)
+    def give_up(self, rows: EpisodeRows) -> None:
+        """Free the room of an episode that is written, or never will be."""
+        if self._in_progress.pop(id(rows), None) is not None:
+            rows.discard()
 
-    # ---- duplicates ----
+    def commit(self, columns: tuple[Column, ...], rows: EpisodeRows, about: EpisodeAbout) -> int:
+        """Write a finished episode. Returns its number in its part, or `SKIPPED`."""
+        if self.is_duplicate(about):
+            return SKIPPED
+        self.flush()
+        number = self._part_for(columns).commit(rows, about)
+        self._remember(about)
+        return number
 
-    def _learn(self, index: Index) -> None:
-        for number in range(index.num_episodes):
-            entry = index.entry(number)
-            self._remember(entry["seed"], entry["task"], entry["metadata"])
+    def gather(self, columns: tuple[Column, ...], about: EpisodeAbout, num_steps: int, take: Callable[[], list[list[np.ndarray]]]) -> int:
+        """Write a finished episode together with others; `take` is called then for the rows of its columns. Returns as `commit` does."""
+        if self.is_duplicate(about):
+            return SKIPPED
+        number = self.gathering.add(self._part_for(columns), _Waiting(about, take), num_steps)
+        self._remember(about)
+        return number
 
-    def _key(self, seed: int, task: str | None, metadata: Mapping[str, Any]) -> tuple[int, str, str]:
-        policy = metadata.get("policy")
-        return seed, task or self.info.spec.task, self._policy if policy is None else _identity(policy)
-
-    def _remember(self, seed: int, task: str | None, metadata: Mapping[str, Any]) -> None:
-        self._seeds.add(seed)
-        self._known.add(self._key(seed, task, metadata))
-
-    def _refuse_duplicate(self, seed: int, task: str | None, metadata: Mapping[str, Any]) -> bool:
+    def is_duplicate(self, about: EpisodeAbout) -> bool:
         """Whether to skip an episode. Raises RecordingError where it is to be refused."""
-        if self._duplicates == "allow" or self._key(seed, task, metadata) not in self._known:
+        if self._duplicates == "allow" or self._key(about) not in self._known:
             return False
         if self._duplicates == "skip":
             return True
         raise RecordingError(
-            f"'{self.folder}' holds an episode of seed {seed}, task '{task or self.info.spec.task}' and this policy already. "
+            f"'{self.folder}' holds an episode of seed {about.seed}, task '{about.task or self.info.spec.task}' and this policy already. "
             "Take other seeds, or say that duplicates are to be skipped or allowed."
         )
+
+    # ---- inside ----
+
+    def _part_for(self, columns: tuple[Column, ...]) -> PartWriter:
+        """The part that takes episodes of these columns: one of ours, one that no process writes any more, or a new one."""
+        for part in self._parts:
+            if part.columns is columns or part.columns == columns:
+                return part
+        for folder in self._resumable:
+            resumed = resume_part(folder, columns)
+            if resumed is not None:
+                self._resumable.remove(folder)
+                break
+        else:
+            resumed = create_part(self.folder, columns)
+        self._parts.append(resumed)
+        return resumed
+
+    def _learn(self, index: Index) -> None:
+        for number in range(index.num_episodes):
+            entry = index.entry(number)
+            self._remember(EpisodeAbout(entry["seed"], entry["task"], None, entry["metadata"]))
+
+    def _key(self, about: EpisodeAbout) -> tuple[int, str, str]:
+        policy = about.metadata.get("policy")
+        return about.seed, about.task or self.info.spec.task, self._policy if policy is None else _identity(policy)
+
+    def _remember(self, about: EpisodeAbout) -> None:
+        self._seeds.add(about.seed)
+        self._known.add(self._key(about))
 
 
 def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:

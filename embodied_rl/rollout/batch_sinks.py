@@ -1,4 +1,4 @@
-"""Episodes of many slots recorded from what a manager hands out."""
+"""Episodes of many slots recorded side by side, from what a manager hands out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.films import Films
-from embodied_rl.episodes.slots import SlotSinks
+from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.sink import EpisodeSink, columns_around
 from embodied_rl.episodes.steady import SteadyGroup
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.sim.instrumented import Split, split
+from embodied_rl.sim.instrumented import split
 from embodied_rl.types import Observation, StepBatch
 
 _KNOWN_BATCHES = 8
-"""Of ranges of slots; there are few, unless whatever is ready steps together."""
+"""Of ranges of slots; there are few, unless slots step together in whatever order they are ready."""
+_STEADY_BYTES = 2**20
+"""Of all slots' steady rows together, about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +43,59 @@ class _Known:
         )
 
 
-class BatchSinks(SlotSinks):
-    """`SlotSinks` that take a `StepBatch` as it is."""
+class BatchSinks:
+    """One episode in progress per slot, stepped in batches. Writes what an `EpisodeSink` of each slot would.
+
+    The batches of pipeline groups are views into shared memory, the same ones at every step: from the third on they are copied as
+    they lie there, and columns are made of hundreds of steps at once (`SteadyGroup`). Other batches go to the slots' sinks row by row.
+
+    Args:
+        writer: where finished episodes go.
+        num_slots: of the manager.
+        films: columns whose pictures are encoded elsewhere; they are due only at an episode's beginning, for their size.
+        observations_alone: leave out states and images, which the batches may hold too.
+    """
 
     def __init__(self, writer: RecordingWriter, num_slots: int, films: Films | None = None, *, observations_alone: bool = False) -> None:
-        """`observations_alone`: leave out states and images, which the batches may hold too."""
-        super().__init__(writer, num_slots, films)
-        self._rooms = ("observation",) if observations_alone else ("observation", "state", "images")
+        self._writer, self._num_slots, self._films = writer, num_slots, films
+        self._observations_alone = observations_alone
         self._filmed = films.columns if films else frozenset()
+        self._sinks: list[EpisodeSink | None] = [None] * num_slots
+        self._steady: dict[int, SteadyGroup] = {}
+        """{slot: the group that its steps may be in}"""
+        self._full: list[SteadyGroup] = []
+        """Groups that have no more room."""
         self._known: dict[int, _Known] = {}
         """By the batch's identity, which stays its own as long as it is held here."""
         self._last: dict[tuple[int, int], StepBatch] = {}
         """{(first slot, how many): the last batch}, of those that are not known."""
+
+    def start(
+        self,
+        slot: int,
+        seed: int,
+        observation: Mapping[str, Any],
+        row: int,
+        *,
+        task: str | None = None,
+        instruction: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
+        images: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin an episode; `row` is the slot's in the batches given.
+
+        Raises:
+            RecordingError: one is in progress, or it is a duplicate and these are refused.
+        """
+        if self._sinks[slot] is not None:
+            raise RecordingError(f"The episode of slot {slot} is in progress: finish or discard it first.")
+        sink = EpisodeSink(self._writer, seed, task=task, instruction=instruction, metadata=metadata, films=self._films)
+        first, first_state, first_images = ({key: rows[row] for key, rows in (part or {}).items()} for part in (observation, state, images))
+        sink.start(first, first_state, first_images)
+        self._sinks[slot] = sink
+        if (group := self._steady.get(slot)) is not None:
+            group.taken[group.rows[slot]], group.ready = group.fill, False
 
     def step_batch(
         self,
@@ -73,45 +117,95 @@ class BatchSinks(SlotSinks):
             The rows whose episode ended; `finish`, `take` or `discard` these slots' episodes before the next step.
 
         Raises:
-            RecordingError: as of `SlotSinks.step`.
+            RecordingError: as of `EpisodeSink.step`.
         """
         known = self._known.get(id(batch))
         if known is not None and rows is None and snapshots is None and tuple(given) == known.given:
             # Nothing ended, or it would be another object.
             group = known.group
             if group.ready and group.fill + 1 < group.max_rows:
-                group.keep(tuple(given.values()))  # all that is left of `step_steady`, without which it is a third quicker
+                group.keep(tuple(given.values()))  # all that is left of `_step_group`, without which it is a third quicker
             else:
-                self.step_steady(group, tuple(given.values()))
+                self._step_group(group, tuple(given.values()))
             return []
         if snapshots is None and (over := self._step_known(batch, given, rows)) is not None:
             return over
-        chosen: Any = ... if rows is None else list(rows)
-        after, final = split(batch.observation), split(batch.final_observation)
-        over = np.flatnonzero(batch.terminated[chosen] | batch.truncated[chosen]).tolist()
-        self.step(
-            batch.slots[chosen],
-            **{name: _rows(column, chosen) for name, column in given.items()},
-            reward=batch.reward[chosen],
-            terminated=batch.terminated[chosen],
-            truncated=batch.truncated[chosen],
-            success=batch.success[chosen],
-            observation=self._to_write(after, "observation", chosen),
-            final_observation=self._to_write(final, "observation", chosen) if over else None,
-            state=_ended_as(self._to_write(after, "state", chosen), self._to_write(final, "state", chosen), over),
-            images=_ended_as(self._to_write(after, "images", chosen), self._to_write(final, "images", chosen), over),
-            snapshots=snapshots,
-        )
+        over = self._step_apart(batch, given, range(len(batch.slots)) if rows is None else rows, snapshots)
         if rows is None and snapshots is None:
             self._get_to_know(batch, given)
-            return over
-        return over if rows is None else [rows[row] for row in over]
+        return over
+
+    def settle(self) -> None:
+        """Do a bit of what can wait until the next actions are sent, so that simulators need not: call it after every step.
+
+        Raises:
+            UserError: see `RecordingWriter.flush`.
+        """
+        while self._full:
+            group = self._full.pop()
+            if group.fill == group.max_rows:
+                self._hand_over_group(group)
+        self._writer.gathering.advance()
+
+    def finish(self, slot: int, metadata: Mapping[str, Any] | None = None) -> int:
+        """Write the slot's episode. Returns and raises as `EpisodeSink.finish` does."""
+        return self.take(slot).finish(metadata)
+
+    def take(self, slot: int) -> EpisodeSink:
+        """The slot's episode, to be finished or discarded later; the slot is free for the next one."""
+        group, sink = self._steady.get(slot), self._require(slot)
+        if group is not None and self._writer.gathers:
+            # The rows are fetched with those of many other steps.
+            group.end(group.rows[slot], sink, self._hand_over_group)
+        else:
+            self._hand_over(slot)
+        return self._release(slot)
+
+    def discard(self, slot: int) -> None:
+        """Give the slot's episode up."""
+        self._release(slot).discard()
+
+    def in_progress(self, slot: int) -> bool:
+        return self._sinks[slot] is not None
 
     def forget_batches(self) -> None:
         """Let go of the batches that are known, and of the memory that they are views into."""
         self._known.clear()
         self._last.clear()
-        self._leave_groups()
+        for slot in list(self._steady):
+            self._leave_group(slot)
+
+    # ---- row by row -------------------------------------------------------------------------------------------------
+
+    def _step_apart(
+        self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int], snapshots: Sequence[bytes | None] | None
+    ) -> list[int]:
+        """`step_batch` by the sinks of the slots."""
+        ends = [row for row in rows if batch.terminated[row] or batch.truncated[row]]
+        after, final, slots = self._seen(batch.observation), self._seen(batch.final_observation) if ends else {}, batch.slots.tolist()
+        outcome = {"reward": batch.reward, "terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success}
+        done = {**given, **outcome}
+        for position, row in enumerate(rows):
+            slot = slots[row]
+            self._leave_group(slot)
+            seen = final if row in ends else after
+            step = {name: column[row] for part in (done, seen) for name, column in part.items()}
+            self._require(slot).append(step, None if snapshots is None else snapshots[position])
+        return ends
+
+    def _release(self, slot: int) -> EpisodeSink:
+        sink, self._sinks[slot] = self._require(slot), None
+        if (group := self._steady.get(slot)) is not None:
+            group.ready = False
+        return sink
+
+    def _require(self, slot: int) -> EpisodeSink:
+        sink = self._sinks[slot]
+        if sink is None:
+            raise RecordingError(f"Slot {slot} has no episode in progress.")
+        return sink
+
+    # ---- batches that are known -------------------------------------------------------------------------------------
 
     def _step_known(self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int] | None) -> list[int] | None:
         """`step_batch` where episodes begin or end in a range that is known; None where it is not."""
@@ -121,16 +215,20 @@ class BatchSinks(SlotSinks):
         else:
             return None
         absent = [] if rows is None else sorted(set(range(len(batch.slots))) - set(rows))
-        if tuple(given) != known.given or any(self.has_stepped(int(batch.slots[row])) for row in absent):
+        if tuple(given) != known.given or any(self._has_stepped(int(batch.slots[row])) for row in absent):
             return None
         over: list[int] = [row for row in np.flatnonzero(batch.terminated | batch.truncated).tolist() if row not in absent]
-        final = self._seen(batch.final_observation) if over else {}
-        self.step_steady(known.group, tuple(given.values()), over, final, absent)
+        self._step_group(known.group, tuple(given.values()), over, self._seen(batch.final_observation) if over else {}, absent)
         return over
+
+    def _has_stepped(self, slot: int) -> bool:
+        """Whether a slot has an episode in progress that has had a step."""
+        sink = self._sinks[slot]
+        return sink is not None and sink.columns is not None
 
     def _get_to_know(self, batch: StepBatch, given: Mapping[str, Any]) -> None:
         """Remember a batch that came a second time."""
-        if not self.may_be_steady or not batch.slots.size or int(batch.slots[-1]) - int(batch.slots[0]) + 1 != batch.slots.size:
+        if not batch.slots.size or int(batch.slots[-1]) - int(batch.slots[0]) + 1 != batch.slots.size:
             return
         place = int(batch.slots[0]), batch.slots.size
         if self._last.get(place) is not batch:
@@ -138,42 +236,109 @@ class BatchSinks(SlotSinks):
                 self._last.clear()
             self._last[place] = batch
             return
-        outcome = {"reward": batch.reward, "terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success}
-        group = self.steady(batch.slots, outcome | self._seen(batch.observation), given)
+        group = self._group_of(batch, given)
         if group is not None:
             if len(self._known) >= _KNOWN_BATCHES:
                 self._known.clear()
             self._known[id(batch)] = _Known(batch, tuple(given), group)
 
-    def _seen(self, observation: Observation) -> dict[str, np.ndarray]:
+    def _group_of(self, batch: StepBatch, given: Mapping[str, Any]) -> SteadyGroup | None:
+        """A group whose steps leave their outcome in the arrays of this batch; None where these must be taken apart: a column varies
+        in size, or the arrays' memory is not in one piece."""
+        outcome = {"reward": batch.reward, "terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success}
+        outcome |= self._seen(batch.observation)
+        layout = self._require(int(batch.slots[0])).columns or ()
+        columns = {column.name: column for column in layout if column.name not in self._filmed}
+        if columns.keys() != {*outcome, *given} or any(column.encoding != "array" for column in columns.values()):
+            return None
+        if any(array.shape != (len(batch.slots), *columns[name].shape) for name, array in outcome.items()):
+            return None
+        try:
+            return SteadyGroup(batch.slots.tolist(), outcome, list(given), layout, _STEADY_BYTES * len(batch.slots) // self._num_slots)
+        except ValueError:
+            return None
+
+    def _seen(self, observation: Observation) -> dict[str, Any]:
         """{column: [n, ...]} what is written of what is seen."""
         parts = split(observation)
-        return {f"{room}.{key}": rows for room in self._rooms for key, rows in self._to_write(parts, room, ...).items()}
+        around = () if self._observations_alone else (parts.state, parts.images)
+        columns = columns_around(parts.observation, *around)
+        return {name: rows for name, rows in columns.items() if name not in self._filmed} if self._filmed else columns
 
-    def _to_write(self, parts: Split, room: str, chosen: Any) -> dict[str, Any]:
-        """Of what is seen, what is written here: all but the filmed columns."""
-        if room not in self._rooms:
-            return {}
-        seen: Observation = getattr(parts, room)
-        return {key: part if chosen is ... else part[chosen] for key, part in seen.items() if f"{room}.{key}" not in self._filmed}
+    # ---- steady groups ----------------------------------------------------------------------------------------------
+
+    def _step_group(
+        self,
+        group: SteadyGroup,
+        given: tuple[Any, ...],
+        over: Sequence[int] = (),
+        final: Mapping[str, np.ndarray] | None = None,
+        absent: Sequence[int] = (),
+    ) -> None:
+        """One step of a steady group, each slot with an episode in progress, but for those that are absent.
+
+        Args:
+            group: the outcome lies in its arrays.
+            given: what else comes with the step, in the order of the group's names.
+            over: the rows whose episode ends.
+            final: {column: [n, ...]} what to take instead for these.
+            absent: rows of slots that did not step, and whose episode, if there is one, has had no step.
+        """
+        if group.fill == group.max_rows:
+            self._hand_over_group(group)
+        if absent or not group.ready:
+            self._enter_group(group, absent)
+        group.keep(given)
+        for row in absent:
+            group.taken[row] = group.fill
+        for row in over:
+            group.correct(row, {name: rows[row] for name, rows in (final or {}).items()})
+            self._require(group.slots[row]).is_over = True
+            group.ready = False
+        if group.fill == group.max_rows:
+            self._full.append(group)
+
+    def _enter_group(self, group: SteadyGroup, absent: Sequence[int]) -> None:
+        """Have a group's slots go on in it, whatever they went on in before."""
+        for row, slot in enumerate(group.slots):
+            if row not in absent:
+                sink = self._require(slot)
+                if sink.is_over:
+                    raise RecordingError(f"The episode of slot {slot} has ended: finish or discard it first.")
+                if sink.columns is None:
+                    sink.begin_as(group.layout)
+            if self._steady.get(slot) is not group:
+                self._leave_group(slot)
+                self._steady[slot], group.taken[row] = group, group.fill
+        group.ready = not absent
+
+    def _leave_group(self, slot: int) -> None:
+        if slot in self._steady:
+            self._hand_over(slot)
+            self._steady.pop(slot).ready = False
+
+    def _hand_over(self, slot: int) -> None:
+        """Give a slot's rows in a group to its sink."""
+        group, sink = self._steady.get(slot), self._sinks[slot]
+        if group is not None and sink is not None and (num_steps := group.fill - group.taken[group.rows[slot]]):
+            sink.num_steps += num_steps
+            sink.add_rows(dict(group.of_slot(group.rows[slot])), num_steps * group.step_bytes)
+
+    def _hand_over_group(self, group: SteadyGroup) -> None:
+        """Give all rows of a group to the sinks."""
+        fill = group.fill
+        parts = group.ended
+        for slot, row in group.rows.items():
+            sink, first = self._sinks[slot], group.taken[row]
+            if sink is not None and self._steady.get(slot) is group and first < fill:
+                sink.num_steps += fill - first
+                parts.append((sink, row, first, fill))
+        columns = group.of_all()
+        for sink, row, first, stop in parts:
+            if not sink.is_discarded:
+                sink.add_rows({name: rows[row, first:stop] for name, rows in columns}, (stop - first) * group.step_bytes)
+            sink.fetched()
 
 
 def _same_arrays(left: Observation, right: Observation) -> bool:
     return left.keys() == right.keys() and all(left[key] is right[key] for key in left)
-
-
-def _ended_as(after: dict[str, Any], final: Mapping[str, Any], over: list[int]) -> dict[str, Any]:
-    """What is seen after a step: where an episode ended its last, not the next one's first."""
-    if not over:
-        return after
-    copies = {key: part.copy() for key, part in after.items()}
-    for key, part in copies.items():
-        part[over] = final[key][over]
-    return copies
-
-
-def _rows(column: Any, chosen: Any) -> Any:
-    """The chosen rows of a column, which may be a list of texts."""
-    if chosen is ...:
-        return column
-    return column[chosen] if isinstance(column, np.ndarray) and column.dtype != object else [column[row] for row in chosen]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import RecordConfig
-from embodied_rl.episodes.info import RECORDING_FILE
+from embodied_rl.episodes.folder import RECORDING_FILE
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter

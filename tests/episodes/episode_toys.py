@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
@@ -110,7 +111,7 @@ def moving_square(num: int, height: int, width: int) -> np.ndarray:
 
 def stream(writer: RecordingWriter, episode: RecordedEpisode, finish: bool = True) -> Any:
     """Give an episode step by step, as a recorder does: in buffers that are used again."""
-    sink = writer.open_episode(episode.seed, task=episode.task, instruction=episode.instruction, metadata=episode.metadata)
+    sink = EpisodeSink(writer, episode.seed, task=episode.task, instruction=episode.instruction, metadata=episode.metadata)
     reused: dict[str, Any] = {}
 
     def at(rows: Any, time: int, name: str) -> Any:

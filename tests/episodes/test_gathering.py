@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.episodes import gathering
+from embodied_rl.episodes import writer as writing
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.validation import validate
@@ -39,7 +39,7 @@ def advance(writer: RecordingWriter) -> None:
 
 def test_the_same_bytes_as_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """70 episodes, so that some are written because there are many; the last ones when the writer is closed."""
-    monkeypatch.setattr(gathering, "_MAX_EPISODES", 32)
+    monkeypatch.setattr(writing, "_MAX_EPISODES", 32)
     episodes = [
         make_episode(seed=seed, num_steps=1 + seed % 7, value=np.arange(1.0 + seed % 7), metadata={"n": seed}) for seed in range(70)
     ]
@@ -54,7 +54,7 @@ def test_the_same_bytes_as_one_by_one(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_many_bytes_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "_ENOUGH_BYTES", 3 * 1000 * (4 * 3 + 4 * 2 + 4 + 3))  # state, action, reward and flags
+    monkeypatch.setattr(writing, "_ENOUGH_BYTES", 3 * 1000 * (4 * 3 + 4 * 2 + 4 + 3))  # state, action, reward and flags
     with RecordingWriter(tmp_path / "r", info_of(), gather_s=FOREVER) as writer:
         for seed in range(3):
             stream(writer, make_episode(seed=seed, num_steps=1000))
@@ -103,8 +103,8 @@ def test_what_cannot_wait_is_written_behind_what_waits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [None, 7])
 def test_written_bit_by_bit_while_others_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int | None) -> None:
     """Some bits after each episode: readers see whole groups of episodes, whose numbers are those that they were told."""
-    monkeypatch.setattr(gathering, "_SLICE_S", 0.0)
-    monkeypatch.setattr(gathering, "_ENOUGH_EPISODES", 4)
+    monkeypatch.setattr(writing, "_SLICE_S", 0.0)
+    monkeypatch.setattr(writing, "_ENOUGH_EPISODES", 4)
     episodes = [make_episode(seed=seed, num_steps=1 + seed % 7, value=np.arange(1.0 + seed % 7)) for seed in range(60)]
     if bad is not None:
         episodes[bad].observation["state"][0] = np.inf
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
             return real(descriptor, data, offset)
 
         stream(writer, make_episode(seed=1))
-        monkeypatch.setattr("embodied_rl.episodes.part_files.os.pwrite", failing)
+        monkeypatch.setattr("embodied_rl.episodes.part.os.pwrite", failing)
         with pytest.raises(UserError, match="No space left"):
             writer.flush()
         monkeypatch.undo()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.opening import part_folders
+from embodied_rl.episodes.folder import part_folders
 from embodied_rl.episodes.reader import NativeRecording, open_recording
 from embodied_rl.episodes.recording import RecordingError, step_of
 from embodied_rl.episodes.validation import validate

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from embodied_rl.episodes.pictures import PictureRoom
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError
@@ -119,7 +120,7 @@ def test_sizes_beyond_memory_go_through_temporary_files(tmp_path: Path, monkeypa
     with RecordingWriter(tmp_path / "r", info_of(spec)) as writer:
         sink = stream(writer, episode, finish=False)
         # 1001 rows × 17 × 4 bytes lie outside of memory but for the last few blocks.
-        assert sum(block.nbytes for block in sink.buffers["observation.state"]._blocks) < 2000 + 500
+        assert sum(block.nbytes for block in sink.make_room().buffers["observation.state"]._blocks) < 2000 + 500
         sink.finish()
     with open_recording(tmp_path / "r") as recording:
         assert_same_episode(recording.episode(0), episode)
@@ -231,7 +232,7 @@ def test_a_sink_is_strict_about_order_and_fields(tmp_path: Path) -> None:
     step: dict[str, Any] = {"action": [0, 0], "reward": 0.0, "terminated": False, "truncated": False, "success": False}
     seen = {"state": np.zeros(3, np.float32)}
     with RecordingWriter(tmp_path / "r", info_of()) as writer:
-        sink = writer.open_episode(1)
+        sink = EpisodeSink(writer, 1)
         with pytest.raises(RecordingError, match="seed 1 has not begun at step 0"):
             sink.step(**step, observation=seen)
         with pytest.raises(RecordingError, match="seed 1 has no steps to write"):
@@ -243,12 +244,12 @@ def test_a_sink_is_strict_about_order_and_fields(tmp_path: Path) -> None:
         with pytest.raises(RecordingError, match="had no 'value' before, and has one at step 2"):
             sink.step(**step, observation=seen, value=1.0)
         sink.discard()
-        sink = writer.open_episode(2)
+        sink = EpisodeSink(writer, 2)
         sink.start(seen)
         with pytest.raises(RecordingError, match=r"lacks 'observation.state' at step 0"):
             sink.step(**step, observation={})
         sink.discard()
-        sink = writer.open_episode(3)
+        sink = EpisodeSink(writer, 3)
         sink.start(seen)
         sink.step(**{**step, "truncated": True}, observation=seen)
         with pytest.raises(RecordingError, match="seed 3 has ended at step 1"):
@@ -272,7 +273,7 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
                     raise OSError(28, "No space left on device")
                 return real(descriptor, data, offset)
 
-            monkeypatch.setattr("embodied_rl.episodes.part_files.os.pwrite", limited)
+            monkeypatch.setattr("embodied_rl.episodes.part.os.pwrite", limited)
             with pytest.raises(UserError, match="No space left on device"):
                 writer.add(make_episode(seed=2 + allowed, num_steps=9))
             monkeypatch.undo()
@@ -320,7 +321,7 @@ def test_duplicates_are_refused_skipped_or_allowed(tmp_path: Path) -> None:
         with pytest.raises(RecordingError, match="holds an episode of seed 1, task 'toy' and this policy already"):
             writer.add(make_episode(seed=1, num_steps=7))
         with pytest.raises(RecordingError, match="seed 1"):
-            writer.open_episode(1)
+            EpisodeSink(writer, 1)
         # Another task, or somebody else, is another episode.
         writer.add(make_episode(seed=1, task="other"))
         writer.add(make_episode(seed=1, metadata={"policy": "expert"}))
@@ -427,7 +428,7 @@ def test_a_torn_tail_is_ignored_and_written_over(tmp_path: Path) -> None:
 def test_an_observation_of_another_kind_is_refused(tmp_path: Path) -> None:
     step = {"action": [0, 0], "reward": 0.0, "terminated": False, "truncated": False, "success": False}
     with RecordingWriter(tmp_path / "r", info_of()) as writer:
-        sink = writer.open_episode(1)
+        sink = EpisodeSink(writer, 1)
         sink.start({"state": np.zeros(3, complex)})
         with pytest.raises(RecordingError, match=r"Field 'observation\.state' must hold float32, got complex128"):
             sink.step(**step, observation={"state": np.zeros(3)})

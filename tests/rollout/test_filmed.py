@@ -21,14 +21,14 @@ from embodied_rl.episodes.pictures import VideoReader
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
+from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.filmed import EncodingSim, filmed_columns, films_of, with_films
 from embodied_rl.rollout.seed_queue import RecordingPlan
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import StepBuffers
+from embodied_rl.types import StepBatch, StepBuffers
 from tests.rollout.recording_toys import painted
 
 TOYS = "tests.rollout.recording_toys"
@@ -153,14 +153,15 @@ def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Pat
     assert films.columns == {"observation.rgb"}
     out, rows = StepBuffers.allocate(sim.spec, 2), np.arange(2)
     with RecordingWriter(tmp_path / "r", RecordingInfo(sim.spec, {}, {})) as writer, keep_films(films.folder):
-        sinks = SlotSinks(writer, 2, films)
+        sinks = BatchSinks(writer, 2, films)
         sim.reset([0, 1], [5, 6], out)
         for slot in (0, 1):
             sinks.start(slot, 5 + slot, out.observation, slot)
         for _ in range(2):
             sim.step([0, 1], np.ones((2, 1)), out)
-            flags = {name: getattr(out, name) for name in ("reward", "terminated", "truncated", "success")}
-            over = sinks.step(rows, action=np.ones((2, 1), np.float32), observation={"state": out.observation["state"]}, **flags)
+            seen = out.observation
+            batch = StepBatch(rows, seen, out.reward, out.terminated, out.truncated, out.success, final_observation=seen, episodes=())
+            over = sinks.step_batch(batch, {"action": np.ones((2, 1), np.float32)})
         assert over == [0, 1]
         assert not films.are_whole(5, 3), "whoever simulates says when an episode is over"
         sim.episodes_ended([0, 1])

@@ -12,6 +12,7 @@ import pytest
 
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.rollout.replaying import By, EpisodeReplay, Replayer, check_fits
@@ -149,7 +150,7 @@ def test_pictures_are_added_and_the_rest_stays(tmp_path: Path, episodes: list[Re
     with manager_of(toy("SavedCountingSim", length=5), 2, image_size=6) as manager:
         info = RecordingInfo(plain_spec(manager.spec), {}, {"kind": "toy"})
         with RecordingWriter(tmp_path / "drawn", info, video="png") as writer:
-            list(Replayer(manager, "action", lambda episode: writer.open_episode(episode.seed)).run(enumerate(episodes)))
+            list(Replayer(manager, "action", lambda episode: EpisodeSink(writer, episode.seed)).run(enumerate(episodes)))
     for drawn in open_recording(tmp_path / "drawn"):
         before = episodes[drawn.seed]
         for name in ("action", "reward", "terminated", "truncated", "success"):

@@ -17,6 +17,7 @@ from embodied_rl.episodes.formats.maniskill import TARGET, ManiSkillRecording
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.sim.rendering import vulkan_available
@@ -243,7 +244,7 @@ def play(folder: Path, task: str) -> Recording:
         for seed, tries in ((3, True), (0, False)):
             sim.reset([0], [seed], out, {"reconfigure": True})
             expert = getattr(experts_maniskill, f"{task.removesuffix('-v1')}Expert")(sim, 0)
-            sink = writer.open_episode(seed)
+            sink = EpisodeSink(writer, seed)
             sink.start({"state": out.observation["state"][0]}, sim.physics(0))
             for step in range(50 if tries else 5):
                 action = expert({}) if tries else np.array([0] * 7 + [1], np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.slots import SlotSinks
 from embodied_rl.episodes.steady import Places, SteadyGroup
 from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from embodied_rl.rollout.batch_sinks import BatchSinks
+from embodied_rl.sim.instrumented import PHYSICS
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch, TensorSpec
 from tests.episodes.episode_toys import assert_same_episode, info_of, make_episode
 
 SPEC = SimSpec(
@@ -47,57 +49,42 @@ class Slab:
     def of(self, first: int, count: int) -> dict[str, np.ndarray]:
         return {name: array[first : first + count] for name, array in self.arrays.items()}
 
+    def batch(self, first: int, count: int) -> StepBatch:
+        """What a manager hands out of neighbouring slots."""
+        arrays = self.of(first, count)
+        seen = as_seen({name: array for name, array in arrays.items() if "." in name})
+        return StepBatch(np.arange(first, first + count), seen, *(arrays[name] for name in FLAGS), final_observation=seen, episodes=())
+
 
 @pytest.mark.parametrize("block_bytes", [2**20, 60_000, 1])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_steady_groups_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, seed: int) -> None:
     """Four slots play episodes of 1 to 30 steps: pairs and all four in steady groups, single ones otherwise, in any order."""
-    monkeypatch.setattr("embodied_rl.episodes.slots._BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("embodied_rl.episodes.slots._STEADY_BYTES", block_bytes)
+    monkeypatch.setattr("embodied_rl.rollout.batch_sinks._STEADY_BYTES", block_bytes)
     rng, slab = np.random.default_rng(seed), Slab()
     ranges = [(0, 2), (2, 2), (0, 4), (1, 3)]
-    places = {part: slab.of(*part) for part in ranges}
+    batches = {part: slab.batch(*part) for part in ranges}
     episodes = {number: an_episode(number, int(rng.integers(1, 31))) for number in range(24)}
-    groups: dict[tuple[int, int], SteadyGroup] = {}
     with RecordingWriter(tmp_path / "r", info_of(SPEC)) as writer:
-        sinks, playing, coming = SlotSinks(writer, 4), dict[int, list[int]](), iter(episodes)
+        sinks, playing, coming = BatchSinks(writer, 4), dict[int, list[int]](), iter(episodes)
         steady = 0
         while True:
             for slot in set(range(4)) - set(playing):
                 if (number := next(coming, None)) is not None:
-                    first = [{key: rows[:1] for key, rows in room.items()} for room in rooms_of(episodes[number])]
-                    sinks.start(slot, number, first[0], 0, state=first[1])
+                    begin(sinks, slot, number, episodes[number])
                     playing[slot] = [number, 0]
             if not playing:
                 break
             # Mostly the same pair again: only so rows of many steps are together.
-            first_slot, count = ranges[int(rng.choice(4, p=[0.6, 0.2, 0.1, 0.1]))]
-            chosen = list(range(first_slot, first_slot + count))
-            if not set(chosen) <= playing.keys():
-                chosen = [slot for slot in chosen if slot in playing]
-                if not chosen:
-                    continue
-            group = groups.get((first_slot, count)) if len(chosen) == count and rng.random() < 0.9 else None
-            final, given = put(slab, chosen, playing, episodes)
-            over = [row for row, slot in enumerate(chosen) if playing[slot][1] + 1 == episodes[playing[slot][0]].num_steps]
-            if group is not None:
-                sinks.step_steady(group, tuple(given.values()), over, final)
-                steady += 1
-            else:
-                rows: dict[str, Any] = {name: array[chosen] for name, array in slab.arrays.items()}
-                fields: dict[str, Any] = {name: rows[name] for name in FLAGS}
-                after = {name: final[name] for name in final} if over else {name: rows[name] for name in final}
-                part: dict[str, Any] = by_room(after)
-                assert sinks.step(np.array(chosen), **given, **fields, **part) == over
-                if len(chosen) == count and (first_slot, count) not in groups:
-                    made = sinks.steady(np.array(chosen), places[first_slot, count], given)
-                    assert made is not None
-                    groups[first_slot, count] = made
-            for row, slot in enumerate(chosen):
-                playing[slot][1] += 1
-                if row in over:
-                    sinks.finish(slot)
-                    del playing[slot]
+            part = ranges[int(rng.choice(4, p=[0.6, 0.2, 0.1, 0.1]))]
+            chosen = [slot for slot in range(part[0], sum(part)) if slot in playing]
+            if not chosen:
+                continue
+            batch = batches[part]
+            steady += id(batch) in sinks._known
+            if len(chosen) < part[1] or rng.random() < 0.1:
+                batch = apart(slab, chosen)
+            step(sinks, batch, chosen, playing, episodes, slab)
         assert steady > 20
     with open_recording(tmp_path / "r") as recording:
         assert validate(recording) == []
@@ -106,22 +93,45 @@ def test_what_steady_groups_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert_same_episode(episode, episodes[episode.seed])
 
 
+def begin(sinks: BatchSinks, slot: int, number: int, episode: Any) -> None:
+    first, state = ({key: rows[:1] for key, rows in room.items()} for room in (episode.observation, episode.state))
+    sinks.start(slot, number, first, 0, state=state)
+
+
+def as_seen(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Columns under the names that an instrumented simulator shows them by."""
+    return {name.replace("observation.", "").replace("state.", PHYSICS): rows for name, rows in columns.items()}
+
+
+def apart(slab: Slab, slots: list[int]) -> StepBatch:
+    """A batch of these slots that lies elsewhere; `step` fills it."""
+    arrays = {name: array[slots] for name, array in slab.arrays.items()}
+    seen = as_seen({name: array for name, array in arrays.items() if "." in name})
+    return StepBatch(np.array(slots), seen, *(arrays[name] for name in FLAGS), final_observation=seen, episodes=())
+
+
+def step(sinks: BatchSinks, batch: StepBatch, slots: list[int], playing: Any, episodes: Any, slab: Slab) -> None:
+    """One step of some slots' episodes, with the manager's batch or one that lies apart; those that end are finished."""
+    final, given = put(slab, slots, playing, episodes)
+    if not np.shares_memory(batch.reward, slab.arrays["reward"]):
+        batch = apart(slab, slots)
+    over = [row for row, slot in enumerate(slots) if playing[slot][1] + 1 == episodes[playing[slot][0]].num_steps]
+    if over:
+        batch = dataclasses.replace(batch, final_observation=as_seen(final))
+    assert sinks.step_batch(batch, given) == over
+    sinks.settle()
+    for row, slot in enumerate(slots):
+        playing[slot][1] += 1
+        if row in over:
+            sinks.finish(slot)
+            del playing[slot]
+
+
 def an_episode(number: int, length: int) -> Any:
     rng = np.random.default_rng(number)
     return make_episode(
         SPEC, number, length, value=rng.random(length), chunk=np.arange(length) // 2, state={"q": rng.random((length + 1, 2))}
     )
-
-
-def rooms_of(episode: Any) -> tuple[Any, Any]:
-    return episode.observation, episode.state
-
-
-def by_room(columns: dict[str, Any]) -> dict[str, Any]:
-    """{room: {key: rows}} of the columns named ``room.key``."""
-    return {
-        room: {n.partition(".")[2]: rows for n, rows in columns.items() if n.startswith(f"{room}.")} for room in ("observation", "state")
-    }
 
 
 def put(slab: Slab, slots: list[int], playing: Any, episodes: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -142,43 +152,25 @@ def put(slab: Slab, slots: list[int], playing: Any, episodes: Any) -> tuple[dict
     return final, {name: np.stack(values) for name, values in given.items()}
 
 
-def test_rows_that_were_given_up_are_nobodys(tmp_path: Path) -> None:
+def test_rows_that_were_given_up_are_not_written(tmp_path: Path) -> None:
     slab = Slab()
+    batch = slab.batch(0, 2)
     with RecordingWriter(tmp_path / "r", info_of(SPEC)) as writer:
-        sinks, episodes = SlotSinks(writer, 4), {number: an_episode(number, 5) for number in range(3)}
-        for slot in (0, 1):
-            sinks.start(
-                slot, slot, {key: rows[:1] for key, rows in episodes[slot].observation.items()}, 0, state=first_state(episodes[slot])
-            )
-        group, playing = None, {0: [0, 0], 1: [1, 0]}
-        for time in range(8):
-            if time == 3:
+        sinks, episodes = BatchSinks(writer, 4), {number: an_episode(number, 8) for number in range(3)}
+        playing = {0: [0, 0], 1: [1, 0]}
+        for slot in playing:
+            begin(sinks, slot, slot, episodes[slot])
+        for time in range(13):
+            if time == 5:
+                assert sinks._known
                 sinks.discard(1)
                 playing[1] = [2, 0]
-                sinks.start(1, 2, {key: rows[:1] for key, rows in episodes[2].observation.items()}, 0, state=first_state(episodes[2]))
-            chosen = [slot for slot in (0, 1) if playing[slot][1] < 5]
-            final, given = put(slab, chosen, playing, episodes)
-            over = [row for row, slot in enumerate(chosen) if playing[slot][1] == 4]
-            if group is None or len(chosen) < 2:
-                rows: dict[str, Any] = {name: final.get(name, array[chosen]) for name, array in slab.arrays.items()}
-                fields: dict[str, Any] = {name: rows[name] for name in FLAGS}
-                sinks.step(np.array(chosen), **given, **fields, **by_room(rows))
-                group = group or sinks.steady(np.arange(2), slab.of(0, 2), given)
-                assert group is not None
-            else:
-                sinks.step_steady(group, tuple(given.values()), over, final)
-            for row, slot in enumerate(chosen):
-                playing[slot][1] += 1
-                if row in over:
-                    sinks.finish(slot)
+                begin(sinks, 1, 2, episodes[2])
+            step(sinks, batch if len(playing) == 2 else apart(slab, [1]), sorted(playing), playing, episodes, slab)
     with open_recording(tmp_path / "r") as recording:
         assert recording.seeds.tolist() == [0, 2]
         for episode in recording:
             assert_same_episode(episode, episodes[episode.seed])
-
-
-def first_state(episode: Any) -> dict[str, np.ndarray]:
-    return {key: rows[:1] for key, rows in episode.state.items()}
 
 
 def test_places_copy_what_lies_close_together_at_once() -> None:
@@ -207,7 +199,7 @@ def test_places_copy_what_lies_close_together_at_once() -> None:
 
 def test_what_was_done_is_stacked_whatever_arrays_it_comes_in() -> None:
     """Of another dtype, or not in one piece; another shape is an error that names the field."""
-    columns = {"reward": Column("reward", "array", "step", "<f4"), "value": Column("value", "array", "step", "<f8", (2,))}
+    columns = Column("reward", "array", "step", "<f4"), Column("value", "array", "step", "<f8", (2,))
 
     def group() -> SteadyGroup:
         return SteadyGroup([0, 1], {"reward": np.array([1.0, 2.0], np.float32)}, ["value"], columns, 10**6)
@@ -226,36 +218,28 @@ def test_what_was_done_is_stacked_whatever_arrays_it_comes_in() -> None:
             steady.keep((wrong,))
 
 
-@pytest.mark.parametrize("apart", [0, 40])
-def test_an_episode_that_is_much_waits_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: int) -> None:
+@pytest.mark.parametrize("apart_steps", [0, 40])
+def test_an_episode_that_is_much_waits_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart_steps: int) -> None:
     """Steps of 3.3 kB, of which some 900 are in one slot's group when the episode ends, more than its columns keep in memory.
 
-    `apart`: how many steps are taken apart at the episode's beginning.
+    `apart_steps`: how many steps are taken apart at the episode's beginning.
     """
-    monkeypatch.setattr("embodied_rl.episodes.slots._STEADY_BYTES", 2**22)
+    monkeypatch.setattr("embodied_rl.rollout.batch_sinks._STEADY_BYTES", 2**22)
     monkeypatch.setattr("embodied_rl.episodes.steady._MAX_ROWS", 1024)
-    slab, episode = Slab(), an_episode(0, 900)
+    slab = Slab()
+    batch, episodes = slab.batch(0, 1), {0: an_episode(0, 900), 1: an_episode(1, 4)}
     with RecordingWriter(tmp_path / "r", info_of(SPEC), gather_s=1e9) as writer:
-        sinks, playing, episodes = SlotSinks(writer, 1), {0: [0, 0]}, {0: episode, 1: an_episode(1, 1)}
-        first = {key: rows[:1] for key, rows in episodes[1].observation.items()}
-        sinks.start(0, 1, first, 0, state=first_state(episodes[1]))
-        final, given = put(slab, [0], {0: [1, 0]}, episodes)
-        fields: dict[str, Any] = {name: slab.arrays[name][:1] for name in FLAGS}
-        sinks.step(np.array([0]), **given, **fields, **by_room(final))
-        group = sinks.steady(np.arange(1), slab.of(0, 1), given)
-        assert group is not None
-        sinks.finish(0)
-        sinks.start(0, 0, {key: rows[:1] for key, rows in episode.observation.items()}, 0, state=first_state(episode))
+        sinks, playing = BatchSinks(writer, 1), {0: [1, 0]}
+        begin(sinks, 0, 1, episodes[1])
+        for _ in range(4):
+            step(sinks, batch, [0], playing, episodes, slab)
+        (known,) = sinks._known.values()
+        playing[0] = [0, 0]
+        begin(sinks, 0, 0, episodes[0])
         for time in range(900):
-            playing[0][1] = time
-            final, given = put(slab, [0], playing, episodes)
-            if time < apart:
-                fields = {name: slab.arrays[name][:1] for name in FLAGS}
-                sinks.step(np.array([0]), **given, **fields, **by_room(final))
-            else:
-                sinks.step_steady(group, tuple(given.values()), [0] if time == 899 else [], final)
-        assert group.fill > 800
-        sinks.finish(0)
+            if time == 899:
+                assert known.group.fill > 800
+            step(sinks, apart(slab, [0]) if time < apart_steps else batch, [0], playing, episodes, slab)
         assert len(writer.gathering.waiting) == 2
     with open_recording(tmp_path / "r") as recording:
         assert validate(recording) == []

@@ -1,19 +1,33 @@
-"""``episodes.jsonl`` of a part: one line per finished episode, appended after its data."""
+"""What the files of a recording say about themselves (docs/episodes.md), held against each other before anything is read from them.
+
+``recording.json`` holds what all episodes share, ``part.json`` the columns of a part, ``episodes.jsonl`` one line per finished episode,
+appended after its data.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from embodied_rl.episodes.layout import SNAPSHOTS, Column
+from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.recording import EpisodeTable, RecordingError
-from embodied_rl.reading import parse_json, read_regular
+from embodied_rl.errors import brief
+from embodied_rl.reading import open_regular, parse_json, read_npy_header, read_regular
 
+RECORDING_FILE = "recording.json"
+LAYOUT_FILE = "part.json"
 INDEX_FILE = "episodes.jsonl"
+SUMMED = ("reward", "terminated", "truncated", "success")
+"""Columns that the line of the index is summed up from."""
 _SEED_LIMIT = 2**63
 _MOST_ROWS = 2**32
 """Of an episode: sums of what more claims would not fit into 64 bits."""
@@ -36,6 +50,31 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "metadata": (dict,),
 }
 """{field of a line: what it may be}, exactly (a bool is no int here)."""
+
+
+@dataclass(frozen=True)
+class EpisodeAbout:
+    """What the line of the index says of an episode that is not summed up from its rows."""
+
+    seed: int
+    task: str | None = None
+    instruction: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def summary(self, summed: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """The line's own fields; `summed` holds the rows [T] of the columns `SUMMED`."""
+        reward, success = np.asarray(summed["reward"], np.float32), np.asarray(summed["success"], bool)
+        return {
+            "steps": len(reward),
+            "seed": int(self.seed),
+            "task": self.task,
+            "instruction": self.instruction,
+            "return": float(reward.sum(dtype=np.float64)),
+            "success_once": bool(success.any()),
+            "success_at_end": bool(success[-1]),
+            "complete": bool(summed["terminated"][-1] or summed["truncated"][-1]),
+            "metadata": dict(self.metadata),
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +118,89 @@ class Index:
         """Line `number` as a dictionary."""
         entry: dict[str, Any] = _DECODER.decode(self.lines[number].decode())
         return entry
+
+
+def read_info(folder: Path) -> RecordingInfo:
+    """Raises RecordingError where ``recording.json`` is missing, damaged, or of another format version."""
+    path = folder / RECORDING_FILE
+    try:
+        return RecordingInfo.from_dict(parse_json(read_regular(path)))
+    except OSError as error:
+        raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+    except KeyError as error:
+        raise RecordingError(f"'{path}' lacks the field {brief(error)}.") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise RecordingError(f"'{path}' does not describe a recording: {brief(error)}.") from error
+
+
+def part_folders(recording: Path) -> list[Path]:
+    """The parts of a recording, by number."""
+    found = [folder for folder in recording.glob("part-*") if folder.name[5:].isdigit() and folder.is_dir()]
+    return sorted(found, key=lambda folder: int(folder.name[5:]))
+
+
+def read_columns(folder: Path) -> tuple[Column, ...]:
+    """The columns of a part. Raises RecordingError where ``part.json`` is missing or wrong."""
+    path = folder / LAYOUT_FILE
+    try:
+        columns = tuple(Column.from_dict(data) for data in parse_json(read_regular(path))["columns"])
+    except OSError as error:
+        raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RecordingError(f"'{path}' does not describe columns: {brief(error)}.") from error
+    if len({column.name for column in columns}) != len(columns):
+        raise RecordingError(f"'{path}' names a column twice.")
+    return columns
+
+
+def array_offsets(folder: Path, columns: tuple[Column, ...], index: Index) -> dict[str, int]:
+    """{column: where its rows begin in the .npy file}, snapshots included, videos not.
+
+    Raises:
+        RecordingError: a file holds something else, or fewer rows than the index says.
+    """
+    offsets = {}
+    step_ends = index.step_rows + index.table.lengths
+    for column in columns:
+        if not column.is_video:
+            ends = step_ends if column.per == "step" else step_ends + np.arange(1, index.num_episodes + 1)
+            offsets[column.name] = _array_offset(folder / f"{column.stem}.npy", column.name, *array_dtype(column), ends)
+    ends = index.snapshot_rows + index.snapshots
+    offsets[SNAPSHOTS] = _array_offset(folder / f"{SNAPSHOTS}.npy", SNAPSHOTS, "<i8", (3,), ends)
+    return offsets
+
+
+def array_dtype(column: Column) -> tuple[str, tuple[int, ...]]:
+    """dtype and row shape of a column's .npy file: its own, or (offset, size) for rows of varying size."""
+    return ("<i8", (2,)) if column.is_blob else (column.dtype, column.shape)
+
+
+def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], ends: np.ndarray) -> int:
+    """Where the rows of an .npy file begin, if it reaches to the rows `ends` [E], one past the last of each episode."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            found = read_npy_header(file)
+            offset = file.tell()
+    except OSError as error:
+        raise RecordingError(f"'{path}', field '{field}': cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise RecordingError(f"'{path}', field '{field}': {error}.") from error
+    # The number of rows in the header is not looked at: a recorder that was killed may have counted one episode too many.
+    if found[0][1:] != shape or found[1] or found[2].str != dtype:
+        rows = ", ".join(["rows", *map(str, shape)])
+        held = f"{brief(found[2], 40)} {brief(list(found[0]), 80)}"
+        raise RecordingError(f"'{path}', field '{field}': holds {held} instead of {np.dtype(dtype)} [{brief(rows, 80)}].")
+    row_bytes = np.dtype(dtype).itemsize * math.prod(shape)
+    # Floating: what is claimed may not fit into 64 bits, and is only compared.
+    missing = offset + ends * float(min(row_bytes, 2**62)) > size
+    if missing.any():
+        episode = int(np.argmax(missing))
+        raise RecordingError(
+            f"'{path}', episode {episode}, field '{field}': the file is cut short: {size} bytes, and the episode ends at "
+            f"{offset + int(ends[episode]) * row_bytes}."
+        )
+    return offset
 
 
 def encode_entry(entry: Mapping[str, Any]) -> bytes:
@@ -188,3 +310,24 @@ def _floats(values: list[float]) -> np.ndarray:
 def _require(path: Path, holds: np.ndarray, name: str, complaint: str) -> None:
     if not holds.all():
         raise RecordingError(f"'{path}', episode {int(np.argmin(holds))}: field '{name}' {complaint}.")
+
+
+def blob_checksum(of_bytes: int, sizes: np.ndarray, marks: Sequence[int] | np.ndarray | None) -> int:
+    """CRC-32 of a blob column's rows: goes on from that of their bytes over the marks, where there are any, and the sizes."""
+    if marks is not None:
+        of_bytes = zlib.crc32(np.ascontiguousarray(marks, "<i8").tobytes(), of_bytes)
+    return zlib.crc32(np.ascontiguousarray(sizes, "<i8").tobytes(), of_bytes)
+
+
+def video_name(number: int) -> str:
+    """Of the video of episode `number` of the part."""
+    return f"{number:06d}.mp4"
+
+
+def file_checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    checksum = 0
+    with open_regular(path) as file:
+        while chunk := file.read(2**20):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum

@@ -13,14 +13,17 @@ from embodied_rl.config import load_sim_config
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordingInfo
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.slots import SlotSinks
+from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.sim.factory import SimFactory
+from embodied_rl.sim.instrumented import IMAGE, PHYSICS
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import assert_same_episode, info_of, make_episode, stream
 
+FLAGS = ("reward", "terminated", "truncated", "success")
 SPEC = SimSpec(
     "toy",
     {"state": TensorSpec((3,)), "rgb": TensorSpec((16, 20, 3), "uint8"), "text": VariableSpec("text")},
@@ -28,15 +31,9 @@ SPEC = SimSpec(
 )
 
 
-@pytest.mark.parametrize("known_groups", [8, 1])
-@pytest.mark.parametrize("block_bytes", [2**20, 600])
 @pytest.mark.parametrize("order", ["groups", "any"])
-def test_slots_write_what_sinks_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, order: str, known_groups: int
-) -> None:
-    """Four slots play three episodes each, of lengths that end in the middle of blocks; with blocks of a few rows and of many."""
-    monkeypatch.setattr("embodied_rl.episodes.slots._BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("embodied_rl.episodes.slots._KNOWN_GROUPS", known_groups)
+def test_slots_write_what_sinks_write(tmp_path: Path, order: str) -> None:
+    """Four slots play three episodes each, in pairs or in any order, with columns that vary in size and snapshots."""
     episodes, rng = {}, np.random.default_rng(0)
     for slot in range(4):
         for turn in range(3):
@@ -45,7 +42,7 @@ def test_slots_write_what_sinks_write(
             between = {"log_prob": rng.random((length, 2)).astype(np.float32), "chunk": np.arange(length) // 2}
             episodes[seed] = make_episode(SPEC, seed, length, snapshots={length - 1: bytes([seed])}, **around, **between)
     with RecordingWriter(tmp_path / "slots", info_of(SPEC), video="raw") as writer:
-        sinks = SlotSinks(writer, 4)
+        sinks = BatchSinks(writer, 4)
         playing = {slot: [10 * slot, 0] for slot in range(4)}
         for slot, (seed, _) in playing.items():
             sinks.start(slot, seed, *first_of(episodes[seed], slot), **first_around(episodes[seed], slot))
@@ -56,7 +53,8 @@ def test_slots_write_what_sinks_write(
             slots = np.array([slot for slot in chosen if slot in playing], np.int64)
             if not slots.size:
                 continue
-            sinks.step(slots, **batch_of(episodes, playing, slots))
+            batch, given, snapshots = batch_of(episodes, playing, slots)
+            sinks.step_batch(batch, given, snapshots=snapshots)
             for slot in slots.tolist():
                 seed, time = playing[slot]
                 playing[slot] = [seed, time + 1]
@@ -82,7 +80,7 @@ def first_around(episode: Any, slot: int) -> dict[str, Any]:
     return {room: {key: [rows[0]] * 4 for key, rows in getattr(episode, room).items()} for room in ("state", "images")}
 
 
-def batch_of(episodes: Any, playing: Any, slots: np.ndarray) -> dict[str, Any]:
+def batch_of(episodes: Any, playing: Any, slots: np.ndarray) -> tuple[StepBatch, dict[str, Any], list[bytes | None]]:
     """What a manager with automatic resets hands out: after an end, the observation is the next episode's (here: nonsense)."""
     at = [(episodes[playing[slot][0]], playing[slot][1]) for slot in slots.tolist()]
 
@@ -93,48 +91,49 @@ def batch_of(episodes: Any, playing: Any, slots: np.ndarray) -> dict[str, Any]:
             return column
         return np.stack(values)
 
-    batch = {
-        name: rows([getattr(episode, name)[time] for episode, time in at])
-        for name in ("action", "reward", "terminated", "truncated", "success", "log_prob", "chunk")
-    }
+    outcome = {name: rows([getattr(episode, name)[time] for episode, time in at]) for name in FLAGS}
+    given = {name: rows([getattr(episode, name)[time] for episode, time in at]) for name in ("action", "log_prob", "chunk")}
     final = {key: rows([episode.observation[key][time + 1] for episode, time in at]) for key in SPEC.observation}
-    over = batch["terminated"] | batch["truncated"]
+    for prefix, room in ((PHYSICS, "state"), (IMAGE, "images")):
+        final |= {f"{prefix}{key}": rows([getattr(e, room)[key][t + 1] for e, t in at]) for key in getattr(at[0][0], room)}
+    over = outcome["terminated"] | outcome["truncated"]
     nonsense = {key: part.copy() for key, part in final.items()}
     for key, part in nonsense.items():
         part[over] = "nonsense" if key == "text" else 99
-    around = {
-        room: {key: rows([getattr(e, room)[key][t + 1] for e, t in at]) for key in getattr(at[0][0], room)} for room in ("state", "images")
-    }
-    snapshots = [episode.snapshots.get(time) for episode, time in at]
-    return {**batch, **around, "observation": nonsense, "final_observation": final, "snapshots": snapshots}
+    batch = StepBatch(slots, nonsense, **outcome, final_observation=final, episodes=())
+    return batch, given, [episode.snapshots.get(time) for episode, time in at]
 
 
 def test_mistakes_are_said(tmp_path: Path) -> None:
     spec = SimSpec("toy", {"state": TensorSpec((3,))}, ActionSpec.continuous([-1], [1]))
-    flags = {
-        "reward": np.zeros(2, np.float32),
-        "terminated": np.zeros(2, bool),
-        "truncated": np.zeros(2, bool),
-        "success": np.zeros(2, bool),
-    }
-    seen = {"state": np.zeros((2, 3), np.float32)}
-    action, both = np.zeros((2, 1), np.float32), np.arange(2)
+    seen, ends = {"state": np.zeros((2, 3), np.float32)}, np.zeros(2, bool)
+    action = np.zeros((2, 1), np.float32)
+
+    def batch(truncated: np.ndarray = ends) -> StepBatch:
+        return StepBatch(np.arange(2), seen, np.zeros(2, np.float32), ends, truncated, ends, seen, ())
+
     with RecordingWriter(tmp_path / "r", info_of(spec)) as writer:
-        sinks = SlotSinks(writer, 2)
+        sinks = BatchSinks(writer, 2)
         with pytest.raises(RecordingError, match="Slot 0 has no episode in progress"):
             sinks.finish(0)
         sinks.start(0, 1, seen, 0)
         with pytest.raises(RecordingError, match="slot 0 is in progress"):
             sinks.start(0, 2, seen, 0)
         sinks.start(1, 2, seen, 1)
-        sinks.step(both, action=action, **flags, observation=seen)
-        with pytest.raises(RecordingError, match=r"fields of a batch differ from those before: \['value'\]"):
-            sinks.step(both, action=action, **flags, observation=seen, value=np.zeros(2))
-        with pytest.raises(RecordingError, match=r"Field 'action' must be \[2, 1\], got \[1, 1\]"):
-            sinks.step(both, action=action[:1], **flags, observation=seen)
-        sinks.step(both, action=action, **{**flags, "truncated": np.array([False, True])}, observation=seen)
-        with pytest.raises(RecordingError, match="Slot 1 has no episode in progress, or its episode has ended"):
-            sinks.step(both, action=action, **flags, observation=seen)
+        sinks.step_batch(batch(), {"action": action})
+        with pytest.raises(RecordingError, match="seed 1 had no 'value' before, and has one at step"):
+            sinks.step_batch(batch(), {"action": action, "value": np.zeros(2)})
+        with pytest.raises(RecordingError, match="seed 1 lacks 'action' at step"):
+            sinks.step_batch(batch(), {})
+        sinks.discard(0)
+        sinks.start(0, 3, seen, 0)
+        with pytest.raises(RecordingError, match=r"Field 'action' must hold rows <f4 \[1\], got \[\]"):
+            sinks.step_batch(batch(), {"action": action[:, 0]})
+        sinks.discard(0)
+        sinks.start(0, 4, seen, 0)
+        sinks.step_batch(batch(np.array([False, True])), {"action": action})
+        with pytest.raises(RecordingError, match="seed 2 has ended"):
+            sinks.step_batch(batch(), {"action": action})
         sinks.discard(0)
         assert not sinks.in_progress(0)
         sinks.finish(1)
@@ -150,7 +149,7 @@ def test_a_real_simulator_recorded_in_batches_and_one_by_one(tmp_path: Path) -> 
         info = RecordingInfo(dataclasses.replace(manager.spec), {}, {"kind": "random"})
         rng, low, high = np.random.default_rng(0), manager.spec.action.low, manager.spec.action.high
         with RecordingWriter(tmp_path / "slots", info) as writer:
-            sinks, batch = SlotSinks(writer, 4), manager.reset()
+            sinks, batch = BatchSinks(writer, 4), manager.reset()
             kept: dict[int, list[dict[str, Any]]] = {slot: [] for slot in range(4)}
             first = {key: part.copy() for key, part in batch.observation.items()}
             for slot in range(4):
@@ -159,7 +158,7 @@ def test_a_real_simulator_recorded_in_batches_and_one_by_one(tmp_path: Path) -> 
                 action = rng.uniform(low, high, (4, len(low))).astype(np.float32)
                 batch = manager.step(action)
                 flags = {name: getattr(batch, name) for name in ("reward", "terminated", "truncated", "success")}
-                sinks.step(batch.slots, action=action, **flags, observation=batch.observation, final_observation=batch.final_observation)
+                sinks.step_batch(batch, {"action": action})
                 after = batch.final_observation if batch.done.any() else batch.observation
                 for slot in range(4):
                     row = {"action": action[slot].copy(), **{name: part[slot].copy() for name, part in flags.items()}}
@@ -170,7 +169,7 @@ def test_a_real_simulator_recorded_in_batches_and_one_by_one(tmp_path: Path) -> 
                 sinks.finish(slot)
         with RecordingWriter(tmp_path / "sinks", info) as writer:
             for slot in range(4):
-                sink = writer.open_episode(slot)
+                sink = EpisodeSink(writer, slot)
                 sink.start({key: part[slot] for key, part in first.items()})
                 for row in kept[slot]:
                     sink.step(**row)
