@@ -70,7 +70,7 @@ def brief(what: object, limit: int = 160) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def did_you_mean(name: Any, choices: Iterable[str]) -> str:
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only when something is near."""
     known = sorted(set(choices))
     asked = (name if isinstance(name, str) else shown(name))[:_WORD_CHARS]
@@ -83,7 +83,7 @@ def did_you_mean(name: Any, choices: Iterable[str]) -> str:
     return f"{suggestion} Known: {listing}."
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as a message names it: as YAML has it where it is simple, and never longer than a line's part."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
 LINE_INTERVAL_S = 10.0
 _began = time.time()
@@ -52,7 +53,7 @@ class _Display:
     def __init__(self) -> None:
         self.phases: list[_Phase] = []
         self.board: Callable[[], Any] | None = None
-        self.live: Any = None
+        self.live: Live | None = None
         self.spoke_s = 0.0
         self.to_stdout = False
         """Where lines go: to stderr where a command's output is its result."""
@@ -84,7 +85,8 @@ class _Display:
             self.stop()
             self.board = board
             self._start(console, transient=False)
-        self.live.refresh()
+        if self.live is not None:
+            self.live.refresh()
 
     def stop(self) -> None:
         """Leave what is on the screen there, and take nothing more."""

@@ -11,11 +11,14 @@ import stat
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from embodied_rl.errors import brief
+
+if TYPE_CHECKING:
+    import yaml
 
 MAX_YAML_NODES = 10**6
 """Of a document with its aliases written out; a configuration has some hundreds."""
@@ -53,7 +56,7 @@ def parse_json(data: str | bytes) -> Any:
     return found
 
 
-def require_shallow(value: Any, depth: int = _MAX_JSON_DEPTH) -> None:
+def require_shallow(value: object, depth: int = _MAX_JSON_DEPTH) -> None:
     """Raise ValueError where lists and mappings are nested more than `depth` deep."""
     level = [value]
     for _ in range(depth):
@@ -63,7 +66,7 @@ def require_shallow(value: Any, depth: int = _MAX_JSON_DEPTH) -> None:
     raise ValueError("it is nested too deeply")
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _inside(value: object) -> Iterator[object]:
     """What of a list's or a mapping's values are lists and mappings."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (inner for inner in values if isinstance(inner, (dict, list)))
@@ -86,7 +89,7 @@ def parse_yaml(text: str | bytes) -> Any:
     return found
 
 
-def _expanded(node: Any, known: dict[int, float]) -> float:
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
     """Nodes below one of YAML's, each alias counted as what it stands for; infinite where one stands within itself."""
     if (count := known.get(id(node))) is not None:
         return count

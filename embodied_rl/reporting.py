@@ -246,5 +246,5 @@ def config_hash(config: TrainConfig) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else str(value)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 
 class WaitStopped(BaseException):
@@ -100,7 +99,7 @@ class Stopper:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before: Any = signal.signal(signal.SIGURG, self._on_knock)
+        before = signal.signal(signal.SIGURG, self._on_knock)
         self._number += 1
         self._inside, waiting.depth, waiting.is_over = True, 0, False  # one that was ended may not have been counted out
         try:

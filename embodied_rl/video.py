@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from embodied_rl.reading import open_regular
 
 if TYPE_CHECKING:
     from PIL import Image
+    from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont
 
 GREEN, RED, GREY = (46, 160, 67), (218, 54, 51), (140, 140, 140)
 MAX_GIF_BYTES = 3_000_000
@@ -68,7 +70,7 @@ def overlay(
     canvas = np.full((first + height + look.strip(len(below)), width, 3), BAND, np.uint8)
     canvas[first : first + height] = frame
     image = Image.fromarray(canvas)
-    draw: Any = ImageDraw.Draw(image)
+    draw = ImageDraw.Draw(image)
     badge_width = math.ceil(draw.textlength(badge, font=look.font)) + look.edge + 4 * look.pad if badge else 0
     for lines, text_y in ((above, look.edge), (below, first + height + look.pad)):
         for index, text in enumerate(lines):
@@ -84,7 +86,7 @@ def overlay(
 class TextLook:
     """How large text is in a picture, and how far it stays from the edge, in pixels."""
 
-    font: Any
+    font: FreeTypeFont
     edge: int
     """Left to `add_border`."""
     pad: int
@@ -167,7 +169,7 @@ def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
 
     def write(temporary: Path) -> None:
         with av.open(str(temporary), "w", format="mp4", options={"movflags": "faststart"}) as container:
-            stream: Any = container.add_stream("libx264", rate=fps, options={"crf": "23", "preset": "veryfast"})
+            stream = container.add_stream("libx264", rate=fps, options={"crf": "23", "preset": "veryfast"})
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             for index in range(len(frames) + round(hold_s * fps)):
                 frame = frames[min(index, len(frames) - 1)]
@@ -270,14 +272,16 @@ def _palette(images: Sequence[Image.Image], colours: int) -> Image.Image:
 
 
 @lru_cache(maxsize=8)
-def load_font(size: int) -> Any:
+def load_font(size: int) -> FreeTypeFont:
     """The font of all text in pictures, `size` pixels high."""
     from PIL import ImageFont
 
-    return ImageFont.load_default(size)
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont), "PIL's wheels have FreeType"
+    return font
 
 
-def cut_text(draw: Any, text: str, font: Any, room: float) -> str:
+def cut_text(draw: ImageDraw, text: str, font: FreeTypeFont, room: float) -> str:
     """`text`, cut with an ellipsis where it would take more than `room` pixels."""
     if draw.textlength(text, font=font) <= room:
         return text

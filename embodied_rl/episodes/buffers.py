@@ -10,15 +10,17 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
+import numpy.typing as npt
 
 from embodied_rl.episodes.frames import Frames
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, encode_row
 from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
+from embodied_rl.episodes.recorded import Value
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.files import cannot_write
 
@@ -47,7 +49,7 @@ class _Spill:
     def is_open(self) -> bool:
         return self._file is not None
 
-    def write(self, data: Any) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed by `close`)
@@ -83,7 +85,7 @@ class RowBuffer:
         """Of the blocks, but for those of the caller's."""
         self._spill = _Spill(folder)
 
-    def append(self, value: Any) -> None:
+    def append(self, value: npt.ArrayLike) -> None:
         """Add a row [*shape]; it is copied."""
         if self._fill == self._room:
             self._next_block()
@@ -173,10 +175,10 @@ class BlobBuffer:
     def num_rows(self) -> int:
         return len(self.sizes)
 
-    def append(self, value: Any) -> None:
+    def append(self, value: Value) -> None:
         """Add a row."""
-        if self.column.encoding == "png" and (np.shape(value) != self.column.shape or np.asarray(value).dtype != np.uint8):
-            raise _wrong_shape(self.column, np.shape(value))
+        if self.column.encoding == "png" and ((picture := np.asarray(value)).shape != self.column.shape or picture.dtype != np.uint8):
+            raise _wrong_shape(self.column, picture.shape)
         self.append_bytes(encode_row(self.column, value))
 
     def append_bytes(self, data: bytes) -> None:
@@ -187,7 +189,7 @@ class BlobBuffer:
             self._spill.write(b"".join(self._pending))
             self._pending, self._pending_bytes = [], 0
 
-    def extend(self, rows: Any) -> None:
+    def extend(self, rows: Iterable[Value]) -> None:
         for row in rows:
             self.append(row)
 
@@ -210,7 +212,7 @@ class VideoBuffer:
         self._fps, self._encoder = fps, encoder
         self._writer: VideoWriter | None = None
 
-    def append(self, value: Any) -> None:
+    def append(self, value: npt.ArrayLike) -> None:
         """Add a picture [H, W, 3] uint8."""
         picture = np.asarray(value)
         if picture.shape != self.column.shape or picture.dtype != np.uint8:
@@ -221,7 +223,7 @@ class VideoBuffer:
         self._encoder.put(self._writer, picture)
         self.num_rows += 1
 
-    def extend(self, rows: Any) -> None:
+    def extend(self, rows: np.ndarray | Frames) -> None:
         """Add pictures [n, H, W, 3]; a whole video that is stored alike is copied, for encoding it again would cost quality."""
         video = rows.video if isinstance(rows, Frames) else None
         if video is not None and video[1] == self.column.encoding and rows.shape[1:] == self.column.shape and self.num_rows == 0:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import EllipsisType
 
 import numpy as np
+import numpy.typing as npt
+
+_Index = int | np.integer | slice | Sequence[int] | np.ndarray | EllipsisType | None
 
 
 class Frames:
@@ -40,7 +43,7 @@ class Frames:
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self._read(number) for number in range(len(self)))
 
-    def __getitem__(self, key: Any) -> np.ndarray:
+    def __getitem__(self, key: _Index | tuple[_Index, ...]) -> np.ndarray:
         first, rest = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
         if isinstance(first, int | np.integer):
             number = int(first) + len(self) if first < 0 else int(first)
@@ -56,7 +59,7 @@ class Frames:
             pictures[position] = self._read(int(number))
         return pictures[(slice(None), *rest)] if rest else pictures
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("Pictures are decoded, which makes a copy.")
         return self[:].astype(dtype or np.uint8, copy=False)

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
+from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, Value
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.errors import brief
 from embodied_rl.reading import parse_npy
@@ -109,7 +109,7 @@ SNAPSHOT_COLUMN = Column(SNAPSHOTS, "arrays", "step")
 """Not one of a part's columns: it has rows for some steps only, with the step's number."""
 
 
-def _plain_dtype(text: Any) -> str:
+def _plain_dtype(text: object) -> str:
     dtype = np.dtype(str(text))
     if dtype.kind not in _NUMERIC_KINDS or dtype.shape or dtype.names:
         raise ValueError(f"dtype {text!r:.60} is not a plain number")
@@ -183,7 +183,7 @@ def _fixed(name: str, dtype: np.dtype, shape: tuple[int, ...], per: Literal["ste
     return Column(name, encoding, per, dtype.str, tuple(int(size) for size in shape))
 
 
-def encode_row(column: Column, value: Any) -> bytes:
+def encode_row(column: Column, value: Value) -> bytes:
     """The bytes of a row of varying size. Raises RecordingError when the value is of another kind."""
     if column.encoding == "text":
         if not isinstance(value, str):

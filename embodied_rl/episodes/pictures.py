@@ -6,13 +6,16 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodied_rl.errors import brief
 from embodied_rl.files import cannot_write
 from embodied_rl.reading import open_regular
+
+if TYPE_CHECKING:
+    from av import VideoFrame
 
 DEFAULT_FPS = 10
 """Where the simulator does not say how often it is controlled."""
@@ -48,9 +51,7 @@ class VideoWriter:
         """Of the pictures that are encoded."""
         with self._writing():
             self._container = av.open(str(path), "w", format="mp4")
-        stream: Any = self._container.add_stream(
-            "libx264rgb" if lossless else "libx264", rate=fps, options=_LOSSLESS if lossless else _LOSSY
-        )
+        stream = self._container.add_stream("libx264rgb" if lossless else "libx264", rate=fps, options=_LOSSLESS if lossless else _LOSSY)
         stream.height, stream.width = self.shape[:2]
         stream.pix_fmt = "rgb24" if lossless else "yuv420p"
         # Threads of the encoder would fight with the simulators for the cores, and each keeps pictures back.
@@ -104,7 +105,7 @@ class PictureRoom:
 
         self.array = np.empty(shape, np.uint8)
         # A view: what is written into the array is in the frame.
-        self.frame: Any = av.VideoFrame.from_numpy_buffer(self.array, format="rgb24")
+        self.frame = av.VideoFrame.from_numpy_buffer(self.array, format="rgb24")
 
     def fill(self, picture: np.ndarray) -> None:
         """Copy a picture [H, W, 3] uint8; of a smaller one the last row and column are repeated."""
@@ -132,7 +133,7 @@ class VideoReader:
             raise VideoError(f"cannot be opened ({brief(error)})") from error
         if not self._container.streams.video:
             raise VideoError("holds no video")
-        stream: Any = self._container.streams.video[0]
+        stream = self._container.streams.video[0]
         even = tuple(side + side % 2 for side in shape[:2])
         if (stream.height, stream.width) not in (shape[:2], even):
             raise VideoError(f"holds pictures of {stream.height} × {stream.width}, not {shape[0]} × {shape[1]}")
@@ -140,9 +141,11 @@ class VideoReader:
             raise VideoError(f"holds {stream.frames} pictures instead of {count}")
         # One picture is wanted soon, not many later.
         stream.thread_type, stream.codec_context.thread_count = "NONE", 1
+        if stream.average_rate is None or stream.time_base is None:
+            raise VideoError("does not say when its pictures are shown")
         self._stream, self._step = stream, 1 / (stream.average_rate * stream.time_base)
         self._next = 0
-        self._frames: Iterator[Any] = iter(())
+        self._frames: Iterator[VideoFrame] = iter(())
         # One for all pictures, in this thread: a frame's own would be made anew for each.
         self._reformatter = VideoReformatter()
 
@@ -155,6 +158,8 @@ class VideoReader:
                 self._container.seek(round(number * self._step), stream=self._stream)
                 self._frames = self._container.decode(self._stream)
             for frame in self._frames:
+                if frame.pts is None:
+                    raise ValueError("a picture without a time")
                 position = round(frame.pts / self._step)
                 if position == number:
                     self._next = number + 1
@@ -165,7 +170,7 @@ class VideoReader:
             raise VideoError(f"cannot be decoded at picture {number} ({brief(error)})") from error
         raise VideoError(f"has no picture {number}")
 
-    def _array(self, frame: Any) -> np.ndarray:
+    def _array(self, frame: VideoFrame) -> np.ndarray:
         picture = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         height, width = self._shape[:2]
         return picture if picture.shape == self._shape else np.ascontiguousarray(picture[:height, :width])

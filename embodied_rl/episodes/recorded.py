@@ -8,11 +8,14 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from embodied_rl.trust import RECORDING, sign
 from embodied_rl.types import Observation, SimSpec
 
 FORMAT_VERSION = 1
+Value = npt.ArrayLike | Mapping[str, object] | None
+"""A row of a column: an array or a number, a text, or what JSON can hold."""
 STEP_COLUMNS = ("action", "reward", "terminated", "truncated", "success")
 """Columns per step that every episode has, and …"""
 OPTIONAL_COLUMNS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
@@ -81,10 +84,25 @@ class RecordedEpisode:
     def columns(self) -> dict[str, np.ndarray]:
         """{name: all its rows}: [T, ...] by the field's name, [T + 1, ...] as ``observation.KEY``, ``state.NAME``, ``images.CAMERA``."""
         columns = {f"observation.{key}": rows for key, rows in self.observation.items()}
-        columns |= {name: getattr(self, name) for name in STEP_COLUMNS}
-        columns |= {name: rows for name in OPTIONAL_COLUMNS if (rows := getattr(self, name)) is not None}
+        columns |= self.per_step()
         columns |= {f"state.{name}": rows for name, rows in (self.state or {}).items()}
         return columns | {f"images.{camera}": rows for camera, rows in self.images.items()}
+
+    def per_step(self) -> dict[str, np.ndarray]:
+        """{name: rows [T, ...]} of `STEP_COLUMNS`, and of those of `OPTIONAL_COLUMNS` that are known."""
+        rows = {
+            "action": self.action,
+            "reward": self.reward,
+            "terminated": self.terminated,
+            "truncated": self.truncated,
+            "success": self.success,
+            "sampled_action": self.sampled_action,
+            "log_prob": self.log_prob,
+            "value": self.value,
+            "policy_version": self.policy_version,
+            "chunk": self.chunk,
+        }
+        return {name: column for name, column in rows.items() if column is not None}
 
     @property
     def num_steps(self) -> int:

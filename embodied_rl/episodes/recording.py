@@ -32,7 +32,7 @@ class RecordedStep:
 
     observation: Mapping[str, Any]
     """{key: [...]} before the step; parts of varying size are values."""
-    action: Any
+    action: np.ndarray | str
     """[A] what the simulator was given (a str for text)."""
     reward: float
     terminated: bool
@@ -40,12 +40,12 @@ class RecordedStep:
     success: bool
     next_observation: Mapping[str, Any]
     """{key: [...]} after the step."""
-    sampled_action: Any = None
+    sampled_action: np.ndarray | None = None
     """[A] as the policy drew it; None: not known, here and below."""
     log_prob: np.ndarray | None = None
     """[L]"""
     value: float | None = None
-    policy_version: Any = None
+    policy_version: int | None = None
     chunk: int | None = None
     """Number of the message that the step belongs to."""
     state: Mapping[str, np.ndarray] | None = None

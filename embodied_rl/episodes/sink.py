@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -12,13 +13,69 @@ from embodied_rl.episodes.buffers import SPILL_BYTES, Buffer, EpisodeRows, Video
 from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.folder import EpisodeAbout
 from embodied_rl.episodes.layout import Column, is_extra
-from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS
+from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, Value
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.writer import RecordingWriter
 
 
-class EpisodeSink:
-    """Takes one episode: `start`, `step` T times, then `finish` or `discard`.
+class Sink(ABC):
+    """Takes one episode as it is played: `start`, `step` T times, then `finish` or `discard`."""
+
+    @abstractmethod
+    def start(
+        self,
+        observation: Mapping[str, Any],
+        state: Mapping[str, np.ndarray] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """What was there after the reset.
+
+        Args:
+            observation: {key: [...]} of this environment.
+            state: {name: [...]} of the simulator; given here, it is due at every step.
+            images: {camera: [H, W, 3] uint8}; given here, they are due at every step.
+        """
+
+    @abstractmethod
+    def step(
+        self,
+        *,
+        action: Value,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        success: bool,
+        observation: Mapping[str, Any],
+        state: Mapping[str, np.ndarray] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
+        snapshot: bytes | None = None,
+        **optional: Value,
+    ) -> None:
+        """One step; names and shapes are those of `RecordedEpisode`, without the time axis.
+
+        Args:
+            action: [A] what the simulator was given.
+            reward, terminated, truncated, success: of the step.
+            observation: {key: [...]} after the step; where the environment was reset at once, the episode's last, not the next one's first.
+            state, images: after the step.
+            snapshot: of the moment before the step.
+            optional: of `OPTIONAL_COLUMNS`; given at the first step, they are due at every one. None is not given.
+
+        Raises:
+            RecordingError: the episode has ended, a field is missing, or has another shape than before.
+        """
+
+    @abstractmethod
+    def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
+        """The episode is whole; `metadata` is added to what was known at its beginning. Returns its number."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Give the episode up. Does nothing where it is finished."""
+
+
+class EpisodeSink(Sink):
+    """Hands one episode over to a `RecordingWriter` when it is finished.
 
     Values are copied at once, so that views into shared memory may be given. Pictures go to the encoder; other columns
     beyond a few MB wait in temporary files.
@@ -71,13 +128,7 @@ class EpisodeSink:
         state: Mapping[str, np.ndarray] | None = None,
         images: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """What was there after the reset.
-
-        Args:
-            observation: {key: [...]} of this environment.
-            state: {name: [...]} of the simulator; given here, it is due at every step.
-            images: {camera: [H, W, 3] uint8}; given here, they are due at every step.
-        """
+        """See `Sink.start`."""
         self._require(self._first is None and not self.is_closed, "has begun already")
         # The columns are known when the first step is: until then a copy waits.
         self._first = {name: _copied(value) for name, value in columns_around(observation, state, images).items()}
@@ -85,7 +136,7 @@ class EpisodeSink:
     def step(
         self,
         *,
-        action: Any,
+        action: Value,
         reward: float,
         terminated: bool,
         truncated: bool,
@@ -94,29 +145,18 @@ class EpisodeSink:
         state: Mapping[str, np.ndarray] | None = None,
         images: Mapping[str, np.ndarray] | None = None,
         snapshot: bytes | None = None,
-        **optional: Any,
+        **optional: Value,
     ) -> None:
-        """One step; names and shapes are those of `RecordedEpisode`, without the time axis.
-
-        Args:
-            action: [A] what the simulator was given.
-            reward, terminated, truncated, success: of the step.
-            observation: {key: [...]} after the step; where the environment was reset at once, the episode's last, not the next one's first.
-            state, images: after the step.
-            snapshot: of the moment before the step.
-            optional: of `OPTIONAL_COLUMNS`; given at the first step, they are due at every one. None is not given.
-
-        Raises:
-            RecordingError: the episode has ended, a field is missing, or has another shape than before.
-        """
+        """See `Sink.step`."""
         row = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated, "success": success}
-        row |= {name: value for name, value in optional.items() if value is not None}
+        given = {name: value for name, value in optional.items() if value is not None}
+        row |= {name: given.pop(name) for name in OPTIONAL_COLUMNS if name in given} | given
         self.append(row | columns_around(observation, state, images), snapshot)
 
     def append(self, row: dict[str, Any], snapshot: bytes | None = None) -> None:
         """`step` of {column: its value}."""
         if self.columns is None:
-            columns = self._columns_with({name: row[name] for name in OPTIONAL_COLUMNS if name in row})
+            columns = self._columns_with({name: value for name, value in row.items() if name in OPTIONAL_COLUMNS})
             self.begin_as(columns)
         self._require(not self.is_over and not self.is_closed, "has ended")
         rows = self.make_room()
@@ -282,5 +322,5 @@ def columns_around(
     return columns
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Value) -> Value:
     return value.copy() if isinstance(value, np.ndarray) else copy.deepcopy(value)

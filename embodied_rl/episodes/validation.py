@@ -74,11 +74,10 @@ def fit_problems(episode: RecordedEpisode, spec: SimSpec) -> list[str]:
 
 def finite_problems(episode: RecordedEpisode) -> list[str]:
     """NaN and infinity where there may be none: one line per field, without a place."""
-    columns: dict[str, Any] = {name: getattr(episode, name) for name in FINITE_COLUMNS}
-    columns |= {f"observation.{key}": rows for key, rows in episode.observation.items()}
     problems = []
-    for name, rows in columns.items():
-        if isinstance(rows, np.ndarray) and rows.dtype.kind in "fc" and not (finite := np.isfinite(rows)).all():
+    for name, rows in episode.columns().items():
+        due = name in FINITE_COLUMNS or name.startswith("observation.")
+        if due and isinstance(rows, np.ndarray) and rows.dtype.kind in "fc" and not (finite := np.isfinite(rows)).all():
             row = int(np.argmin(finite.reshape(len(rows), -1).all(axis=1)))
             problems.append(f"field '{name}': row {row} holds {rows[~finite].ravel()[0]}.")
     return problems
@@ -102,7 +101,7 @@ def _episode_problems(recording: Recording, number: int, episode: RecordedEpisod
         yield f"field 'return': is said to be {said_return:.6g}, and the rewards add up to {found_return:.6g}."
 
 
-def _shape_problems(name: str, rows: Any, dtype: str, shape: tuple[int, ...]) -> list[str]:
+def _shape_problems(name: str, rows: np.ndarray, dtype: str, shape: tuple[int, ...]) -> list[str]:
     if np.dtype(rows.dtype) == np.dtype(dtype) and rows.shape[1:] == shape:
         return []
     return [f"field '{name}': holds rows {rows.dtype} {list(rows.shape[1:])}, and the simulator {dtype} {list(shape)}."]

@@ -205,7 +205,7 @@ class RecordingWriter:
         """Seeds of the recorded episodes: those in the folder when this writer opened it, and those that it has written since."""
         return self._seeds
 
-    def has(self, seed: int, task: str | None = None, policy: Any = None) -> bool:
+    def has(self, seed: int, task: str | None = None, policy: Mapping[str, Any] | None = None) -> bool:
         """Whether an episode of this seed, task (None: the only one) and policy (None: the recording's) is recorded."""
         return (seed, task or self.info.spec.task, self._policy if policy is None else _identity(policy)) in self._known
 
@@ -389,7 +389,7 @@ def _require_same(folder: Path, there: RecordingInfo, here: RecordingInfo) -> No
         )
 
 
-def _identity(policy: Any) -> str:
+def _identity(policy: object) -> str:
     return json.dumps(policy, sort_keys=True, default=str)
 
 

@@ -159,10 +159,10 @@ class TargetPolicy:
             raise UserError(f"'{self.label}': the policy offers no features, and the observation has no flat part to fit values to.")
         return self._by_rows(observation, lambda part, _: own(part))
 
-    def _act_with(self, noise: torch.Tensor, part: Any, rows: slice) -> torch.Tensor:
+    def _act_with(self, noise: torch.Tensor, part: dict[str, torch.Tensor], rows: slice) -> torch.Tensor:
         return self.policy.act(part, noise[rows]).action
 
-    def _log_prob_of(self, actions: torch.Tensor, part: Any, rows: slice) -> torch.Tensor:
+    def _log_prob_of(self, actions: torch.Tensor, part: dict[str, torch.Tensor], rows: slice) -> torch.Tensor:
         return self.policy.evaluate(part, actions[rows]).log_prob
 
     def _chunks(self, action: np.ndarray) -> np.ndarray:

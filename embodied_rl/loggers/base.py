@@ -6,6 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,12 +31,33 @@ _BUILT_IN = frozenset(LOGGERS.built_in)
 _OFFERED = ("run_dir", "run_config", "total_steps", "resume_step")
 
 
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a logger may know of the run."""
+
+    run_dir: Path
+    """Everything is written below it."""
+    run_config: Mapping[str, Any]
+    """The whole resolved configuration, for loggers that keep it."""
+    total_steps: int
+    """Environment steps that the run aims at."""
+    resume_step: int | None = None
+    """The step that the run continues from: what was logged after it is dropped, so that no curve is doubled. None: a new run."""
+    stream: TextIO | None = None
+    """Where the console writes; None: standard output."""
+
+
 class Logger(ABC):
     """Takes a run's metrics. Names are grouped by a slash: ``episode/success``, ``speed/steps_per_s``, ``time/simulate_s``.
 
     A logger of the user's own is a subclass. Its constructor gets what it takes of ``run_dir`` (the run's folder), ``run_config`` (the
     whole configuration, plain), ``total_steps`` and ``resume_step`` (None: a new run), and what ``logger.options`` gives it.
     """
+
+    @classmethod
+    def from_config(cls, config: LoggerConfig, run: LoggedRun) -> Logger:
+        """Made for a run, of what its constructor takes of `run`."""
+        return _made(cls, run)
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,35 +148,30 @@ def make_loggers(
     resume_step: int | None = None,
     stream: TextIO | None = None,
 ) -> LoggerGroup:
-    """Build the loggers that ``config.names`` lists.
-
-    Args:
-        config: which loggers, and their settings.
-        run_dir: the run's folder; everything is written below it.
-        run_config: the whole resolved configuration, for loggers that keep it.
-        total_steps: environment steps that the run aims at.
-        resume_step: the step that the run continues from: what was logged after it is dropped, so that no curve is
-            doubled. None: a new run.
-        stream: where the console writes; None: standard output.
+    """Build the loggers that ``config.names`` lists; the other arguments are those of `LoggedRun`.
 
     Raises:
         MissingExtraError: a logger's packages are not installed.
         UserError: a logger is not known, or the folder cannot be written.
     """
-    loggers: list[Logger] = []
+    check_loggers(config)
+    run, loggers = LoggedRun(run_dir, run_config, total_steps, resume_step, stream), list[Logger]()
     try:
         # The plot reads the curve so far from metrics.jsonl, so that file is put right first.
         for name in sorted(config.names, key=lambda name: name != "jsonl"):
-            if name in _BUILT_IN:
-                make = LOGGERS.load(name).from_config
-                loggers.append(make(config, run_dir, run_config, total_steps, resume_step, stream))
-            else:
-                offered = {"run_dir": run_dir, "run_config": run_config, "total_steps": total_steps, "resume_step": resume_step}
-                loggers.append(_own(config, name, offered))
+            cls: type[Logger] = LOGGERS.load(name)
+            own = name not in _BUILT_IN
+            loggers.append(_made(cls, run, config.options.get(name.rpartition(":")[2], {})) if own else cls.from_config(config, run))
     except BaseException:
         LoggerGroup(loggers).close()
         raise
     return LoggerGroup(loggers)
+
+
+def _made(cls: type[Logger], run: LoggedRun, options: Mapping[str, Any] | None = None) -> Logger:
+    """A logger of what its constructor takes of the run, and of its options."""
+    taken = {name: value for name, value in vars(run).items() if name in _OFFERED and name in inspect.signature(cls).parameters}
+    return cls(**taken, **(options or {}))
 
 
 def check_loggers(config: LoggerConfig) -> None:
@@ -169,11 +186,3 @@ def check_loggers(config: LoggerConfig) -> None:
             raise UserError(f"'{name}' is no logger: it must be a subclass of embodied_rl.loggers.Logger.")
         own = name.rpartition(":")[2]
         check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=_OFFERED)
-
-
-def _own(config: LoggerConfig, name: str, offered: Mapping[str, Any]) -> Logger:
-    """A logger of the user's own, of those arguments that it takes."""
-    check_loggers(config)
-    cls: type[Logger] = LOGGERS.load(name)
-    taken = {key: offered[key] for key in _OFFERED if key in inspect.signature(cls).parameters}
-    return cls(**taken, **config.options.get(name.rpartition(":")[2], {}))

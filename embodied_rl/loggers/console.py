@@ -6,16 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from embodied_rl.loggers.base import Logger
+from embodied_rl.loggers.base import LoggedRun, Logger
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, derived, meaning_of
 from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, show_board, spoke
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+
+    from embodied_rl.config import LoggerConfig
 
 _GROUPS = (("Episodes", ("episode", "eval")), ("Time", ("speed", "time")), ("Training", ("train",)))
 _LINE_METRICS = ("episode/success", "episode/return", "episode/length", "eval/success", "speed/steps_per_s")
@@ -78,16 +79,13 @@ class ConsoleLogger(Logger):
         self._pending = False
         self._is_shown = False
 
-    @staticmethod
-    def from_config(
-        config: Any, run_dir: Path, run_config: Mapping[str, Any], total_steps: int, resume_step: int | None, stream: TextIO | None
-    ) -> ConsoleLogger:
-        sim = run_config.get("sim") or {}
-        title = str(sim.get("task") or sim.get("name") or run_dir.name)
+    @classmethod
+    def from_config(cls, config: LoggerConfig, run: LoggedRun) -> ConsoleLogger:
+        """See `Logger.from_config`."""
+        sim, limits = run.run_config.get("sim") or {}, Limits.of(run.run_config)
+        title = str(sim.get("task") or sim.get("name") or run.run_dir.name)
         caption = SUCCESS_ENDS if sim.get("success_ends_episode") else ""
-        return ConsoleLogger(
-            total_steps, title=title, resume_step=resume_step, stream=stream, limits=Limits.of(run_config), caption=caption
-        )
+        return cls(run.total_steps, title=title, resume_step=run.resume_step, stream=run.stream, limits=limits, caption=caption)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._logged_s = step, self._clock()

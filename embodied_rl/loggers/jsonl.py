@@ -33,10 +33,6 @@ class JsonlLogger(Logger):
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
-    @staticmethod
-    def from_config(config: Any, run_dir: Path, run_config: Any, total_steps: int, resume_step: int | None, stream: Any) -> JsonlLogger:
-        return JsonlLogger(run_dir, resume_step)
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = (json.dumps({"step": int(step), "time_unix_s": round(time.time(), 3), **finite}, allow_nan=False) + "\n").encode()

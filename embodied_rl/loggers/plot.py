@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from embodied_rl.files import write_atomic_with
 from embodied_rl.loggers.base import Logger
@@ -43,10 +42,6 @@ class PlotLogger(Logger):
                 if row["step"] <= resume_step:
                     self._add(row["step"], {name: value for name, value in row.items() if "/" in name and value is not None})
         self._next_s = clock() + interval_s
-
-    @staticmethod
-    def from_config(config: Any, run_dir: Path, run_config: Any, total_steps: int, resume_step: int | None, stream: Any) -> PlotLogger:
-        return PlotLogger(run_dir, resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._add(step, metrics)

@@ -8,11 +8,15 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from embodied_rl.errors import MissingExtraError
 from embodied_rl.files import append_whole, cannot_write, next_free
 from embodied_rl.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 VIDEO_TAG = "video"
 _RGB = 3
@@ -42,12 +46,6 @@ class TensorBoardLogger(Logger):
             # TensorBoard drops what earlier files of this folder hold from this step on.
             self._write(Event(wall_time=time.time(), step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
-    @staticmethod
-    def from_config(
-        config: Any, run_dir: Path, run_config: Any, total_steps: int, resume_step: int | None, stream: Any
-    ) -> TensorBoardLogger:
-        return TensorBoardLogger(run_dir, resume_step)
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
 
@@ -68,10 +66,10 @@ class TensorBoardLogger(Logger):
     def close(self) -> None:
         self._file.close()
 
-    def _add(self, step: int, values: list[Any]) -> None:
+    def _add(self, step: int, values: list[Summary.Value]) -> None:
         self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
-    def _write(self, event: Any) -> None:
+    def _write(self, event: Event) -> None:
         self._writer.write(event.SerializeToString())
 
 

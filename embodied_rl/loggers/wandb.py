@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.files import write_atomic
-from embodied_rl.loggers.base import Logger
+from embodied_rl.loggers.base import LoggedRun, Logger
+
+if TYPE_CHECKING:
+    from embodied_rl.config import LoggerConfig
 
 
 class WandbLogger(Logger):
@@ -45,9 +48,10 @@ class WandbLogger(Logger):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    @staticmethod
-    def from_config(config: Any, run_dir: Path, run_config: Any, total_steps: int, resume_step: int | None, stream: Any) -> WandbLogger:
-        return WandbLogger(run_dir, config.wandb_project, config.wandb_mode, run_config, resume_step)
+    @classmethod
+    def from_config(cls, config: LoggerConfig, run: LoggedRun) -> WandbLogger:
+        """See `Logger.from_config`."""
+        return cls(run.run_dir, config.wandb_project, config.wandb_mode, run.run_config, run.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})

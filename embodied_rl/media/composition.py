@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -90,6 +90,6 @@ def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) 
     look = TextLook.of(np.empty((max(tile_height, _SHORTEST_PIXELS), max(width, _SHORTEST_PIXELS), 0)))
     height = look.line + 2 * look.pad
     image = Image.new("RGB", (width, height + height % 2), colour)
-    draw: Any = ImageDraw.Draw(image)
+    draw = ImageDraw.Draw(image)
     draw.text((look.left, look.pad), cut_text(draw, text, look.font, width - 2 * look.left), font=look.font, fill=(255, 255, 255))
     return np.asarray(image).copy()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from embodied_rl.agents.parsing import ParsedAction, ToolRequest
 from embodied_rl.types import EpisodeSummary
 
 MAX_STEPS_SHOWN = 250
@@ -52,8 +52,7 @@ class Spoken:
     version: np.ndarray
     """[n] int64"""
     answer: str
-    parsed: Any
-    """`embodied_rl.agents.parsing.ParsedAction`"""
+    parsed: ParsedAction | ToolRequest
     reward: float = 0.0
     """Of the step that it led to; of several answers in one step (calls of tools) the last one's."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -125,7 +124,7 @@ def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> 
     from PIL import Image, ImageDraw
 
     image = Image.fromarray(named)
-    draw: Any = ImageDraw.Draw(image)
+    draw = ImageDraw.Draw(image)
     width = frame.shape[1] // len(cameras)
     for index, camera in enumerate(cameras):
         text = cut_text(draw, camera, look.font, width - 2 * look.left)
@@ -154,7 +153,7 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
     height = (max(12, size // 8) if spec.kind == "continuous" else step) + 2 * look.pad
     top, bottom = frame.shape[0], frame.shape[0] + height
     image = Image.fromarray(np.concatenate([frame, np.full((height, frame.shape[1], 3), BAND, np.uint8)]))
-    draw: Any = ImageDraw.Draw(image)
+    draw = ImageDraw.Draw(image)
     left = look.left
     if action is None:
         return np.asarray(image).copy()

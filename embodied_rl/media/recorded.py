@@ -9,6 +9,7 @@ import numpy as np
 
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.media.episodes import MAX_BYTES, MAX_STEPS_SHOWN, FilmedEpisode, Moment, beside_each_other
 from embodied_rl.types import EpisodeSummary
@@ -82,8 +83,8 @@ def moment_of(episode: RecordedEpisode, step: int) -> Moment:
     )
 
 
-class PictureSink:
-    """Takes an episode that is played again, as an `EpisodeSink` would, and keeps only the pictures."""
+class PictureSink(Sink):
+    """Keeps only the pictures of an episode that is played again."""
 
     def __init__(self, recording: Recording, number: int, episode: RecordedEpisode, size: int, stride: int) -> None:
         self.filmed = _empty(recording, number, episode)
@@ -91,18 +92,25 @@ class PictureSink:
         """Whether the replay reached the recorded end."""
         self._episode, self._size, self._stride, self._step = episode, size, stride, 0
 
-    def start(self, observation: Any, state: Any = None, images: Mapping[str, np.ndarray] | None = None) -> None:
+    def start(
+        self,
+        observation: Mapping[str, Any],
+        state: Mapping[str, np.ndarray] | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """The picture after the reset."""
         self._keep(images or {})
 
-    def step(self, *, images: Mapping[str, np.ndarray] | None = None, **_: Any) -> None:
+    def step(self, *, images: Mapping[str, np.ndarray] | None = None, **_: object) -> None:
         """The picture after a step."""
         self._step += 1
         if self._step % self._stride == 0 or self._step == self._episode.num_steps:
             self._keep(images or {})
 
-    def finish(self, metadata: Any = None) -> None:
+    def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
+        """The replay came to the recorded end."""
         self.is_whole = True
+        return 0
 
     def discard(self) -> None:
         """What was drawn until then is kept: it shows how far the replay came."""

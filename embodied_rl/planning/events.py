@@ -16,7 +16,7 @@ class EventClock:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
-    def after(self, delay_s: float, callback: Callable[..., None], *arguments: Any) -> None:
+    def after(self, delay_s: float, callback: Callable[..., None], *arguments: object) -> None:
         """Call `callback` in `delay_s` >= 0 seconds."""
         self._count += 1
         heapq.heappush(self._events, (self.now_s + delay_s, self._count, callback, arguments))
@@ -64,7 +64,7 @@ class Station:
         self._starting = False
         self._left: Callable[[], None] | None = None
 
-    def put(self, job: Any) -> None:
+    def put(self, job: object) -> None:
         """Let a job wait for a server."""
         self._waiting.append(job)
         if not self._starting and self.num_busy < self.num_servers:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import string
-from typing import Any
 
 import numpy as np
 
@@ -96,7 +95,7 @@ def transcript(episode: Episode) -> str:
     return "\n".join(lines)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):

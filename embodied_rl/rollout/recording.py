@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,7 @@ class Recorder:
         """Note what came of a group's actions, and what is seen now."""
         group, seen = self._groups[index], self._seen[index]
         self._moving[index] = []
-        places: Any = batch.slots - group.start if len(batch.slots) < len(group) else ...
+        places: np.ndarray | EllipsisType = batch.slots - group.start if len(batch.slots) < len(group) else ...
         for key, part in batch.observation.items():
             if key in seen:
                 seen[key][places] = part
@@ -375,7 +376,7 @@ def _columns(played: Played, num_rows: int, action: ActionSpec) -> dict[str, Any
     return {name: rows for name, rows in columns.items() if rows is not None}
 
 
-def _rows(column: Any, rows: Sequence[int]) -> Any:
+def _rows(column: np.ndarray | list[str], rows: Sequence[int]) -> np.ndarray | list[str]:
     return column[list(rows)] if isinstance(column, np.ndarray) and column.dtype != object else [column[row] for row in rows]
 
 

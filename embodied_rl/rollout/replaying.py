@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import RecordedEpisode
-from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.recorded import RecordedEpisode, Value
+from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.instrumented import encode_physics, instrumented_snapshot, split
@@ -89,7 +89,7 @@ class _Track:
     num_elements: int = 0
     first_step: int | None = None
 
-    def compare(self, recorded: Any, replayed: Any, step: int) -> None:
+    def compare(self, recorded: Value, replayed: Value, step: int) -> None:
         if isinstance(recorded, (np.ndarray, np.generic)) and np.asarray(recorded).dtype.kind in "biufc":
             before, now = np.asarray(recorded), np.asarray(replayed)
             if before.shape != now.shape:
@@ -118,7 +118,7 @@ class _Running:
     number: int
     episode: RecordedEpisode
     observation: dict[str, _Track]
-    sink: EpisodeSink | None
+    sink: Sink | None
     reward: _Track = field(default_factory=_Track)
     step: int = 0
     """Steps played."""
@@ -141,7 +141,7 @@ class Replayer:
         open_sink: where an episode is written again with the pictures that the simulator now draws; None: nowhere.
     """
 
-    def __init__(self, manager: EnvManager, by: By, open_sink: Callable[[RecordedEpisode], EpisodeSink] | None = None) -> None:
+    def __init__(self, manager: EnvManager, by: By, open_sink: Callable[[RecordedEpisode], Sink] | None = None) -> None:
         self._manager, self._by, self._open_sink = manager, by, open_sink
         self._keys = tuple(split(manager.spec.observation).observation)
         self._idle = list(range(manager.num_slots))
@@ -317,18 +317,9 @@ def _at(parts: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def _recorded_step(episode: RecordedEpisode, step: int, images: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """A step as `EpisodeSink.step` takes it, with pictures beside those that it had."""
-    optional = {
-        name: None if (part := getattr(episode, name)) is None else part[step]
-        for name in ("sampled_action", "log_prob", "value", "policy_version", "chunk")
-    }
+    """A step as `Sink.step` takes it, with pictures beside those that it had."""
     return {
-        **optional,
-        "action": episode.action[step],
-        "reward": float(episode.reward[step]),
-        "terminated": bool(episode.terminated[step]),
-        "truncated": bool(episode.truncated[step]),
-        "success": bool(episode.success[step]),
+        **{name: rows[step] for name, rows in episode.per_step().items()},
         "observation": _at(episode.observation, step + 1),
         "state": _at(episode.state or {}, step + 1) or None,
         "images": {**_at(episode.images, step + 1), **images} or None,

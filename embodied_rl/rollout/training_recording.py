@@ -9,14 +9,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from embodied_rl.config import RecordConfig
 from embodied_rl.episodes.folder import RECORDING_FILE
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo, Value
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.rollout.batch_sinks import BatchSinks
@@ -123,7 +122,7 @@ class TrainingRecorder:
 
     # ---- groups of whole episodes -----------------------------------------------------------------------------------
 
-    def finished(self, episode: Episode, given: Any, success: Sequence[bool], *, group: int, member: int) -> None:
+    def finished(self, episode: Episode, given: np.ndarray, success: Sequence[bool], *, group: int, member: int) -> None:
         """An episode of a group is over.
 
         Args:
@@ -196,7 +195,7 @@ def _is_kept(action: np.ndarray, log_prob: np.ndarray) -> bool:
     return action.ndim == 1 or action.shape[1] == log_prob.shape[1]
 
 
-def _joined(part: np.ndarray, last: Any) -> np.ndarray:
+def _joined(part: np.ndarray, last: Value) -> np.ndarray:
     """[T + 1, ...]"""
     if part.dtype != object:
         return np.concatenate([part, np.asarray(last, part.dtype)[None]])

@@ -162,7 +162,7 @@ class McpTool:
         self._server.close()
 
 
-def _text(part: Any) -> str:
+def _text(part: object) -> str:
     if not isinstance(part, dict):
         return str(part)
     return str(part["text"]) if part.get("type") == "text" and "text" in part else f"[{part.get('type', 'something')} that is no text]"

@@ -98,7 +98,7 @@ def open_foreign(path: Path, name: str | None = None) -> ForeignRecording:
     return recording
 
 
-def write_foreign(recording: Recording, output: Path, name: str, advance: Advance | None = None, **options: Any) -> tuple[FieldNote, ...]:
+def write_foreign(recording: Recording, output: Path, name: str, advance: Advance | None = None, **options: str) -> tuple[FieldNote, ...]:
     """Write a recording in the format `name`; the folder appears when it is whole.
 
     Args:

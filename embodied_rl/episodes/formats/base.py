@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
@@ -109,7 +110,7 @@ class TableBuilder:
         self.rows.append((len(reward), seed, total, bool(success.any()), bool(success[-1]), ended, task))
 
     def table(self) -> EpisodeTable:
-        def column(index: int, dtype: Any) -> np.ndarray:
+        def column(index: int, dtype: npt.DTypeLike) -> np.ndarray:
             values = np.empty(len(self.rows), dtype)
             values[:] = [row[index] for row in self.rows]
             return values
@@ -134,7 +135,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def parse_json(path: Path, text: Any, field: str, episode: int | None = None) -> dict[str, Any]:
+def parse_json(path: Path, text: str | bytes, field: str, episode: int | None = None) -> dict[str, Any]:
     """A JSON object in an attribute or a column. Raises RecordingError."""
     try:
         data = parse_text(text)
@@ -249,7 +250,7 @@ def side_info(info: RecordingInfo, kept: Mapping[str, TensorSpec | VariableSpec]
     return replace(info, spec=replace(info.spec, observation=dict(kept))).to_dict()
 
 
-def parse_side_info(path: Path, data: Any) -> RecordingInfo:
+def parse_side_info(path: Path, data: Mapping[str, Any]) -> RecordingInfo:
     """The inverse of `side_info`. Raises RecordingError."""
     try:
         return RecordingInfo.from_dict(data)
@@ -267,7 +268,7 @@ def side_episode(episode: RecordedEpisode) -> dict[str, Any]:
     }
 
 
-def parse_side_episode(path: Path, data: Any, number: int) -> dict[str, Any]:
+def parse_side_episode(path: Path, data: object, number: int) -> dict[str, Any]:
     """The inverse of `side_episode`. Raises RecordingError."""
     kinds: dict[str, tuple[type, ...]] = {
         "seed": (int,),

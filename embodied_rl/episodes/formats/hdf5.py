@@ -177,7 +177,7 @@ class H5File:
         """{name below the group, levels joined by "/": numbers [length, ...]} of all datasets below a group."""
         return {name: self.array(*place, episode, length) for name, place in self.leaves(group, episode).items()}
 
-    def attribute(self, owner: Any, name: str, episode: int | None = None) -> Any:
+    def attribute(self, owner: h5py.HLObject, name: str, episode: int | None = None) -> Any:
         """A number or a text; None where there is none."""
         with self._errors(episode, f"{owner.name}@{name}"):
             if name not in owner.attrs:
@@ -251,7 +251,7 @@ def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: NoteBook, w
         with_state: whether the simulator's states are among it.
         flags: which of terminated, truncated and success are among it.
     """
-    extras = {name: part for name in (*PER_STEP_EXTRAS, *flags) if (part := getattr(episode, name)) is not None}
+    extras = {name: part for name, part in episode.per_step().items() if name in (*PER_STEP_EXTRAS, *flags)}
     extras |= {f"images/{camera}": pictures for camera, pictures in episode.images.items()}
     if with_state:
         extras |= {f"state/{name}": part for name, part in (episode.state or {}).items()}

@@ -220,7 +220,7 @@ class MinariRecording(ForeignRecording):
         return RecordingInfo(spec, sim={}, policy=IMPORTED, metadata={"format": self.format, **about})
 
 
-def _decode_jpegs(file: H5File, dataset: Any, spec: TensorSpec, number: int, rows: int, field: str) -> np.ndarray:
+def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number: int, rows: int, field: str) -> np.ndarray:
     """Minari stores pictures as JPEG files, each an array of bytes."""
     from PIL import Image
 
