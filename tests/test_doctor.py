@@ -96,11 +96,11 @@ def test_simulators_are_judged_as_their_adapters_judge_them(report: dict[str, di
     """Not by their import alone: GEM is made to work without a package that it wants, LIBERO needs files beside its package."""
     from embodied_rl.errors import MissingAssetsError, MissingExtraError
     from embodied_rl.sim.robots import libero
-    from embodied_rl.sim.text import gem_tasks
+    from embodied_rl.sim.text import gem as gem_games
 
     gem, assets = report["GEM"], report["LIBERO"]
     try:
-        found = f"{len(gem_tasks.tasks())} tasks"
+        found = f"{len(gem_games.tasks())} tasks"
     except MissingExtraError:
         assert gem["fix"] == 'pip install "embodied-rl[text]"'
     else:

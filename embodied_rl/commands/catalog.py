@@ -318,7 +318,7 @@ def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 def _tasks(arguments: Sequence[str], as_json: bool) -> None:
     from embodied_rl.config import load_sim_config
     from embodied_rl.errors import UserError
-    from embodied_rl.sim.task_lists import task_list
+    from embodied_rl.sim.factory import task_list
 
     if len(arguments) != 1:
         raise UserError("Which simulator? python -m embodied_rl.catalog tasks SIM; `python -m embodied_rl.catalog simulators` lists them.")

@@ -14,8 +14,8 @@ def _import_simulator(module: str, extra: str) -> str:
 
 def _import_maniskill() -> str:
     """With what is remembered of tasks that were to be stepped as a batch."""
+    from embodied_rl.sim.robots.maniskill import remembered
     from embodied_rl.sim.robots.maniskill_assets import registered_tasks
-    from embodied_rl.sim.robots.maniskill_verdicts import remembered
 
     registered_tasks()
     words = _configurations("maniskill")
@@ -28,7 +28,7 @@ def _import_maniskill() -> str:
 
 
 def _import_gem() -> str:
-    from embodied_rl.sim.text.gem_tasks import tasks
+    from embodied_rl.sim.text.gem import tasks
 
     return f"{len(tasks())} tasks that need nothing else; {_configurations('text')}"
 

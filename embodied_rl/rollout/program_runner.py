@@ -28,9 +28,9 @@ from embodied_rl.sim.text.program import (
     TaskBook,
     episode_line,
     lasting_environment,
+    program_box,
     program_environment,
 )
-from embodied_rl.sim.text.program_box import program_box
 from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
 from embodied_rl.stopping import waiting
 

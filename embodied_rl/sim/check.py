@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.checks import rows, seeds, snapshots, unread
-from embodied_rl.sim.checks.episodes import Part, Player, Trajectory, random_actions
-from embodied_rl.sim.checks.session import Failed, Session, Skipped
+from embodied_rl.sim.checks import rows, seeds, snapshots
+from embodied_rl.sim.checks.episodes import Failed, Part, Player, Session, Skipped, Trajectory, random_actions
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory, adapt
 
@@ -49,7 +48,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Session], str]], ...] = (
     ("reset_after_end", (*_EXACT, "spaces", "siblings"), seeds.resets_after_its_end),
     ("no_autoreset", (), seeds.never_resets_by_itself),
     ("render", (), rows.renders),
-    ("unread", _EXACT, unread.unread_observations_change_nothing),
+    ("unread", _EXACT, seeds.unread_observations_change_nothing),
     ("snapshot", _ALONE, snapshots.snapshots_continue),
     ("snapshot_new_process", (*_ALONE, "new_process", "snapshot"), snapshots.snapshots_travel),
     ("replay", (*_ALONE, "new_process"), snapshots.replays),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,3 +140,38 @@ def _check_contract(sim: SimEnv) -> None:
         raise UserError(f"{kind.__name__} must have a method `step`, or both `advance` and `observe` (embodied_rl.sim.env.SimEnv).")
     if not hasattr(sim, "spec") or not isinstance(sim.spec, SimSpec):
         raise UserError(f"{kind.__name__}.spec must be an embodied_rl.types.SimSpec: set it in __init__.")
+
+
+# ---- which tasks a simulator has: asked of its adapter, which imports that simulator and no other ---------------------
+
+
+@dataclass(frozen=True)
+class TaskList:
+    """The tasks of one adapter."""
+
+    target: str
+    """``package.module:factory`` that makes them."""
+    tasks: tuple[str, ...]
+    sets: tuple[str, ...]
+    """Names that stand for several tasks, which take turns from episode to episode; empty where there are none."""
+
+
+def task_list(target: str) -> TaskList:
+    """Ask the module of `target` for ``tasks()`` and ``SETS``.
+
+    Raises:
+        MissingExtraError: the simulator is not installed.
+        UserError: the module cannot be imported, or has no list of tasks (a simulator of the user's own need not have one).
+    """
+    from embodied_rl.sim.rendering import configure_rendering
+
+    module_name = target.partition(":")[0]
+    configure_rendering()  # before the adapter imports mujoco, sapien or pygame
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"'{target}' cannot be imported: {error}. Is its package installed in this environment?") from error
+    tasks = getattr(module, "tasks", None)
+    if not callable(tasks):
+        raise UserError(f"'{module_name}' has no list of tasks: a function tasks() -> list[str] beside its factory would give one.")
+    return TaskList(target, tuple(tasks()), tuple(getattr(module, "SETS", ())))

@@ -62,7 +62,7 @@ def make(
         raise UserError(f"sim.kwargs.protocol='{protocol}' is not a choice.{did_you_mean(protocol, PROTOCOLS)}")
     client = JsonClient(url, token=os.environ.get(token_env), patience=Patience(attempt_s=attempt_s, deadline_s=deadline_s))
     if protocol == "rock":
-        from embodied_rl.sim.text.rock import make_rock
+        from embodied_rl.sim.text.gem import make_rock
 
         if sim_kwargs:
             raise UserError("sim.kwargs.sim_kwargs is not for protocol=rock: its make takes only the environment's id.")

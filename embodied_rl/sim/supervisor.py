@@ -15,8 +15,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.episode_log import EpisodeLog
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
-from embodied_rl.sim.patience import Patience
-from embodied_rl.sim.process import done
+from embodied_rl.sim.process import Patience, done
 from embodied_rl.sim.snapshots import encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
 from embodied_rl.sim.worker_pool import WorkerPool

@@ -15,8 +15,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.factory import SimFactory
-from embodied_rl.sim.patience import LearnedPatience, Patience
-from embodied_rl.sim.process import WorkerProcess, done
+from embodied_rl.sim.process import LearnedPatience, Patience, WorkerProcess, done
 from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, memory_of, slab_layout
 from embodied_rl.types import SimSpec, VariableSpec
 

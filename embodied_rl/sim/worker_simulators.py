@@ -15,8 +15,7 @@ from embodied_rl.sim.batches import Slots, ViewsOfSlots
 from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultPolicy, FaultRecord
-from embodied_rl.sim.patience import Patience
-from embodied_rl.sim.process import WorkerProcess, close_all
+from embodied_rl.sim.process import Patience, WorkerProcess, close_all
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.supervisor import Supervisor, read_drift

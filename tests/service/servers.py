@@ -129,7 +129,7 @@ class RockServer:
         return Reply({"status": "Success", "result": found} if self._wrapped else found)
 
     def _make(self, body: dict[str, Any]) -> dict[str, Any]:
-        from embodied_rl.sim.text.gem_tasks import registered
+        from embodied_rl.sim.text.gem import registered
 
         registered()  # before GEM is imported
         import gem

@@ -28,7 +28,7 @@ from embodied_rl.sim.remote import RemoteSim, make
 from embodied_rl.sim.remote_client import JsonClient, Patience, RemoteFault
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.snapshots import SnapshotError
-from embodied_rl.sim.text.gem_tasks import registered
+from embodied_rl.sim.text.gem import registered
 from embodied_rl.types import StepBuffers
 from tests.service.servers import SIMULATORS, LosingProxy, RockServer, pauses_take_no_time, served
 from tests.sim.runs import Trace, play_lockstep

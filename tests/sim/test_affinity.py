@@ -355,7 +355,6 @@ for name in list(os.environ):
     if name.endswith('_NUM_THREADS'):
         del os.environ[name]
 from embodied_rl.sim.affinity import *
-from embodied_rl.sim.memory_policy import *
 result = {{}}
 {body}
 result["allowed"] = re.search(r"Cpus_allowed_list:\\s*(\\S+)", open("/proc/self/status").read())[1]

@@ -15,7 +15,7 @@ from embodied_rl.config import load_sim_config
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.check import CHECKS, CheckReport, CheckResult, check_sim
 from embodied_rl.sim.checks.episodes import Part, Player, Trajectory, difference, random_actions
-from embodied_rl.sim.checks.poison import WatchedRows, poison, unwritten, watched_buffers
+from embodied_rl.sim.checks.rows import WatchedRows, poison, unwritten, watched_buffers
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.distributed.channel import Channel
-from embodied_rl.sim import patience
+from embodied_rl.sim import process
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, SimFault
 from embodied_rl.sim.manager import EnvManager
@@ -379,8 +379,8 @@ def test_asynchronous_play_gives_every_slot_what_lockstep_gives_it(workers: int)
 @pytest.mark.parametrize("learned", [True, False])
 def test_a_worker_that_is_stopped_in_a_reset_is_found_by_the_deadline_of_resets(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if learned:
-        monkeypatch.setattr(patience, "_FLOOR_S", 2.0)
-        monkeypatch.setattr(patience, "_FACTOR", 0.0)
+        monkeypatch.setattr(process, "_FLOOR_S", 2.0)
+        monkeypatch.setattr(process, "_FACTOR", 0.0)
     factory = SimFactory(COUNTING, kwargs={"length": 7})
     with EnvManager(factory, 4, num_workers=2, reset_timeout_s=None if learned else 2.0) as manager:
         manager.reset()
@@ -394,8 +394,8 @@ def test_a_worker_that_is_stopped_in_a_reset_is_found_by_the_deadline_of_resets(
 
 
 def test_a_worker_that_is_stopped_in_its_very_first_reset_is_found_long_before_the_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_FIRST_FLOOR_S", 2.0)
-    monkeypatch.setattr(patience, "_FACTOR", 0.1)
+    monkeypatch.setattr(process, "_FIRST_FLOOR_S", 2.0)
+    monkeypatch.setattr(process, "_FACTOR", 0.1)
     with EnvManager(SimFactory(COUNTING, kwargs={"length": 7}), 4, num_workers=2, start_timeout_s=600.0) as manager:
         stopped = manager.worker_pids()[1]
         os.kill(stopped, signal.SIGSTOP)
@@ -408,10 +408,10 @@ def test_a_worker_that_is_stopped_in_its_very_first_reset_is_found_long_before_t
 
 
 def test_patience_is_learned_from_the_longest() -> None:
-    learned = patience.LearnedPatience(180.0, num_workers=2, built_s=3.0)
+    learned = process.LearnedPatience(180.0, num_workers=2, built_s=3.0)
     assert learned.limit_s() == 60.0
-    assert patience.LearnedPatience(180.0, num_workers=2, built_s=9.0).limit_s() == 90.0
-    assert patience.LearnedPatience(180.0, num_workers=2, built_s=30.0).limit_s() == 180.0
+    assert process.LearnedPatience(180.0, num_workers=2, built_s=9.0).limit_s() == 90.0
+    assert process.LearnedPatience(180.0, num_workers=2, built_s=30.0).limit_s() == 180.0
     learned.took(0.5)
     assert learned.limit_s() == 60.0, "one of two may have built what the other waits for"
     learned.took(0.1)
@@ -421,4 +421,4 @@ def test_patience_is_learned_from_the_longest() -> None:
     assert learned.limit_s() == 35.0
     learned.took(40.0)
     assert learned.limit_s() == 180.0
-    assert patience.LearnedPatience(5.0, num_workers=1, built_s=0.1).limit_s() == 5.0
+    assert process.LearnedPatience(5.0, num_workers=1, built_s=0.1).limit_s() == 5.0

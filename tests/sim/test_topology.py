@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.gpus import GpuAddress, normalise_pci, nvml_gpus, sysfs_gpus, visible_gpus
-from embodied_rl.sim.topology import Topology, format_list, parse_list
+from embodied_rl.sim.topology import GpuAddress, Topology, format_list, normalise_pci, nvml_gpus, parse_list, sysfs_gpus, visible_gpus
 from tests.sim.fake_sysfs import GIB, FakeNode, adjacent_siblings, build, eight_nodes, far_siblings, single_threads, two_nodes
 
 A100, H100 = "0000:41:00.0", "0000:c1:00.0"

@@ -1,4 +1,4 @@
-"""The tool that searches a local corpus (`embodied_rl.sim.text.search`)."""
+"""The tool that searches a local corpus (`embodied_rl.sim.text.search_qa`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from embodied_rl.agents.tools.base import ToolError, argument
-from embodied_rl.sim.text.search import Bm25, Document, read_corpus, words
+from embodied_rl.sim.text.search_qa import Bm25, Document, read_corpus, words
 
 __all__ = ["Bm25", "Document", "Search", "read_corpus", "words"]
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.checks.episodes import Difference, Part, Player, Trajectory, difference
-from embodied_rl.sim.checks.session import Failed, Session, Skipped
+from embodied_rl.sim.checks.episodes import Difference, Failed, Part, Player, Session, Skipped, Trajectory, difference
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.snapshots import SnapshotError
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.robots.mujoco_model import Drawing
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 

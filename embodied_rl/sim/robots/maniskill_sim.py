@@ -12,8 +12,16 @@ from embodied_rl.errors import MissingAssetsError, UserError
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, registered_tasks
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
-from embodied_rl.sim.robots.maniskill_cameras import film_cameras, film_from
-from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects, observing
+from embodied_rl.sim.robots.maniskill_observation import (
+    cameras,
+    check_mode,
+    dtype_name,
+    film_cameras,
+    film_from,
+    named_parts,
+    numbered_objects,
+    observing,
+)
 from embodied_rl.sim.robots.maniskill_patches import (
     contacts_of_their_own,
     fast_tensors,
@@ -23,7 +31,7 @@ from embodied_rl.sim.robots.maniskill_patches import (
     quick_torch,
 )
 from embodied_rl.sim.robots.maniskill_state import EpisodeState
-from embodied_rl.sim.robots.mujoco_cameras import require_camera
+from embodied_rl.sim.robots.mujoco_model import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec

@@ -18,7 +18,7 @@ from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
-from embodied_rl.sim.robots.mujoco_cameras import camera_in_use
+from embodied_rl.sim.robots.mujoco_model import camera_in_use
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 

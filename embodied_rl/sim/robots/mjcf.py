@@ -18,8 +18,7 @@ from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.mujoco_drawing import Drawing
-from embodied_rl.sim.robots.physics import MujocoPhysics
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoPhysics
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 

@@ -1,14 +1,257 @@
-"""MuJoCo (Todorov et al. 2012): gymnasium's locomotion tasks such as HalfCheetah-v5, with cheap rendering."""
+"""MuJoCo (Todorov et al. 2012): gymnasium's tasks such as HalfCheetah-v5, with cheap rendering and quick walkers.
+
+A third of a walker's step in gymnasium (HalfCheetah, Hopper, Walker2d, Ant; version 5) is Python around the physics: attribute look-ups,
+small arrays, wrappers. Here the physics is called directly and observations and rewards are computed for all environments of a process at
+once, with the same operations in the same precision, so that every number equals gymnasium's bit for bit
+(tests/sim/robots/test_locomotion.py). Resets, rendering and snapshots are gymnasium's own: the environments stay what they are.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import gymnasium
+import numpy as np
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest, saved_whole
-from embodied_rl.sim.robots.locomotion import LocomotionSim, is_known
+from embodied_rl.types import StepBuffers
+
+# ---- walkers ----------------------------------------------------------------------------------------------------------
+
+
+_MODULES = {
+    "gymnasium.envs.mujoco.half_cheetah_v5": "HalfCheetahEnv",
+    "gymnasium.envs.mujoco.hopper_v5": "HopperEnv",
+    "gymnasium.envs.mujoco.walker2d_v5": "Walker2dEnv",
+    "gymnasium.envs.mujoco.ant_v5": "AntEnv",
+}
+"""The classes that are known; of each exactly this one, for a subclass may do anything."""
+
+
+@dataclass(frozen=True)
+class _Body:
+    """One environment's memory: views that MuJoCo writes into, and our rows that they are copied to."""
+
+    model: Any
+    data: Any
+    ctrl: np.ndarray
+    copies: tuple[tuple[np.ndarray, np.ndarray], ...]
+    """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and where the main body is."""
+    limit: Any
+    """The TimeLimit, or None."""
+
+
+class _Info(Mapping[str, float]):
+    """An environment's info, worked out when it is read: that is once an episode, and building it cost as much as the rewards."""
+
+    def __init__(self, columns: Callable[[], dict[str, float]]) -> None:
+        self._columns = columns
+
+    def __getitem__(self, key: str) -> float:
+        return self._columns()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns())
+
+    def __len__(self) -> int:
+        return len(self._columns())
+
+
+class _Terms(NamedTuple):
+    """What a reward is made of, one entry per environment."""
+
+    velocity: np.ndarray
+    """[n, 2] m/s, from the positions before and after"""
+    forward: np.ndarray
+    control: np.ndarray
+    contact: np.ndarray | None
+    """[n]; None for every task but Ant"""
+    healthy: np.ndarray | None
+    """[n] bool; None where the task knows no falling over"""
+    survive: np.ndarray | None
+
+
+def is_known(env: gymnasium.Env) -> bool:
+    """Whether `LocomotionSim` can step this environment: a known task inside no other wrappers than those of gymnasium's registry."""
+    while isinstance(env, gymnasium.Wrapper):
+        if type(env) not in (TimeLimit, OrderEnforcing):
+            return False
+        env = env.env
+    return _MODULES.get(type(env).__module__) == type(env).__name__ and env.render_mode != "human"
+
+
+class LocomotionSim(GymnasiumSim):
+    """Environments of one walking task, all alike. See `GymnasiumSim`; raises AssertionError for one that is not `is_known`."""
+
+    def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:
+        super().__init__(envs, task, exact_snapshots)
+        assert all(map(is_known, envs)), "only gymnasium's own walkers are known"
+        import mujoco
+
+        first: Any = envs[0].unwrapped
+        self._advance = mujoco.mj_step
+        self._is_ant = type(first).__name__ == "AntEnv"
+        # Gymnasium works contact forces out after every step of every task; only Ant reads them, and the motion does not depend on them.
+        self._forces = mujoco.mj_rnePostConstraint if self._is_ant else None
+        self._frame_skip, self._dt = int(first.frame_skip), float(first.dt)
+        num_envs, self._nq, self._nv = len(envs), int(first.model.nq), int(first.model.nv)
+        self._joints = np.zeros((num_envs, self._nq + self._nv))
+        self._contact = np.zeros((num_envs, 6 * int(first.model.nbody)))
+        self._position = np.zeros((num_envs, 2)) if self._is_ant else self._joints[:, :2]
+        """Where x is measured: the main body or the root joint; column 0 is x, for Ant 1 is y."""
+        self._before = np.zeros((num_envs, 2))
+        self._bodies = [self._body(i, env) for i, env in enumerate(envs)]
+        self._infos: list[Mapping[str, float]] = [_Info(partial(self._info, i)) for i in range(num_envs)]
+        self._terms = first
+        """Where the reward's weights and the healthy ranges stand; the environments were made with the same arguments."""
+        kinds: dict[str, Callable[[Any], np.ndarray | None]] = {
+            "HalfCheetahEnv": lambda rows: None,
+            "HopperEnv": self._hopper_is_healthy,
+            "Walker2dEnv": self._walker_is_healthy,
+            "AntEnv": self._ant_is_healthy,
+        }
+        self._is_healthy = kinds[type(first).__name__]
+        self._clips_velocity = type(first).__name__ in ("HopperEnv", "Walker2dEnv")
+        self._skipped = (2 if self._is_ant else 1) * bool(first._exclude_current_positions_from_observation)
+        self._shows_contact = self._is_ant and bool(first._include_cfrc_ext_in_observation)
+
+    def _body(self, index: int, env: gymnasium.Env) -> _Body:
+        limit = env
+        while isinstance(limit, gymnasium.Wrapper) and not isinstance(limit, TimeLimit):
+            limit = limit.env
+        inner: Any = env.unwrapped
+        data, row = inner.data, self._joints[index]
+        copies = [(row[: self._nq], data.qpos), (row[self._nq :], data.qvel)]
+        if self._is_ant:
+            copies += [(self._contact[index], data.cfrc_ext.reshape(-1)), (self._position[index], data.body(inner._main_body).xpos[:2])]
+        assert all(
+            np.shares_memory(source, getattr(data, name)) for (_, source), name in zip(copies, ("qpos", "qvel", "cfrc_ext"), strict=False)
+        )
+        return _Body(inner.model, data, data.ctrl, tuple(copies), limit if isinstance(limit, TimeLimit) else None)
+
+    # ---- whatever moves a body outside a step -----------------------------------------------------------------------
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        super().reset(env_ids, seeds, out, options)
+        for i in env_ids:
+            self._look(i)
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        super().restore(env_id, data)
+        self._look(env_id)
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        super().set_physics(env_id, state)
+        self._look(env_id)
+
+    def _look(self, env_id: int) -> None:
+        """Bring our rows up to date: the next step measures from where the body is now."""
+        for row, source in self._bodies[env_id].copies:
+            row[:] = source
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
+        advance, forces, frame_skip = self._advance, self._forces, self._frame_skip
+        bodies, truncated, infos = self._bodies, out.truncated, self._infos
+        first, last = env_ids[0], env_ids[-1] + 1
+        rows: Any = slice(first, last) if last - first == len(env_ids) else np.asarray(env_ids)
+        self._before[rows] = self._position[rows]
+        for i, action in zip(env_ids, actions, strict=True):
+            body = bodies[i]
+            body.ctrl[:] = action
+            advance(body.model, body.data, frame_skip)
+            if forces is not None:
+                forces(body.model, body.data)
+            for row, source in body.copies:
+                row[:] = source
+            limit = body.limit
+            if limit is None:
+                truncated[i] = False
+            else:
+                limit._elapsed_steps += 1
+                truncated[i] = limit._elapsed_steps >= limit._max_episode_steps
+            out.info[i] = infos[i]
+        self._observe(rows, out.observation["state"])
+        self._judge(rows, actions, out)
+
+    def _observe(self, rows: Any, state: np.ndarray) -> None:
+        """Observations of the environments `rows` [n, dim]."""
+        end, skipped = self._nq + self._nv - self._skipped, self._skipped
+        if self._is_ant:
+            low, high = self._terms._contact_force_range
+            self._contact[rows] = np.clip(self._contact[rows], low, high)
+        if not self._shows_contact and not self._clips_velocity:
+            state[rows] = self._joints[rows, skipped:]
+            return
+        state[rows, :end] = self._joints[rows, skipped:]
+        if self._shows_contact:
+            state[rows, end:] = self._contact[rows, 6:]  # without the world's
+        if self._clips_velocity:
+            state[rows, end - self._nv : end] = np.clip(self._joints[rows, self._nq :], -10, 10)
+
+    def _judge(self, rows: Any, actions: np.ndarray, out: StepBuffers) -> None:
+        """Rewards and ends."""
+        terms = self._reward_terms(rows, actions)
+        if terms.healthy is None:
+            out.reward[rows] = terms.forward - terms.control
+            out.terminated[rows] = False
+        else:
+            costs = terms.control if terms.contact is None else terms.control + terms.contact
+            out.reward[rows] = terms.forward + terms.survive - costs
+            out.terminated[rows] = ~terms.healthy & bool(self._terms._terminate_when_unhealthy)
+        out.success[rows] = False
+
+    def _reward_terms(self, rows: Any, actions: np.ndarray) -> _Terms:
+        """Gymnasium's order of operations and mixture of precisions is kept: see the tests."""
+        terms = self._terms
+        velocity = (self._position[rows] - self._before[rows]) / self._dt
+        forward = terms._forward_reward_weight * velocity[:, 0]
+        control = terms._ctrl_cost_weight * np.add.reduce(np.square(actions), axis=1)
+        contact = terms._contact_cost_weight * np.square(self._contact[rows]).sum(axis=1) if self._is_ant else None
+        healthy = self._is_healthy(rows)
+        return _Terms(velocity, forward, control, contact, healthy, None if healthy is None else healthy * terms._healthy_reward)
+
+    def _info(self, env_id: int) -> dict[str, float]:
+        """Gymnasium's info of the last step of one environment."""
+        rows = slice(env_id, env_id + 1)
+        # The action was a float32, and its squares are summed as such.
+        terms = self._reward_terms(rows, self._bodies[env_id].ctrl[None].astype(np.float32))
+        columns = {"x_position": self._joints[rows, 0], "x_velocity": terms.velocity[:, 0], "reward_forward": terms.forward}
+        columns["reward_ctrl"] = -terms.control
+        if terms.survive is not None:
+            columns["reward_survive"] = terms.survive
+            if terms.contact is not None:
+                place = self._joints[rows, :2]
+                columns |= {"y_position": place[:, 1], "y_velocity": terms.velocity[:, 1], "reward_contact": -terms.contact}
+                columns["distance_from_origin"] = np.hypot(place[:, 0], place[:, 1])
+            else:
+                columns["z_distance_from_origin"] = self._joints[rows, 1] - self._terms.init_qpos[1]
+        return {name: column.item() for name, column in columns.items()}
+
+    def _ant_is_healthy(self, rows: Any) -> np.ndarray:
+        low, high = self._terms._healthy_z_range
+        state = self._joints[rows]
+        return np.isfinite(state).all(axis=1) & (low <= state[:, 2]) & (state[:, 2] <= high)
+
+    def _walker_is_healthy(self, rows: Any) -> np.ndarray:
+        (low_z, high_z), (low, high) = self._terms._healthy_z_range, self._terms._healthy_angle_range
+        z, angle = self._joints[rows, 1], self._joints[rows, 2]
+        return (low_z < z) & (z < high_z) & (low < angle) & (angle < high)
+
+    def _hopper_is_healthy(self, rows: Any) -> np.ndarray:
+        low, high = self._terms._healthy_state_range
+        state = self._joints[rows, 2:]
+        return self._walker_is_healthy(rows) & ((low < state) & (state < high)).all(axis=1)
+
+
+# ---- all tasks --------------------------------------------------------------------------------------------------------
+
 
 MAX_SHADOW_MAP = 1024
 """Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""

@@ -20,7 +20,7 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.known_indices import know_arms
-from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.robots.mujoco_model import Drawing
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 OBSERVATIONS = ("state", "rgb", "rgb+state")

@@ -1,29 +1,145 @@
 """GEM (Liu et al. 2025, "GEM: A Gym for Agentic LLMs", arXiv:2510.01051): games and reasoning tasks in text.
 
 An observation is the part ``text``, an action a string; what counts in it is what stands inside ``\\boxed{}``. No torch and no
-tokenizer is needed here.
+tokenizer is needed here. `make_rock` has the games run in ROCK's sandboxes ("ROCK", Alibaba 2025) instead, by its routes
+``POST /apis/v1/envs/gem/{make,reset,step,close}``; texts, turns and successes are put together as for games in this process.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import logging
+import os
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
+from embodied_rl.sim.remote_client import Answer, JsonClient, RemoteFault
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
-from embodied_rl.sim.text.gem_tasks import OFFLINE_FAMILIES, registered, require, same_in_every_process, tasks
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
 
-__all__ = ["HISTORIES", "GemSim", "make", "tasks"]
+# ---- the registry, and which environments run with what is on this machine --------------------------------------------
+
+
+OFFLINE_FAMILIES = ("game", "rg")
+"""Environments that make their own problems: GEM's games, and the procedural data sets of reasoning-gym. The others (math, code,
+qa, logic, eval) read data sets from a model hub."""
+
+NEEDS_WORD_LIST = ("Wordle", "Hangman", "WordSearch")
+"""Games that read nltk's corpus "words", which no package brings."""
+
+NEEDS_SAT_SOLVER = "rg:zebra_puzzles"
+"""Solves with pycosat, which comes as source code in C."""
+
+BROKEN = {
+    "game:Crosswords-v0-random": "GEM 0.1.0 looks for words before it has drawn how hard they are",
+    "game:FifteenPuzzle-v0-random": "GEM 0.1.0 computes with its number of rows before it has drawn one",
+    "rg:composite": "reasoning-gym asks for a list of data sets here, and GEM 0.1.0 has no way to give one",
+}
+"""Registered ids that cannot be made, and why."""
+
+
+HASH_ORDERED = frozenset({"rg:isomorphic_strings", "rg:polynomial_multiplication", "rg:ransom_note"})
+"""Tasks whose questions follow the order of sets of strings, which every Python process shuffles in its own way unless
+PYTHONHASHSEED is fixed."""
+
+
+def registered() -> Mapping[str, Any]:
+    """GEM's registry, id → specification. Raises MissingExtraError where GEM is not installed. The first call takes a second."""
+    if not has_sat_solver():
+        sys.modules.setdefault("pycosat", ModuleType("pycosat"))  # reasoning-gym imports it for the one task that solves with it
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        import gem.envs
+        from gem.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        version = "GEM" if sys.version_info < (3, 12) else "GEM, which wants Python 3.11 or older,"
+        raise MissingExtraError(version, "text", error) from error
+    finally:
+        # Importing GEM configures the process's logging, which is not a library's to decide.
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    assert gem.envs
+    return ENV_REGISTRY
+
+
+def tasks() -> list[str]:
+    """Ids of the environments that need nothing which is not here, sorted. Raises MissingExtraError where GEM is not installed."""
+    known = registered()
+    without = () if word_list_installed() else NEEDS_WORD_LIST
+    solvable = has_sat_solver()
+    return sorted(
+        task
+        for task in known
+        if task.partition(":")[0] in OFFLINE_FAMILIES
+        and task not in BROKEN
+        and not any(name in task for name in without)
+        and (solvable or task != NEEDS_SAT_SOLVER)
+    )
+
+
+def same_in_every_process(task: str) -> bool:
+    """Whether a seed means the same question in another process as in this one."""
+    return task not in HASH_ORDERED or os.environ.get("PYTHONHASHSEED", "random") not in ("", "random")
+
+
+def has_sat_solver() -> bool:
+    """Whether pycosat itself is here, and not what stands in for it."""
+    found = sys.modules.get("pycosat")
+    return importlib.util.find_spec("pycosat") is not None if found is None else hasattr(found, "itersolve")
+
+
+def word_list_installed() -> bool:
+    """Whether nltk finds its corpus "words", without asking the network (GEM's games would)."""
+    import nltk
+
+    for place in ("corpora/words", "corpora/words.zip"):
+        try:
+            nltk.data.find(place)
+        except LookupError:
+            continue
+        return True
+    return False
+
+
+def require(task: str) -> None:
+    """Refuse a task that cannot be made here.
+
+    Raises:
+        MissingExtraError: GEM is not installed.
+        MissingAssetsError: a word list or data set is missing; the message holds what brings it.
+        UserError: the id is unknown, or known not to work.
+    """
+    known = registered()
+    if task not in known:
+        raise UserError(f"GEM task '{task}' is not known.{did_you_mean(task, known)}")
+    if task in BROKEN:
+        raise UserError(f"GEM task '{task}' cannot be made: {BROKEN[task]}. `embodied_rl.sim.text.gem.tasks()` lists those that can.")
+    if task == NEEDS_SAT_SOLVER and not has_sat_solver():
+        raise MissingAssetsError(f"GEM task '{task}' needs a package that is compiled where it is installed: pip install pycosat")
+    if any(name in task for name in NEEDS_WORD_LIST) and not word_list_installed():
+        raise MissingAssetsError(f"GEM task '{task}' needs nltk's list of English words. Get it: python -m nltk.downloader words")
+    if task.partition(":")[0] not in OFFLINE_FAMILIES and importlib.util.find_spec("datasets") is None:
+        name = known[task].kwargs.get("dataset_name")
+        raise MissingAssetsError(
+            f"GEM task '{task}' reads the data set '{name}' with a package that is not installed: pip install datasets"
+        )
+
+
+# ---- the simulator ----------------------------------------------------------------------------------------------------
+
 
 HISTORIES = ("none", "observations", "conversation")
 
@@ -253,3 +369,120 @@ def _random_action(env: Any) -> str:
         except NotImplementedError:
             return ""
     return answer if "\\boxed{" in answer else f"\\boxed{{{answer}}}"
+
+
+# ---- in ROCK's sandboxes -----------------------------------------------------------------------------------------------------
+
+
+_ROUTES = "/apis/v1/envs/gem"
+_MAKE_S = 170.0
+
+
+def make_rock(
+    client: JsonClient,
+    task: str | None,
+    num_envs: int,
+    history: str = "none",
+    success_return: float = 1.0,
+    observation_bytes: int = 2**16,
+    action_bytes: int = 2**14,
+) -> RockSim:
+    """`num_envs` sandboxes with one GEM environment each; see `embodied_rl.sim.text.gem.make` for the arguments.
+
+    Raises:
+        UserError: no task, or the server cannot be reached or refuses it.
+    """
+    if not task:
+        raise UserError("protocol=rock needs the environment's id: sim.task=game:GuessTheNumber-v0-easy, say.")
+    if history not in HISTORIES:
+        raise UserError(f"ROCK: history='{history}' is not a choice.{did_you_mean(history, HISTORIES)}")
+    return RockSim(client, task, num_envs, history, success_return, observation_bytes, action_bytes)
+
+
+class RockSim(GemSim):
+    """`GemSim` whose environments are sandboxes. See `make_rock`.
+
+    ROCK's routes know no request numbers, so that a step whose answer is lost is not sent again: the worker fails, and the manager takes
+    its episodes up.
+    """
+
+    def __init__(
+        self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, observation_bytes: int, action_bytes: int
+    ) -> None:
+        self._client = client
+        self._sandboxes: list[Sandbox] = []
+        try:
+            parts = {"text": VariableSpec("text", observation_bytes)}
+            super().__init__(task, num_envs, history, success_return, parts, ActionSpec.text(action_bytes), {})
+        except BaseException:
+            self.close()
+            raise
+        # A game begins anew from its seed; of other environments it is not known.
+        self.spec = replace(self.spec, snapshots="replay" if self._family == "game" else "none", max_episode_steps=None)
+
+    def sample_action(self, env_id: int, seed: int) -> str:
+        """Raises UserError: the game, which knows its moves, is not here."""
+        raise UserError(f"ROCK cannot draw a random move of '{self.spec.task}': the game is behind {self._client.url}.")
+
+    def close(self) -> None:
+        """Close the sandboxes; one that cannot be reached is left to the server."""
+        sandboxes, self._sandboxes, self.envs = self._sandboxes, [], []
+        for sandbox in sandboxes:
+            try:
+                sandbox.close()
+            except RemoteFault:
+                break
+        self._client.close()
+
+    def _make_one(self, task: str, kwargs: Mapping[str, Any], generator: PrivateRandom) -> Sandbox:
+        sandbox = Sandbox(self._client, task)
+        self._sandboxes.append(sandbox)
+        return sandbox
+
+
+class Sandbox:
+    """One environment of the service, with GEM's own interface."""
+
+    def __init__(self, client: JsonClient, task: str) -> None:
+        """Make it. Raises UserError when the server refuses."""
+        self._client = client
+        try:
+            answer = client.call("POST", f"{_ROUTES}/make", {"env_id": task}, repeat=False, deadline_s=_MAKE_S)
+        except RemoteFault as fault:
+            raise UserError(f"ROCK's server at {client.url} cannot make '{task}': {fault}") from fault
+        found = _result(answer)
+        if answer.status != 200 or not found.get("sandbox_id"):
+            raise UserError(f"ROCK's server at {client.url} cannot make '{task}': status {answer.status}, {answer.message}.")
+        self.sandbox_id = str(found["sandbox_id"])
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """(observation, info)"""
+        found = self._ask("reset", {"seed": seed}, repeat=True)
+        return str(found["observation"]), dict(found.get("info") or {})
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """(observation, reward, terminated, truncated, info)"""
+        found = self._ask("step", {"action": action}, repeat=False)
+        try:
+            flags = bool(found["terminated"]), bool(found["truncated"])
+            return str(found["observation"]), float(found["reward"]), *flags, dict(found.get("info") or {})
+        except (KeyError, TypeError, ValueError) as error:
+            raise RemoteFault("bad_response", f"A step's answer of {self._client.url} is malformed: {error!r}") from error
+
+    def close(self) -> None:
+        """Raises RemoteFault where the server cannot be reached."""
+        self._client.call("POST", f"{_ROUTES}/close", {"sandbox_id": self.sandbox_id}, deadline_s=2.0)
+
+    def _ask(self, route: str, body: Mapping[str, Any], *, repeat: bool) -> dict[str, Any]:
+        answer = self._client.call("POST", f"{_ROUTES}/{route}", {"sandbox_id": self.sandbox_id, **body}, repeat=repeat)
+        found = _result(answer)
+        if answer.status != 200 or "observation" not in found:
+            what = f"{route} of sandbox '{self.sandbox_id}' at {self._client.url} failed"
+            raise RemoteFault(answer.kind or "bad_response", f"{what}: status {answer.status}, {answer.message}")
+        return found
+
+
+def _result(answer: Answer) -> dict[str, Any]:
+    """Newer servers put what older ones answer into ``result``, beside a status of their own."""
+    inner = answer.body.get("result")
+    return inner if isinstance(inner, dict) else answer.body

@@ -232,7 +232,7 @@ def test_files_cut_short_or_without_their_other_half(tmp_path: Path) -> None:
 
 def play(folder: Path, task: str) -> Recording:
     """Two episodes of one of ManiSkill's tasks: the expert's until it succeeds, and one in which the arm only opens its gripper."""
-    from embodied_rl.sim.robots import experts_maniskill
+    from embodied_rl.sim.robots import experts
     from embodied_rl.sim.robots.maniskill import make
     from embodied_rl.types import StepBuffers
 
@@ -243,7 +243,7 @@ def play(folder: Path, task: str) -> Recording:
     with RecordingWriter(folder, info) as writer:
         for seed, tries in ((3, True), (0, False)):
             sim.reset([0], [seed], out, {"reconfigure": True})
-            expert = getattr(experts_maniskill, f"{task.removesuffix('-v1')}Expert")(sim, 0)
+            expert = getattr(experts, f"{task.removesuffix('-v1')}Expert")(sim, 0)
             sink = EpisodeSink(writer, seed)
             sink.start({"state": out.observation["state"][0]}, sim.physics(0))
             for step in range(50 if tries else 5):

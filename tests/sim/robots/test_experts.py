@@ -12,8 +12,7 @@ from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import EXPERT, expert_maker, instrumented
-from embodied_rl.sim.robots.experts import EXPERTS, expert_target
-from embodied_rl.sim.robots.experts_fetch import towards
+from embodied_rl.sim.robots.experts import EXPERTS, expert_target, towards
 from embodied_rl.types import StepBuffers
 
 MANISKILL = ("maniskill_pushcube", "maniskill_pickcube", "maniskill_stackcube")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one
-from embodied_rl.sim.robots.locomotion import LocomotionSim, is_known
-from embodied_rl.sim.robots.mujoco import make
+from embodied_rl.sim.robots.mujoco import LocomotionSim, is_known, make
 from embodied_rl.types import StepBuffers
 
 TASKS: list[tuple[str, dict[str, Any]]] = [

@@ -12,7 +12,7 @@ from embodied_rl.errors import MissingExtraError
 from embodied_rl.registry import load_target
 from embodied_rl.sim.rendering import vulkan_available
 from embodied_rl.sim.robots import maniskill
-from embodied_rl.sim.robots import maniskill_verdicts as verdicts
+from embodied_rl.sim.robots import maniskill as verdicts
 from embodied_rl.sim.robots.experts import EXPERTS
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 from embodied_rl.types import StepBuffers
@@ -192,7 +192,7 @@ def test_a_task_that_takes_no_part_of_a_batch_is_stepped_one_by_one(tmp_path: Pa
     sim.close()
     (verdict,) = verdicts.remembered()
     assert (verdict.task, verdict.equal) == ("MS-HopperHop-v1", False)
-    monkeypatch.setattr("embodied_rl.sim.robots.maniskill_batch.check.difference", None)  # not asked again
+    monkeypatch.setattr("embodied_rl.sim.robots.maniskill_batch.sim.difference", None)  # not asked again
     assert not maniskill.batch_verdict("MS-HopperHop-v1", {}).equal
 
 

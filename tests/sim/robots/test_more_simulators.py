@@ -16,12 +16,12 @@ import pytest
 
 from embodied_rl.commands import catalog
 from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.sim.factory import task_list
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import aloha, gymnasium_robotics, libero, robosuite
-from embodied_rl.sim.robots.mujoco_drawing import Drawing
+from embodied_rl.sim.robots.mujoco_model import Drawing
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.snapshots import SnapshotError
-from embodied_rl.sim.task_lists import task_list
 from embodied_rl.types import StepBuffers, TensorSpec
 from tests.sim.robots.trajectories import actions_for, assert_depends_on_seed_alone
 

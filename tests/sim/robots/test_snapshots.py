@@ -19,8 +19,7 @@ from embodied_rl.errors import MissingExtraError
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one
-from embodied_rl.sim.robots.mujoco_state import ModelChanges
-from embodied_rl.sim.robots.saved_state import Packer, Unpacker
+from embodied_rl.sim.robots.saved_state import ModelChanges, Packer, Unpacker
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import StepBuffers
 from tests.sim.robots.continuation import Subject, continue_elsewhere, differences, play, random_actions, start
@@ -262,7 +261,7 @@ def test_what_is_not_known_to_be_exact_does_not_say_so() -> None:
         lake.snapshot(0)
     push_t = made(subject("pusht", "PushT-v0"), 1)
     assert push_t.spec.snapshots == "replay"
-    from embodied_rl.sim.robots.vector import VectorEnvSim
+    from embodied_rl.sim.robots.gymnasium import VectorEnvSim
 
     together = VectorEnvSim(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync"))
     assert (together.spec.snapshots, together.spec.steps_together) == ("none", True)

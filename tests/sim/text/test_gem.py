@@ -18,7 +18,7 @@ import pytest
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
-from embodied_rl.sim.text import gem, gem_tasks
+from embodied_rl.sim.text import gem
 from embodied_rl.types import ActionSpec, StepBuffers, VariableSpec
 from tests.sim.text.moves import answers
 from tests.sim.text.play import episode, go_on, outcome
@@ -89,12 +89,12 @@ def test_spec() -> None:
 
 
 def test_tasks_without_the_word_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gem_tasks, "word_list_installed", lambda: False)
+    monkeypatch.setattr(gem, "word_list_installed", lambda: False)
     found = gem.tasks()
     assert len([task for task in found if task.startswith("game:")]) == 26
-    assert len([task for task in found if task.startswith("rg:")]) == 102 + gem_tasks.has_sat_solver()
-    assert len(found) == 128 + gem_tasks.has_sat_solver()
-    monkeypatch.setattr(gem_tasks, "word_list_installed", lambda: True)
+    assert len([task for task in found if task.startswith("rg:")]) == 102 + gem.has_sat_solver()
+    assert len(found) == 128 + gem.has_sat_solver()
+    monkeypatch.setattr(gem, "word_list_installed", lambda: True)
     assert set(gem.tasks()) - set(found) == {
         f"game:{name}-v0-{level}" for name in ("Wordle", "Hangman", "WordSearch") for level in ("easy", "hard", "random")
     }
@@ -280,7 +280,7 @@ def test_new_processes_play_the_same_episodes() -> None:
     first, second, other = in_a_new_process(wanted), in_a_new_process(wanted), in_a_new_process(wanted, "1")
     assert first == second
     differ = {task for (task, _), a, b in zip(wanted["episodes"], first["episodes"], other["episodes"], strict=True) if a != b}
-    assert differ <= gem_tasks.HASH_ORDERED
+    assert differ <= gem.HASH_ORDERED
     assert first["heavy"] == [], "a simulator's process needs none of these"
 
 
@@ -298,7 +298,7 @@ def test_every_task_plays_the_same_in_a_new_process() -> None:
     wanted = {"episodes": [[task, 4] for task in tasks]}
     first, other = in_a_new_process(wanted), in_a_new_process({"episodes": wanted["episodes"][::-1]}, "1")
     pairs = zip(tasks, first["episodes"], other["episodes"][::-1], strict=True)
-    assert {task for task, a, b in pairs if a != b} <= gem_tasks.HASH_ORDERED
+    assert {task for task, a, b in pairs if a != b} <= gem.HASH_ORDERED
     assert first["printed"] == "", "a worker's output is for the user"
     assert not [task for task, played in zip(tasks, first["episodes"], strict=True) if len(played) < 2 or not played[0].strip()]
 
@@ -383,7 +383,7 @@ def test_errors_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         gem.make("game:FifteenPuzzle-v0-random", 1)
     with pytest.raises(UserError, match="no picture"):
         gem.make("rg:chain_sum", 1).render(0)
-    monkeypatch.setattr(gem_tasks, "word_list_installed", lambda: False)
+    monkeypatch.setattr(gem, "word_list_installed", lambda: False)
     with pytest.raises(MissingAssetsError, match=r"python -m nltk.downloader words"):
         gem.make("game:Wordle-v0-easy", 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -415,7 +415,7 @@ gem.make("rg:zebra_puzzles", 1)
     assert "pip install pycosat" in done.stderr
 
 
-@pytest.mark.parametrize("task", sorted(gem_tasks.BROKEN))
+@pytest.mark.parametrize("task", sorted(gem.BROKEN))
 def test_what_is_called_broken_is(task: str) -> None:
     """A version of GEM that mends one of these is noticed here."""
     with pytest.raises(Exception):  # noqa: B017

@@ -6,19 +6,129 @@ would anywhere, bit for bit; then its bodies take the places of the old ones, an
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from mani_skill.utils.structs import Pose
+from mani_skill.agents.base_agent import BaseAgent
+from mani_skill.agents.controllers.base_controller import BaseController
+from mani_skill.agents.multi_agent import MultiAgent
+from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
+from mani_skill.sensors.base_sensor import BaseSensor
+from mani_skill.utils.structs import Pose, RenderCamera
+from mani_skill.utils.structs.base import BaseStruct
 
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
-from embodied_rl.sim.robots.maniskill_batch.rows import row_of, with_row
-from embodied_rl.sim.robots.maniskill_batch.scene import STRUCTS
+from embodied_rl.sim.robots.maniskill_batch.physics import STRUCTS, BatchScene, BatchSystem
 from embodied_rl.sim.robots.maniskill_batch.structs import ROW_CACHES
 from embodied_rl.sim.robots.maniskill_state import LEFT, Bodies, EpisodeState, bodies_of, owners_of, physics_of
 from embodied_rl.sim.snapshots import SnapshotError
+
+# ---- rows of the Python state of a batch ------------------------------------------------------------------------------
+
+
+@contextmanager
+def kept_rows(env: Any, rows: Sequence[int]) -> Iterator[None]:
+    """Whatever happens meanwhile to the attributes of other environments than `rows` is undone."""
+    num_envs = env.num_envs
+    if len(rows) == num_envs:
+        yield
+        return
+    others = torch.ones(num_envs, dtype=torch.bool)
+    others[list(rows)] = False
+    before = [(vars(owner), _copies(vars(owner), num_envs)) for _, owner in owners_of(env)]
+    try:
+        yield
+    finally:
+        for present, copies in before:
+            for name, copy in copies.items():
+                now = present.get(name)
+                if isinstance(now, Pose) and isinstance(copy, Pose):
+                    now, copy = now.raw_pose, copy.raw_pose
+                if isinstance(now, torch.Tensor) and isinstance(copy, torch.Tensor) and now.shape == copy.shape:
+                    now[others] = copy[others]
+
+
+def _copies(attributes: dict[str, Any], num_envs: int) -> dict[str, Any]:
+    copies: dict[str, Any] = {}
+    for name, value in attributes.items():
+        kind = type(value)
+        if kind is torch.Tensor:
+            if value.ndim and value.shape[0] == num_envs:
+                copies[name] = value.clone()
+        elif kind is Pose and value.raw_pose.shape[0] == num_envs:
+            copies[name] = Pose(raw_pose=value.raw_pose.clone())
+    return copies
+
+
+def row_of(value: Any, single: Any, i: int, num_envs: int, seen: dict[int, Any]) -> Any:
+    """Environment `i`'s part of an attribute, in the form that it has in an environment by itself.
+
+    Args:
+        single: the attribute of an environment by itself; what has the same shape there belongs to no single one.
+        seen: parts of objects met before, so that attributes which are one object stay one.
+    """
+    if id(value) in seen:
+        return seen[id(value)]
+    part = value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if _is_row_by_row(value, single, num_envs):
+            part = value[i : i + 1].clone() if isinstance(value, torch.Tensor) else value[i : i + 1].copy()
+    elif isinstance(value, Pose):
+        part = Pose(raw_pose=row_of(value.raw_pose, getattr(single, "raw_pose", None), i, num_envs, seen))
+    elif isinstance(value, BatchedRNG):
+        part = BatchedRNG(rngs=[value.rngs[i]])
+    elif type(value) is dict:
+        others = single if type(single) is dict else {}
+        part = {key: row_of(item, others.get(key), i, num_envs, seen) for key, item in value.items()}
+    elif type(value) is list and len(value) == num_envs and not (type(single) is list and len(single) == num_envs):
+        part = [value[i]]
+    seen[id(value)] = part
+    return part
+
+
+def with_row(value: Any, single: Any, i: int, num_envs: int) -> Any:
+    """An attribute of the batch with environment `i`'s part replaced by that of an environment by itself; the inverse of `row_of`."""
+    if isinstance(single, torch.Tensor):
+        if value is None and single.ndim and single.shape[0] == 1:
+            value = torch.zeros((num_envs, *single.shape[1:]), dtype=single.dtype)
+        if isinstance(value, torch.Tensor) and _is_row_by_row(value, single, num_envs):
+            value = value.clone()
+            value[i] = single[0]
+    elif isinstance(single, np.ndarray):
+        if isinstance(value, np.ndarray) and _is_row_by_row(value, single, num_envs):
+            value = value.copy()
+            value[i] = single[0]
+    elif isinstance(single, Pose):
+        raw = with_row(None if value is None else value.raw_pose, single.raw_pose, i, num_envs)
+        value = Pose(raw_pose=raw)
+    elif isinstance(single, BatchedRNG) and isinstance(value, BatchedRNG):
+        value.rngs[i] = single.rngs[0]
+    elif type(single) is dict and type(value) is dict:
+        value.update({key: with_row(value.get(key), item, i, num_envs) for key, item in single.items() if key in value})
+    elif (
+        type(single) is list
+        and type(value) is list
+        and len(single) == 1
+        and len(value) == num_envs
+        and not isinstance(single[0], BaseStruct)
+    ):
+        value[i] = single[0]
+    return value
+
+
+def _is_row_by_row(value: Any, single: Any, num_envs: int) -> bool:
+    if not value.ndim or value.shape[0] != num_envs:
+        return False
+    return not isinstance(single, torch.Tensor | np.ndarray) or tuple(single.shape) == (1, *value.shape[1:])
+
+
+# ---- a scene built anew -----------------------------------------------------------------------------------------------
+
 
 _OBJECTS = ("_objs", "_bodies", "_physx_articulations")
 _OF_THE_DONOR = frozenset({"num_envs", "reconfiguration_freq"})
@@ -170,3 +280,97 @@ class GraftedState:
                 self._grafts.restore(self._i, state)
         except UnsupportedTask as error:
             raise SnapshotError(f"Snapshot cannot be taken up in a batch of environments: {error}.") from error
+
+
+# ---- one environment of a batch, seen as ManiSkill's environment by itself --------------------------------------------
+
+
+_VIEWED = (BaseStruct, BaseAgent, MultiAgent, BaseController, BaseSensor, RenderCamera, BatchScene, BatchSystem)
+
+
+class EnvView:
+    """Attributes of the task, its robots, controllers, scene, actors and links with the row of one environment: shapes [1, …].
+
+    Methods are called with this environment acting and drawn, and no other.
+    """
+
+    def __init__(self, env: Any, i: int) -> None:
+        self._of_view = _Rows(env, i)
+        self._viewed = env
+
+    @property
+    def unwrapped(self) -> EnvView:
+        return self
+
+    def forget(self) -> None:
+        """The scene was built anew: everything is another object from now on."""
+        self._of_view.made.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return self._of_view.shown(getattr(self._viewed, name))
+
+
+class _Rows:
+    """What the views of one environment share."""
+
+    def __init__(self, env: Any, i: int) -> None:
+        self.env, self.i, self.num_envs = env, i, env.num_envs
+        self.made: dict[int, tuple[Any, _View]] = {}
+
+    def shown(self, value: Any, places: list[int] | None = None, num: int | None = None) -> Any:
+        """The row of a value, a view of an object, or the value as it is."""
+        places, num = [self.i] if places is None else places, num or self.num_envs
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return value[places] if value.ndim and value.shape[0] == num > 1 else value
+        if isinstance(value, Pose):
+            return Pose(raw_pose=self.shown(value.raw_pose, places, num))
+        if type(value) in (list, tuple):
+            return type(value)([self.shown(item, places, num) for item in value])
+        if type(value) is dict:
+            return {key: self.shown(item, places, num) for key, item in value.items()}
+        if isinstance(value, types.MethodType):
+            return self._method(value, places, num)
+        return self._view(value) if isinstance(value, _VIEWED) else value
+
+    def _view(self, value: Any) -> _View:
+        found = self.made.get(id(value))
+        if found is None:
+            found = self.made[id(value)] = (value, _View(self, value))
+        return found[1]
+
+    def _method(self, method: Any, places: list[int], num: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            scene = self.env.scene
+            with scene.only((self.i,)), scene.drawing(self.i):
+                result = method(*[_plain(arg) for arg in args], **{key: _plain(arg) for key, arg in kwargs.items()})
+            return self.shown(result, places, num)
+
+        return call
+
+
+class _View:
+    def __init__(self, rows: _Rows, viewed: Any) -> None:
+        object.__setattr__(self, "_of_view", rows)
+        object.__setattr__(self, "_viewed", viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        rows, viewed = self._of_view, self._viewed
+        value = getattr(viewed, name)
+        if not isinstance(viewed, BaseStruct):
+            if name in ("_render_cameras", "sub_scenes", "systems"):
+                return [value[rows.i]]
+            return rows.shown(value)
+        scenes = viewed._scene_idxs.tolist()
+        places = [k for k, scene in enumerate(scenes) if scene == rows.i]
+        if name in ("_objs", "_bodies", "_physx_articulations"):
+            rows.env.scene.px.flush()
+            return [value[k] for k in places]
+        return rows.shown(value, places, len(scenes))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        with self._of_view.env.scene.only((self._of_view.i,)):
+            setattr(self._viewed, name, _plain(value))
+
+
+def _plain(value: Any) -> Any:
+    return value._viewed if isinstance(value, _View | EnvView) else value

@@ -21,7 +21,7 @@ from mani_skill.utils.building.actor_builder import ActorBuilder
 from mani_skill.utils.structs import Actor, Articulation, ArticulationJoint, Link, Pose, RenderCamera
 from mani_skill.utils.structs.base import BaseStruct, PhysxRigidBodyComponentStruct, PhysxRigidDynamicComponentStruct
 
-from embodied_rl.sim.robots.maniskill_batch.scene import STRUCTS, BatchScene
+from embodied_rl.sim.robots.maniskill_batch.physics import STRUCTS, BatchScene
 
 _INSTALLED = "_embodied_rl_batched"
 ROW_CACHES = ("_embodied_rl_rows", "_embodied_rl_scenes")

@@ -1,0 +1,207 @@
+"""What our adapters share about MuJoCo: pictures of a model, its cameras, and the physical state of an environment by name."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import gymnasium
+import numpy as np
+
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sim.robots.saved_state import layers_of, unique_held
+
+MAX_SHADOW_MAP = 1024
+"""Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""
+
+
+class Drawing:
+    """Off-screen pictures of one MjModel. Nothing is drawn, and no graphics driver needed, before the first `frame`.
+
+    Args:
+        model: the MjModel; its shadow map is limited, its off-screen buffer grows with what is asked for.
+        hidden_groups: groups of geoms left out, such as robosuite's collision shapes (group 0).
+        multisampling: keep the model's; off, edges are jagged and frames come faster.
+    """
+
+    def __init__(self, model: Any, hidden_groups: tuple[int, ...] = (), multisampling: bool = False) -> None:
+        import mujoco
+
+        self._mujoco, self.model = mujoco, model
+        quality = model.vis.quality
+        quality.shadowsize = min(int(quality.shadowsize), MAX_SHADOW_MAP)
+        if not multisampling:
+            quality.offsamples = 0
+        self._option = mujoco.MjvOption()
+        for group in hidden_groups:
+            self._option.geomgroup[group] = 0
+        self._renderers: dict[tuple[int, int], Any] = {}
+
+    def cameras(self) -> list[str]:
+        """Names of the model's fixed cameras."""
+        return [self.model.camera(index).name for index in range(self.model.ncam)]
+
+    def check_camera(self, camera: str) -> None:
+        """Raises UserError with the nearest name where the model has no such camera."""
+        if camera not in self.cameras():
+            raise UserError(f"Camera '{camera}' is not known.{did_you_mean(camera, self.cameras())}")
+
+    def frame(self, data: Any, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
+        """One picture [height, width, 3] uint8, the top row first; camera -1 is MuJoCo's free camera.
+
+        Raises:
+            UserError: this machine cannot draw off-screen.
+        """
+        renderer = self._renderers.get((height, width)) or self._new(height, width)
+        renderer.update_scene(data, camera=camera, scene_option=self._option)
+        if out is not None and not out.flags.c_contiguous:
+            out[...] = renderer.render()
+            return out
+        return renderer.render(out=out) if out is not None else renderer.render()
+
+    def close(self) -> None:
+        while self._renderers:
+            self._renderers.popitem()[1].close()
+
+    def _new(self, height: int, width: int) -> Any:
+        buffer = self.model.vis.global_
+        buffer.offheight, buffer.offwidth = max(buffer.offheight, height), max(buffer.offwidth, width)
+        renderer = new_renderer(self._mujoco, self.model, height, width)
+        if not self._renderers:
+            # Runs before MuJoCo takes its display down, which registered earlier; a drawing that is gone by then has closed itself.
+            atexit.register(_close, weakref.ref(self))
+            weakref.finalize(self, _close_all, self._renderers).atexit = False
+        self._renderers[height, width] = renderer
+        return renderer
+
+
+def _close(reference: weakref.ref[Drawing]) -> None:
+    drawing = reference()
+    if drawing is not None:
+        drawing.close()
+
+
+def _close_all(renderers: dict[tuple[int, int], Any]) -> None:
+    while renderers:
+        renderers.popitem()[1].close()
+
+
+def new_renderer(mujoco: Any, model: Any, height: int, width: int) -> Any:
+    """``mujoco.Renderer``. Raises UserError where this machine cannot draw."""
+    try:
+        return mujoco.Renderer(model, height, width)
+    except Exception as error:  # what fails without a driver differs: ImportError, AttributeError, RuntimeError, mujoco.FatalError
+        raise UserError(
+            f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
+            "`python -m embodied_rl.doctor` says what is there."
+        ) from error
+
+
+# ---- cameras of a model inside a gymnasium environment, which draws with the one it was made with ---------------------
+
+
+def model_cameras(env: gymnasium.Env) -> list[str]:
+    """Names of the model's fixed cameras, those without one left out; empty where the environment is not drawn by MuJoCo."""
+    renderer = _renderer(env)
+    if renderer is None:
+        return []
+    names = (renderer.model.camera(index).name for index in range(renderer.model.ncam))
+    return [name for name in names if name]
+
+
+def draw_from(env: gymnasium.Env, camera: str) -> Any:
+    """What ``env.render()`` gives with another camera. Raises UserError for a camera that there is not."""
+    require_camera(camera, model_cameras(env))
+    renderer: Any = _renderer(env)
+    before = renderer.camera_id
+    renderer.camera_id = renderer.model.camera(camera).id
+    try:
+        return env.render()
+    finally:
+        renderer.camera_id = before
+
+
+def camera_in_use(env: gymnasium.Env) -> str | None:
+    """Name of the camera that ``env.render()`` draws with; None: the free one."""
+    renderer = _renderer(env)
+    return renderer.model.camera(renderer.camera_id).name if renderer is not None and renderer.camera_id >= 0 else None
+
+
+def require_camera(camera: str, known: list[str]) -> None:
+    """Raises UserError with the nearest name where `camera` is not among `known`."""
+    if camera not in known:
+        raise UserError(f"Camera '{camera}' is not known.{did_you_mean(camera, ['default', *known])}")
+
+
+def _renderer(env: gymnasium.Env) -> Any:
+    found = (getattr(layer, "mujoco_renderer", None) for layer in layers_of(env))
+    return next((renderer for renderer in found if renderer is not None), None)
+
+
+# ---- the physical state by name ---------------------------------------------------------------------------------------
+
+
+MUJOCO_PARTS = ("qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "mocap_quat", "eq_active", "userdata")
+"""Arrays of MjData that the next physics step depends on, in MuJoCo's names; forces applied from outside are not among them."""
+
+
+class Physics(Protocol):
+    """One environment's state as named arrays: see `SimEnv.physics`."""
+
+    def get(self) -> dict[str, np.ndarray]: ...
+
+    def set(self, state: Mapping[str, np.ndarray]) -> None: ...
+
+
+class MujocoPhysics:
+    """``time`` [1] and the arrays of `MUJOCO_PARTS` that are not empty, each flat and in its own dtype."""
+
+    def __init__(self, model: Any, data: Any) -> None:
+        self._model, self._data = model, data
+        self._parts = {name: array.reshape(-1) for name in MUJOCO_PARTS if (array := getattr(data, name)).size}
+
+    def get(self) -> dict[str, np.ndarray]:
+        return {"time": np.array([self._data.time]), **{name: part.copy() for name, part in self._parts.items()}}
+
+    def set(self, state: Mapping[str, np.ndarray]) -> None:
+        import mujoco
+
+        self._data.time = float(state["time"][0])
+        for name, part in self._parts.items():
+            part[:] = state[name]
+        mujoco.mj_forward(self._model, self._data)
+        # mj_forward leaves its own solution as the next warm start; the saved one is what the uninterrupted episode would use.
+        self._data.qacc_warmstart[:] = state["qacc_warmstart"]
+
+
+class AttributeState:
+    """``state``: the array of that name in which gymnasium's classic control tasks keep all they have."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def get(self) -> dict[str, np.ndarray]:
+        return {"state": np.array(self._env.state, np.float64).reshape(-1)}
+
+    def set(self, state: Mapping[str, np.ndarray]) -> None:
+        present = self._env.state
+        kind = present.dtype if isinstance(present, np.ndarray) else np.dtype(np.float64)
+        self._env.state = np.array(state["state"], kind).reshape(np.shape(present))
+
+
+def physics_of(env: gymnasium.Env) -> Physics:
+    """Of an environment that has been reset. Raises UserError where its state is not found."""
+    layers = layers_of(env)
+    held = [value for layer in layers for value in vars(layer).values()]
+    models, data = unique_held(held, "MjModel"), unique_held(held, "MjData")
+    if len(models) == len(data) == 1:
+        return MujocoPhysics(models[0], data[0])
+    base: Any = env.unwrapped
+    if type(base).__module__.startswith("gymnasium.envs.classic_control.") and getattr(base, "state", None) is not None:
+        return AttributeState(base)
+    raise UserError(
+        f"Where '{getattr(env.spec, 'id', type(base).__name__)}' keeps its physical state is not known: it is no MuJoCo task and none of "
+        "gymnasium's classic ones. Leave it out: states=none, or states=snapshots:1 where the task has snapshots."
+    )
