@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+"""What JSON holds."""
+PartValue: TypeAlias = np.ndarray | Json
+"""One environment's value of one part of an observation."""
+Rows: TypeAlias = slice | np.ndarray
+"""Which rows of an array [n, ...]: neighbours, whose array is a view, or any."""
 
 
 @dataclass(frozen=True)

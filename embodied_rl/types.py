@@ -51,6 +51,11 @@ class StepBuffers:
     info: list[Mapping[str, Any] | None]
     """[n] the simulator's own info of this step; like the rows it may change with the next step."""
 
+    @property
+    def scalars(self) -> dict[str, np.ndarray]:
+        """{reward, terminated, truncated, success: [n]}"""
+        return {"reward": self.reward, "terminated": self.terminated, "truncated": self.truncated, "success": self.success}
+
     @staticmethod
     def allocate(spec: SimSpec, num_envs: int) -> StepBuffers:
         """Plain memory of the right shapes: for tests, checks and simulators used without a manager."""

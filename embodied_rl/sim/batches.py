@@ -11,9 +11,12 @@ import numpy as np
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, memory_of
 from embodied_rl.sim.variable_length import INFO_BUFFER
 from embodied_rl.sim.worker_pool import WorkerPool
+from embodied_rl.specs import Rows
 from embodied_rl.types import EpisodeSummary, StepBatch
 
 Slots = range | Sequence[int] | np.ndarray
+Actions = np.ndarray | Sequence[str]
+"""[n, A], with chunks [n, k, A], or a text each."""
 
 _SCATTERED_KEPT = 1024
 
@@ -26,7 +29,7 @@ class SlotViews:
         self.pool, self.slots, self._chunk_size = pool, slots, chunk_size
         self._arrays = pool.slab.arrays
         self._is_range = isinstance(slots, range)
-        self._rows: Any = slice(slots.start, slots.stop) if isinstance(slots, range) else slots
+        self._rows: Rows = slice(slots.start, slots.stop) if isinstance(slots, range) else slots
         self._size = len(slots)
         self.doorbells = [pool.doorbells[worker] for worker in dict.fromkeys(pool.worker_of[self._rows].tolist())]
         state = self._arrays["slot_state"]
@@ -65,7 +68,7 @@ class SlotViews:
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
-    def put_actions(self, actions: Any) -> Any:
+    def put_actions(self, actions: Actions) -> np.ndarray | list[str]:
         """Write actions into the slab; returns a copy of what was written, one entry per slot. Raises ValueError."""
         if self._action is not None:
             self._action[...] = actions
@@ -85,14 +88,14 @@ class SlotViews:
                 f"Chunks must be [{self._size}, k, {action.shape[2]}] with 1 ≤ k ≤ {self._chunk_size}, got {list(actions.shape)}."
             )
         length = actions.shape[1]
-        if self._is_range:
+        if isinstance(self._rows, slice):
             action[self._rows, :length] = actions
         else:
             action[self._rows[:, None], np.arange(length)] = actions
         self._arrays["chunk_length"][self._rows] = length
         return action[self._rows][:, :length].copy()
 
-    def _put_texts(self, actions: Any) -> list[str]:
+    def _put_texts(self, actions: Actions) -> list[str]:
         assert self._text is not None
         if isinstance(actions, str) or len(actions) != self._size:
             raise ValueError(f"One text for each of {self._size} slots is needed, got {actions!r:.80}.")
@@ -202,7 +205,7 @@ class ViewsOfSlots:
         return slots if isinstance(slots, range) else np.asarray(slots, np.int64)
 
 
-def ascending(slots: Sequence[int] | np.ndarray, actions: Any) -> tuple[Sequence[int] | np.ndarray, Any]:
+def ascending(slots: Slots, actions: Actions | Sequence[int]) -> tuple[Slots, Any]:
     """Slots in order, each with its own action."""
     order = np.argsort(slots, kind="stable").tolist()
     if order == list(range(len(order))):

@@ -24,7 +24,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.checks import rows, seeds, snapshots
 from embodied_rl.sim.checks.episodes import Failed, Part, Player, Session, Skipped, Trajectory, random_actions
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.factory import SimFactory, adapt
+from embodied_rl.sim.factory import SimFactory, adapt, called
 
 Outcome = Literal["pass", "fail", "skip"]
 _DETERMINISM, _EXACT, _ALONE = ("determinism",), ("determinism", "history"), ("determinism", "history", "siblings", "place")
@@ -150,7 +150,7 @@ def check_sim(
     except UserError:
         raise
     except Exception as error:
-        task = str(getattr(factory, "target", getattr(factory, "__qualname__", factory)))
+        task = factory.target if isinstance(factory, SimFactory) else called(factory)
         return CheckReport(task, num_envs, (CheckResult("build", "fail", _described(error), time.perf_counter() - started),))
     results = [CheckResult("build", "pass", f"{num_envs} environments", time.perf_counter() - started)]
     with _own_random_state():
@@ -222,8 +222,8 @@ def _importable(factory: Callable[..., Any]) -> SimFactory | str:
     while isinstance(factory, functools.partial) and not factory.args:
         kwargs = {**factory.keywords, **kwargs}
         factory = factory.func
-    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
-    if module in (None, "__main__") or not name.isidentifier() or getattr(sys.modules.get(str(module)), name, None) is not factory:
+    module, name = factory.__module__, called(factory)
+    if module in (None, "__main__") or module not in sys.modules or not name.isidentifier() or vars(sys.modules[module]).get(name) is not factory:
         return "a new process cannot import this factory: give SimFactory('package.module:Name') to check there too"
     return SimFactory(f"{module}:{name}", kwargs=kwargs)
 

@@ -100,7 +100,7 @@ class EpisodeLog:
         self.base[slot], self.prior[slot], self.options[slot] = None, (), {}
         self._start[slot] = self._offset + len(self._log)
 
-    def sent(self, slots: Sequence[int] | np.ndarray, actions: Any) -> None:
+    def sent(self, slots: Sequence[int] | np.ndarray, actions: np.ndarray | Sequence[str]) -> None:
         """Note a message; `actions` has one entry per slot and must be the log's own."""
         if self.keep_actions:
             self._log.append((slots, actions))

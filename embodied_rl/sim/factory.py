@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.rendering import configure_rendering
@@ -100,12 +100,10 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
-        name = getattr(factory, "__qualname__", str(factory))
+        name = called(factory)
         if name == "make":  # as our own adapters call theirs
-            name = str(getattr(factory, "__module__", name)).rpartition(".")[2]
-        raise UserError(
-            f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}. It takes: {', '.join(parameters) or 'no arguments'}."
-        )
+            name = factory.__module__.rpartition(".")[2]
+        raise UserError(f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], parameters)}")
     if "num_envs" in parameters:
         made = factory(num_envs=num_envs, **kwargs)
         if isinstance(made, SimEnv):
@@ -121,6 +119,11 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     if not all(hasattr(env, name) for env in envs for name in ("observation_space", "action_space", "reset", "step")):
         raise UserError(f"A simulator factory without num_envs must return a gymnasium.Env, got {type(envs[0]).__name__}.")
     return _adapter("GymnasiumSim")(envs, task=task)
+
+
+def called(factory: Callable[..., Any]) -> str:
+    """The name of a class or function; of what has none, what it is."""
+    return factory.__qualname__ if hasattr(factory, "__qualname__") else str(factory)
 
 
 def _adapter(name: str) -> Callable[..., SimEnv]:
@@ -171,7 +174,7 @@ def task_list(target: str) -> TaskList:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UserError(f"'{target}' cannot be imported: {error}. Is its package installed in this environment?") from error
-    tasks = getattr(module, "tasks", None)
+    tasks = vars(module).get("tasks")
     if not callable(tasks):
         raise UserError(f"'{module_name}' has no list of tasks: a function tasks() -> list[str] beside its factory would give one.")
-    return TaskList(target, tuple(tasks()), tuple(getattr(module, "SETS", ())))
+    return TaskList(target, tuple(tasks()), tuple(vars(module).get("SETS", ())))

@@ -15,7 +15,7 @@ import select
 import signal
 import sys
 import time
-from typing import Any
+from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LOOK_S = 2.0
@@ -76,7 +76,7 @@ class _Keeper:
                 poll.poll(100 if sys.platform != "linux" or gone else _LOOK_S * 1000)
                 time.sleep(0.001)
 
-    def _on_term(self, number: int, frame: Any) -> None:
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
         if self._worker:
             os.kill(self._worker, signal.SIGKILL)
 

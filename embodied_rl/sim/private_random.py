@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+NumpyState = tuple[Any, ...] | dict[str, Any]
+PythonState = tuple[Any, ...]
+
 
 class PrivateRandom:
     """One environment's own state of the process-wide generators `numpy.random` and `random`."""
 
     def __init__(self) -> None:
-        self.state: Any = None
+        self.state: tuple[NumpyState, PythonState] | None = None
         """(numpy's state, random's state), plain values and an array; None before the first use. Set it to go on from there."""
 
     @contextmanager

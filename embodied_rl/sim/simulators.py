@@ -10,6 +10,7 @@ import numpy as np
 from embodied_rl.sim.batches import Slots
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import EpisodeSummary, SimSpec, StepBatch
 
 
@@ -33,7 +34,7 @@ class Simulators:
     plays_itself: bool = False
     """Whether `evaluate` is to be asked, and no steps."""
 
-    def reset(self, seeds: Any = None, *, seed_round: int = 0, reconfigure: bool = False) -> StepBatch:
+    def reset(self, seeds: EpisodeSeeds | None = None, *, seed_round: int = 0, reconfigure: bool = False) -> StepBatch:
         """Start a new episode in every slot; see `EnvManager.reset`."""
         raise self._no_steps()
 

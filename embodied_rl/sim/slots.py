@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,8 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
 from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, plain_info
+from embodied_rl.specs import PartValue, Rows
 from embodied_rl.types import StepBuffers, VariableSpec
-
-_COUNTERS = ("returns", "lengths", "success_once")
 
 
 class NonFiniteOutput(Exception):
@@ -38,7 +37,7 @@ class _Part:
     def __init__(self, runner: SlotRunner, ids: list[int]) -> None:
         self.ids = ids
         contiguous = ids == list(range(ids[0], ids[-1] + 1))
-        self.rows: Any = slice(ids[0], ids[-1] + 1) if contiguous else np.asarray(ids)
+        self.rows: Rows = slice(ids[0], ids[-1] + 1) if contiguous else np.asarray(ids)
         self.is_view = contiguous
         if contiguous:
             out, first, last = runner.out, ids[0], ids[-1] + 1
@@ -148,6 +147,10 @@ class SlotRunner:
             self._owed = 0
         return self._lengths
 
+    def _counters(self) -> dict[str, np.ndarray]:
+        """What a snapshot keeps of the running episodes."""
+        return {"returns": self.returns, "lengths": self.lengths, "success_once": self.success_once}
+
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def step_pending(self) -> bool:
@@ -214,7 +217,7 @@ class SlotRunner:
             self._count(rows)
             self._check_finite(rows)
             done = out.terminated[rows] | out.truncated[rows]
-        marks: Any = READY
+        marks: np.ndarray | None = None
         if done is not None and np.count_nonzero(done):
             ended = [env_id for env_id, over in zip(ids, done.tolist(), strict=True) if over]
             if self.chunk_size == 1:
@@ -226,20 +229,20 @@ class SlotRunner:
         if self._buffers:
             self._publish_buffers(ids)
         fence()
-        if marks is READY and part.is_view:
+        if marks is None and part.is_view:
             part.marks.write(READY)
         else:
-            self._mark(ids, [READY] * len(ids) if marks is READY else marks.tolist())
+            self._mark(ids, [READY] * len(ids) if marks is None else marks.tolist())
 
     def _mark(self, ids: list[int], marks: list[int]) -> None:
         """One byte after the other, each stored once (see `Marks`)."""
         for env_id, mark in zip(ids, marks, strict=True):
             self.state_bytes[env_id] = mark
 
-    def _actions(self, ids: list[int], rows: Any) -> np.ndarray:
+    def _actions(self, ids: list[int], rows: Rows) -> np.ndarray:
         return self.action[rows] if self._action_buffer is None else self._action_buffer.read_all(ids)
 
-    def _advance_chunk(self, ids: list[int], rows: Any) -> np.ndarray:
+    def _advance_chunk(self, ids: list[int], rows: Rows) -> np.ndarray:
         """Play each row's chunk until it or the episode ends; sums go to `out`, single steps to the chunk's arrays. Returns done [n].
 
         Observations are made where they are read: at an episode's end, and after the chunk.
@@ -303,7 +306,7 @@ class SlotRunner:
                 self._free_steps = self.max_episode_steps - 1 - longest
         return floats
 
-    def _count(self, rows: np.ndarray, out: StepBuffers | None = None) -> None:
+    def _count(self, rows: Rows, out: StepBuffers | None = None) -> None:
         """Add the step to the running episodes of `rows`, and cut those that are over by our own rules."""
         out = out or self.out
         self.returns[rows] += out.reward[rows]
@@ -315,7 +318,7 @@ class SlotRunner:
         if self.max_episode_steps is not None:
             out.truncated[rows] |= (self.lengths[rows] >= self.max_episode_steps) & ~out.terminated[rows]
 
-    def _check_finite(self, rows: Any) -> None:
+    def _check_finite(self, rows: Rows) -> None:
         # One dot product carries every NaN and infinity into one number; the exact look is for when it is not finite.
         for part in (self.out.reward, *self._floats):
             flat = part.reshape(-1)
@@ -420,7 +423,7 @@ class SlotRunner:
     def snapshot(self, env_id: int) -> dict[str, Any]:
         """The simulator's own state and the counts of the running episode."""
         data = self.sim.snapshot(env_id)
-        return {"sim": data, "counters": {name: getattr(self, name)[env_id].item() for name in _COUNTERS}}
+        return {"sim": data, "counters": {name: counts[env_id].item() for name, counts in self._counters().items()}}
 
     def resume(self, item: Mapping[str, Any]) -> float | None:
         """Take up an episode as the manager describes it (see `episode_log.EpisodeLog.resume_item`).
@@ -448,7 +451,7 @@ class SlotRunner:
         else:
             self.sim.restore(env_id, base["sim"])
             for name, value in base["counters"].items():
-                getattr(self, name)[env_id] = value
+                self._counters()[name][env_id] = value
             for key, value in base["observation"].items():
                 scratch.observation[key][env_id] = value
         for action in item["actions"]:
@@ -457,8 +460,8 @@ class SlotRunner:
             self.sim.observe([env_id], scratch)
         return self._compare_and_publish(env_id, item, scratch)
 
-    def _replay(self, env_id: int, action: Any, scratch: StepBuffers) -> None:
-        steps = action if self.chunk_size > 1 else [action]
+    def _replay(self, env_id: int, action: np.ndarray | str, scratch: StepBuffers) -> None:
+        steps: Sequence[np.ndarray | str] | np.ndarray = action if self.chunk_size > 1 else [action]
         rows = np.asarray([env_id])
         for number, step in enumerate(steps):
             batch: np.ndarray
@@ -504,9 +507,9 @@ class SlotRunner:
         return [row for row in self._all if self.state[row] == PENDING] or self._all
 
 
-def _difference(now: Any, before: Any) -> float:
+def _difference(now: PartValue, before: PartValue) -> float:
     if isinstance(before, np.ndarray) and before.dtype.kind in "biuf":
-        if np.shape(now) != before.shape:
+        if np.asarray(now).shape != before.shape:
             return math.inf
         return float(np.max(np.abs(np.asarray(now, np.float64) - before.astype(np.float64)), initial=0.0))
     return 0.0 if now == before else math.inf

@@ -14,12 +14,13 @@ import math
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.specs import Json
 
 FORMAT_VERSION = 1
 _MAGIC = b"\x93ERLSNAP"
@@ -36,7 +37,7 @@ class SnapshotError(UserError):
     """A snapshot that cannot be used (damaged, of another version, task or simulator) or a state that cannot be saved."""
 
 
-def encode_state(tree: Any) -> bytes:
+def encode_state(tree: object) -> bytes:
     """Turn a tree of plain values into bytes; `decode_state` gives back an equal tree, bit by bit.
 
     Leaves: None, bool, int of any size, float, str, bytes, numpy scalars, numpy arrays of numbers, booleans or fixed-width text
@@ -94,7 +95,7 @@ def decode_state(data: bytes | bytearray | memoryview) -> Any:
         raise SnapshotError(f"Snapshot has a right checksum and wrong content ({error}): it was not written by embodied_rl.") from error
 
 
-def require_task(tree: Any, task: str) -> None:
+def require_task(tree: object, task: str) -> None:
     """Check the entry "task" of a decoded snapshot. Raises SnapshotError where it is missing or names another task."""
     saved = tree.get("task") if isinstance(tree, dict) else None
     if saved != task:
@@ -117,9 +118,9 @@ class _Writer:
     def __init__(self) -> None:
         self.blocks: list[Any] = []
         self.size = 0
-        self._by_type: dict[type, Callable[[Any], Any]] = {
-            type(None): _same,
-            bool: _same,
+        self._by_type: dict[type, Callable[[Any], Json]] = {
+            type(None): lambda value: None,
+            bool: bool,
             int: _integer,
             float: _float,
             str: _text,
@@ -133,7 +134,7 @@ class _Writer:
             np.ndarray: self._array,
         }
 
-    def node(self, value: Any) -> Any:
+    def node(self, value: object) -> Json:
         write = self._by_type.get(type(value))
         if write is not None:
             return write(value)
@@ -142,8 +143,8 @@ class _Writer:
             return ["g", array.dtype.str, self._block(array.tobytes())]
         raise _Unsupported(f"{type(value).__module__}.{type(value).__qualname__}")
 
-    def _items(self, values: Any) -> list[Any]:
-        nodes: list[Any] = []
+    def _items(self, values: Iterable[object]) -> list[Json]:
+        nodes: list[Json] = []
         try:
             for value in values:
                 nodes.append(self.node(value))  # noqa: PERF401  (the length says where it failed)
@@ -152,31 +153,32 @@ class _Writer:
             raise
         return nodes
 
-    def _dict(self, value: dict[Any, Any]) -> list[Any]:
+    def _dict(self, value: dict[Any, Any]) -> list[Json]:
         simple = all(type(key) is str and key.isascii() for key in value)
-        nodes: Any = {} if simple else []
+        named: dict[str, Json] = {}
+        pairs: list[Json] = []
         for key, item in value.items():
             try:
                 node = self.node(item)
                 if simple:
-                    nodes[key] = node
+                    named[key] = node
                 else:
-                    nodes.append([self.node(key), node])
+                    pairs.append([self.node(key), node])
             except _Unsupported as error:
                 error.path = f"[{key!r}]{error.path}"
                 raise
-        return ["o" if simple else "d", nodes]
+        return ["o", named] if simple else ["d", pairs]
 
-    def _sorted(self, values: Any) -> list[Any]:
+    def _sorted(self, values: Collection[Any]) -> list[Json]:
         # A set has no order, and one of strings has another in every process; ordered, equal sets give equal bytes.
         if all(type(value) is str for value in values):
             return self._items(sorted(values))
         return self._items(sorted(values, key=encode_state))
 
-    def _bytes(self, value: bytes) -> list[Any]:
+    def _bytes(self, value: bytes) -> list[Json]:
         return ["b", self._block(value), len(value)]
 
-    def _array(self, value: np.ndarray) -> list[Any]:
+    def _array(self, value: np.ndarray) -> list[Json]:
         if value.dtype.kind not in _ARRAY_KINDS:
             raise _Unsupported(f"numpy array of dtype {value.dtype}")
         return ["a", value.dtype.str, list(value.shape), self._block(value.tobytes())]
@@ -210,7 +212,7 @@ class _Reader:
             "q": lambda maxlen, items: deque((self.node(item) for item in items), maxlen),
         }
 
-    def node(self, node: Any) -> Any:
+    def node(self, node: Json) -> Any:
         if type(node) is list:
             return self._by_tag[node[0]](*node[1:])
         if type(node) is dict:
@@ -234,21 +236,17 @@ class _Reader:
         return self._blocks[offset : offset + size]
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _integer(value: int) -> Any:
+def _integer(value: int) -> Json:
     # Python refuses to read decimal integers of thousands of digits; hexadecimal ones have no limit.
     return value if -_INT64 <= value < _INT64 else ["i", hex(value)]
 
 
-def _float(value: float) -> Any:
+def _float(value: float) -> Json:
     # The decimal form that JSON writes is the shortest that reads back to the same double, -0.0 included; NaN has payload bits.
     return value if math.isfinite(value) else ["f", struct.pack("<d", value).hex()]
 
 
-def _text(value: str) -> Any:
+def _text(value: str) -> Json:
     if not value.isascii():
         try:
             value.encode("utf-8")

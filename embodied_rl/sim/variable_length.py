@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.specs import PartValue
 from embodied_rl.types import VariableSpec
 
 INFO_BUFFER = VariableSpec("json", 2**16)
@@ -34,7 +35,7 @@ class VariableLengthBuffers:
         self._bytes = arrays[f"buffer/{name}"][start:stop]
         self._sizes = arrays[f"buffer_size/{name}"][start:stop]
 
-    def write(self, row: int, value: Any) -> None:
+    def write(self, row: int, value: PartValue) -> None:
         """Put a value into a row. Raises UserError when it is of another kind or outgrows its buffer."""
         data = self._encode(value)
         if len(data) > self.spec.max_bytes:
@@ -66,7 +67,7 @@ class VariableLengthBuffers:
 
     # Every encoding begins with one byte, so that an empty text is not an empty buffer.
 
-    def _encode(self, value: Any) -> bytes:
+    def _encode(self, value: PartValue) -> bytes:
         if self.spec.kind == "text":
             if not isinstance(value, str):
                 raise UserError(f"'{self.name}' must be a str, got {type(value).__name__}: {value!r:.80}.")
@@ -79,7 +80,7 @@ class VariableLengthBuffers:
         array = np.ascontiguousarray(value)
         if array.dtype.kind not in "biufc":
             raise UserError(f"'{self.name}' must be a numeric array, got dtype {array.dtype}.")
-        header = json.dumps([array.dtype.str, np.shape(value)]).encode()
+        header = json.dumps([array.dtype.str, np.asarray(value).shape]).encode()
         return b"a" + header + b"\n" + array.tobytes()
 
     def _decode(self, data: bytes) -> Any:
@@ -108,7 +109,7 @@ def plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
 _NOTHING = object()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic) and not isinstance(value, np.void):

@@ -10,12 +10,14 @@ import base64
 import io
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sim.snapshots import SnapshotError
+from embodied_rl.specs import Json, PartValue
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 Encoding = Literal["lists", "base64"]
@@ -34,7 +36,7 @@ class WireError(ValueError):
 # ---- arrays ---------------------------------------------------------------------------------------------------------
 
 
-def encode_array(array: np.ndarray, encoding: Encoding = "base64") -> Any:
+def encode_array(array: np.ndarray, encoding: Encoding = "base64") -> Json:
     """A picture ([..., H, W, 1, 3 or 4] uint8) as PNG, anything else as nested lists or base64."""
     array = np.ascontiguousarray(array) if array.ndim else np.array(array)
     if _is_picture(array):
@@ -45,7 +47,7 @@ def encode_array(array: np.ndarray, encoding: Encoding = "base64") -> Any:
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
 
 
-def decode_array(data: Any, dtype: str | None = None) -> np.ndarray:
+def decode_array(data: Json, dtype: str | None = None) -> np.ndarray:
     """The inverse of `encode_array`; `dtype` is what lists become. Raises WireError."""
     try:
         if not isinstance(data, dict):
@@ -103,7 +105,7 @@ def encode_observation(spec: SimSpec, parts: Mapping[str, Any], encoding: Encodi
     }
 
 
-def decode_observation(spec: SimSpec, data: Any) -> dict[str, Any]:
+def decode_observation(spec: SimSpec, data: Json) -> dict[str, Any]:
     """The inverse of `encode_observation`. Raises WireError where a part is missing or of another shape."""
     if not isinstance(data, dict):
         raise WireError(f"An observation must be an object, got {type(data).__name__}.")
@@ -119,7 +121,7 @@ def _is_array(part: TensorSpec | VariableSpec) -> bool:
     return isinstance(part, TensorSpec) or part.kind == "array"
 
 
-def _decode_part(key: str, part: TensorSpec | VariableSpec, data: Any) -> Any:
+def _decode_part(key: str, part: TensorSpec | VariableSpec, data: Json) -> PartValue:
     if isinstance(part, VariableSpec):
         if part.kind == "array":
             return decode_array(data)
@@ -140,7 +142,7 @@ def encode_spec(spec: SimSpec) -> dict[str, Any]:
     return data
 
 
-def decode_spec(data: Any) -> SimSpec:
+def decode_spec(data: Mapping[str, Any]) -> SimSpec:
     """The inverse of `encode_spec`. Raises WireError for what is no spec."""
     try:
         action = data["action"]
@@ -153,12 +155,12 @@ def decode_spec(data: Any) -> SimSpec:
 # ---- actions and snapshots ------------------------------------------------------------------------------------------
 
 
-def encode_action(action: Any) -> Any:
+def encode_action(action: str | np.ndarray) -> Json:
     """One row of what `SimEnv.step` is given: a list of numbers, or a text. A float32 survives: its decimal form is exact."""
     return action if isinstance(action, str) else np.asarray(action).tolist()
 
 
-def decode_action(spec: ActionSpec, data: Any) -> np.ndarray:
+def decode_action(spec: ActionSpec, data: Json) -> np.ndarray:
     """[1, A] in the simulator's units, or an object array [1] of `str`: what `SimEnv.step` takes for one environment.
 
     Raises:
@@ -183,7 +185,7 @@ def decode_action(spec: ActionSpec, data: Any) -> np.ndarray:
     return action[None]
 
 
-def _decode_text(spec: ActionSpec, data: Any) -> np.ndarray:
+def _decode_text(spec: ActionSpec, data: Json) -> np.ndarray:
     if not isinstance(data, str):
         raise UserError(f"The action must be a text, got {data!r:.80}.")
     size = len(data.encode("utf-8", "surrogatepass"))
@@ -199,9 +201,9 @@ def encode_snapshot(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def decode_snapshot(data: Any) -> bytes:
+def decode_snapshot(data: Json) -> bytes:
     """The inverse of `encode_snapshot`. Raises SnapshotError for what is not base64."""
-    try:
-        return base64.b64decode(data, validate=True)
-    except (TypeError, ValueError):
-        raise SnapshotError("A snapshot is a text in base64, as the service gave it.") from None
+    with suppress(ValueError):
+        if isinstance(data, str):
+            return base64.b64decode(data, validate=True)
+    raise SnapshotError("A snapshot is a text in base64, as the service gave it.")

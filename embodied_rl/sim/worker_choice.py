@@ -6,7 +6,6 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
@@ -72,9 +71,9 @@ def candidates(num_slots: int) -> list[int]:
 
 def remembered(config: SimConfig, chunk_size: int = 1) -> WorkerChoice | None:
     """What was chosen for this simulator, these slots and this machine; None: it has not been measured."""
-    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size))
+    answer = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size))
     with suppress(ValueError, TypeError, KeyError, AttributeError):
-        found = WorkerChoice(**answer)
+        found = WorkerChoice(**answer)  # type: ignore[arg-type]
         known = {str(number) for number in candidates(config.num_slots)}
         if set(found.steps_per_s) == known and str(found.num_workers) in known and found.gain > 0:
             return found

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied_rl.sim.env import SimEnv
+from embodied_rl.specs import PartValue
 from embodied_rl.types import SimSpec, StepBuffers
 
 SCALARS = ("reward", "terminated", "truncated", "success")
@@ -148,7 +149,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
 
 
-def canonical(value: Any) -> str:
+def canonical(value: PartValue) -> str:
     """A value of a part of varying size as text that is equal exactly where the values are."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype.str}{value.shape}{base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()}"
@@ -242,7 +243,7 @@ class Player:
             self._position[i] += 1
             if (trajectory := self._live.get(i)) is not None:
                 for name, values in trajectory.scalars.items():
-                    values.append(getattr(self.out, name)[i].copy())
+                    values.append(self.out.scalars[name][i].copy())
                 self._record_observation(i, trajectory)
         if self.sim.spec.steps_together:
             self._restart_the_others(ids)
@@ -341,13 +342,15 @@ class Session:
             sim.close()
 
     @contextmanager
-    def exact(self, **hooks: Any) -> Iterator[Player]:
+    def exact(
+        self, *, before: Callable[[StepBuffers], object] | None = None, after_step: Callable[[np.ndarray], object] | None = None
+    ) -> Iterator[Player]:
         """A player whose episodes can be compared with the reference: of the used simulator, or of a new one where histories show."""
         if "history" in self.broken:
             with self.fresh() as sim:
-                yield Player(sim, self.num_envs, **hooks)
+                yield Player(sim, self.num_envs, before=before, after_step=after_step)
         else:
-            yield Player(self.sim, self.num_envs, **hooks)
+            yield Player(self.sim, self.num_envs, before=before, after_step=after_step)
 
     def elsewhere(
         self,

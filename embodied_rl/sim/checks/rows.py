@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,8 @@ class WatchedRows(np.ndarray):
     notes: list[str]
     label: str
 
-    def __array_finalize__(self, source: Any) -> None:
-        self.notes = getattr(source, "notes", [])
-        self.label = getattr(source, "label", "")
+    def __array_finalize__(self, source: object) -> None:
+        self.notes, self.label = (source.notes, source.label) if isinstance(source, WatchedRows) else ([], "")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         target, given = np.asarray(self)[index], np.asarray(value)
@@ -87,7 +87,7 @@ def poison(out: StepBuffers, which: int) -> None:
 def copy_of(out: StepBuffers) -> dict[str, np.ndarray]:
     """{name: array} of everything but info; observations under ``observation 'key'``."""
     arrays = {f"observation '{key}'": np.array(part) for key, part in out.observation.items()}
-    return arrays | {name: np.array(getattr(out, name)) for name in ("reward", "terminated", "truncated", "success")}
+    return arrays | {name: np.array(part) for name, part in out.scalars.items()}
 
 
 def unwritten(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -230,7 +230,7 @@ def nothing_is_kept(s: Session) -> str:
         actions.fill({"continuous": np.nan, "discrete": 0, "text": SENTINEL}[s.spec.action.kind])
 
     for which in (0, 1):
-        with s.exact(before=lambda out, which=which: poison(out, which), after_step=spoil) as player:
+        with s.exact(before=partial(poison, which=which), after_step=spoil) as player:
             player.reset(s.parts, s.options)
             same(s.reference, player.run(s.steps), "with rows and actions overwritten between steps")
     return "rows and actions may be overwritten between steps"

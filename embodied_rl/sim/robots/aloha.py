@@ -7,7 +7,8 @@ the state. Its scenes, rewards and starting positions are used here as they are,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,11 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_model import Drawing
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
+
+if TYPE_CHECKING:
+    from dm_control.mujoco import Physics
+    from gym_aloha.tasks.sim import BimanualViperXTask
+    from mujoco import MjModel
 
 TASKS = {
     "AlohaTransferCube-v0": ("transfer_cube", "pick up the cube with the right arm and hand it over to the left arm"),
@@ -36,11 +42,6 @@ def tasks() -> list[str]:
     """Task ids. Raises MissingExtraError where gym-aloha is not installed."""
     _gym_aloha()
     return sorted(TASKS)
-
-
-def make(task: str, num_envs: int, **kwargs: Any) -> AlohaSim:
-    """`num_envs` environments of one task: see `AlohaSim` for the arguments."""
-    return AlohaSim(num_envs, task, **kwargs)
 
 
 class AlohaSim(SimEnv):
@@ -194,7 +195,11 @@ class AlohaSim(SimEnv):
         return self._drawing.frame(self._physics[i].data.ptr, self._camera, size[0], size[1], out=out)
 
 
-def _load(scene: str) -> tuple[Any, Any]:
+make = AlohaSim
+"""`num_envs` environments of one task."""
+
+
+def _load(scene: str) -> tuple[BimanualViperXTask, Physics]:
     """gym-aloha's task object and its scene as dm_control's Physics."""
     from dm_control import mujoco as dm_mujoco
     from gym_aloha.constants import ASSETS_DIR
@@ -204,7 +209,7 @@ def _load(scene: str) -> tuple[Any, Any]:
     return task, dm_mujoco.Physics.from_xml_path(str(ASSETS_DIR / f"bimanual_viperx_{scene}.xml"))
 
 
-def _action_bounds(model: Any) -> tuple[np.ndarray, np.ndarray]:
+def _action_bounds(model: MjModel) -> tuple[np.ndarray, np.ndarray]:
     """The actuators' ranges: gym-aloha's own action space says [-1, 1], where the arms cannot even keep their starting pose.
 
     The model has two actuators for each gripper, one a finger; its action is one number in [0, 1].
@@ -215,7 +220,7 @@ def _action_bounds(model: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(bounds[0]), np.concatenate(bounds[1])
 
 
-def _gym_aloha() -> Any:
+def _gym_aloha() -> ModuleType:
     try:
         import gym_aloha.constants
         import gym_aloha.tasks.sim

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimEnv
+
+if TYPE_CHECKING:
+    from mani_skill.envs.sapien_env import BaseEnv
+    from mani_skill.utils.structs import Actor, Link
+    from metaworld.policies.policy import Policy
 
 _HERE = "embodied_rl.sim.robots"
 ANY_TASK = ""
@@ -61,7 +66,10 @@ class PixelReachExpert:
     """Straight to the disc: one control step moves the tip by the speed times its duration."""
 
     def __init__(self, sim: SimEnv, env_id: int) -> None:
-        self._sim: Any = sim
+        from embodied_rl.sim.robots.pixel_reach import PixelReach
+
+        assert isinstance(sim, PixelReach), "its task names this expert"
+        self._sim = sim
         self._env_id = env_id
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
@@ -80,7 +88,7 @@ class MetaWorldExpert:
 
         # Each policy says that it asks for more than a whole step, which is meant, and clipped here.
         warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
-        policies = cast(dict[str, Any], ENV_POLICY_MAP)
+        policies: Mapping[str, Callable[[], Policy]] = ENV_POLICY_MAP
         self._policy = policies[sim.task_at(env_id)]()
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
@@ -167,18 +175,18 @@ class PandaMotion:
         UserError: another robot or control mode.
     """
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: BaseEnv) -> None:
         agent = env.agent
-        mode = getattr(agent, "control_mode", None)
-        if not str(getattr(agent, "uid", "")).startswith("panda") or mode not in MODES:
+        single = agent is not None and hasattr(agent, "uid")  # a scene may have no robot, or several
+        uid, mode = (agent.uid, agent.control_mode) if single else (None, None)
+        if not str(uid).startswith("panda") or mode not in MODES:
             raise UserError(
                 f"The experts of ManiSkill move a Panda in one of the control modes {', '.join(MODES)}; this task has "
-                f"robot '{getattr(agent, 'uid', None)}' in '{mode}'. Choose one: sim.kwargs.control_mode=pd_ee_delta_pos."
+                f"robot '{uid}' in '{mode}'. Choose one: sim.kwargs.control_mode=pd_ee_delta_pos."
             )
         self.agent, self._mode = agent, mode
         arm = agent.controller.controllers["arm"].config
         self._reach = float(arm.upper if mode == "pd_joint_delta_pos" else arm.pos_upper)
-        self._turn = float(getattr(arm, "rot_upper", 0.1))
         if mode != "pd_joint_delta_pos":
             return
         articulation = agent.robot._objs[0]
@@ -228,7 +236,10 @@ class PandaMotion:
 
 class _PandaExpert:
     def __init__(self, sim: SimEnv, env_id: int) -> None:
-        self.env: Any = sim.envs[env_id]  # type: ignore[attr-defined]
+        from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
+
+        assert isinstance(sim, ManiSkillSim), "its task names this expert"
+        self.env = sim.envs[env_id]
         self.motion = PandaMotion(self.env)
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
@@ -304,6 +315,6 @@ def grasp(motion: PandaMotion, cube: np.ndarray) -> np.ndarray:
     return motion.action(way, OPEN)
 
 
-def position(thing: Any) -> np.ndarray:
+def position(thing: Actor | Link) -> np.ndarray:
     """[3] metres of an actor or link."""
     return thing.pose.p[0].numpy().astype(np.float64)

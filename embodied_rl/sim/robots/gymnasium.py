@@ -6,12 +6,13 @@ Gymnasium (Towers et al. 2024, "Gymnasium: A Standard Interface for Reinforcemen
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvCreator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
@@ -89,7 +90,7 @@ def tasks() -> list[str]:
     return newest(task for task, spec in gymnasium.registry.items() if str(spec.entry_point).startswith("gymnasium.envs.classic_control"))
 
 
-def newest(ids: Any) -> list[str]:
+def newest(ids: Iterable[str]) -> list[str]:
     """Keep the highest version of each id: of ``A-v1, A-v2, B-v0`` these are ``A-v2, B-v0``. Ids without a version stay."""
     best: dict[str, tuple[int, str]] = {}
     for task in ids:
@@ -152,9 +153,9 @@ def make_one(task: str, extra: str = "all", **kwargs: Any) -> gymnasium.Env:
         raise UserError(f"Gymnasium task '{task}' rejects its arguments {sorted(kwargs)}: {error}") from error
 
 
-def _render_modes(entry_point: Any) -> list[str]:
+def _render_modes(entry_point: EnvCreator | str | None) -> list[str]:
     creator = gymnasium.envs.registration.load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    return getattr(creator, "metadata", {}).get("render_modes", [])
+    return creator.metadata.get("render_modes", []) if isinstance(creator, type) and issubclass(creator, gymnasium.Env) else []
 
 
 class GymnasiumSim(SimEnv):
@@ -425,7 +426,8 @@ class VectorEnvSim(SimEnv):
         """One frame [H, W, 3] uint8. Raises UserError where the vector environment cannot render."""
         if not self.spec.can_render:
             raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
-        frames: Any = self.env.render()
+        frames = self.env.render()
+        assert frames is not None, "it was made to draw"
         return np.asarray(frames[env_id], np.uint8)
 
     def close(self) -> None:
@@ -438,7 +440,7 @@ class VectorEnvSim(SimEnv):
 
 
 def _disable_autoreset(env: VectorEnv) -> None:
-    base: Any = env.unwrapped
+    base = env.unwrapped
     if isinstance(base, SyncVectorEnv) and base.autoreset_mode is not AutoresetMode.DISABLED:
         base.autoreset_mode = AutoresetMode.DISABLED
         base.metadata = {**base.metadata, "autoreset_mode": AutoresetMode.DISABLED}

@@ -10,10 +10,12 @@ import contextlib
 import dataclasses
 import io
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, SupportsFloat
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest
@@ -103,16 +105,16 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     return sim
 
 
-def inner(env: gymnasium.Env) -> Any:
+def inner(env: gymnasium.Env) -> gymnasium.Env:
     """The environment that holds the MuJoCo model and data: kitchen and mazes are built around another one."""
-    base: Any = env.unwrapped
-    return next((getattr(base, name) for name in INNER if hasattr(base, name)), env)
+    held = vars(env.unwrapped)
+    return next((held[name] for name in INNER if name in held), env)
 
 
 def _flat(env: gymnasium.Env, family: str) -> gymnasium.Env:
     if family == "franka_kitchen":
         return KitchenState(env)
-    if isinstance(env.observation_space, gymnasium.spaces.Dict):
+    if isinstance(env.observation_space, spaces.Dict):
         return GoalState(env, with_achieved=hasattr(env.unwrapped, "ant_env"))
     return env
 
@@ -127,7 +129,7 @@ def _family(entry_point: str) -> str:
     return module[2] if module[:2] == ["gymnasium_robotics", "envs"] and len(module) > 2 else ""
 
 
-def _check_kitchen(names: Any) -> None:
+def _check_kitchen(names: Sequence[str]) -> None:
     for name in names:
         if name not in KITCHEN_WORDS:
             raise UserError(f"The kitchen has no task '{name}'.{did_you_mean(str(name), KITCHEN_WORDS)}")
@@ -135,15 +137,20 @@ def _check_kitchen(names: Any) -> None:
         raise UserError("sim.kwargs.tasks_to_complete is empty: name at least one of " + ", ".join(KITCHEN_WORDS) + ".")
 
 
+def _parts_of(env: gymnasium.Env) -> spaces.Dict:
+    assert isinstance(env.observation_space, spaces.Dict), env
+    return env.observation_space
+
+
 class GoalState(gymnasium.ObservationWrapper):
     """The goal dictionary {observation, achieved_goal, desired_goal} as one vector: observation, (achieved goal,) desired goal."""
 
     def __init__(self, env: gymnasium.Env, with_achieved: bool = False) -> None:
         super().__init__(env)
-        space: Any = env.observation_space
+        space = _parts_of(env)
         self._keys = ("observation", "achieved_goal", "desired_goal") if with_achieved else ("observation", "desired_goal")
-        size = sum(space[key].shape[0] for key in self._keys)
-        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (size,), np.float64)
+        size = sum(spaces.flatdim(space[key]) for key in self._keys)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float64)
 
     def observation(self, observation: dict[str, np.ndarray]) -> np.ndarray:
         return np.concatenate([observation[key] for key in self._keys])
@@ -154,13 +161,12 @@ class KitchenState(gymnasium.ObservationWrapper):
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
-        space: Any = env.observation_space
-        self.observation_space = space["observation"]
+        self.observation_space = _parts_of(env)["observation"]
 
     def observation(self, observation: dict[str, Any]) -> np.ndarray:
         return observation["observation"]
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, SupportsFloat, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = super().step(action)
         left = info["tasks_to_complete"]
         return observation, reward, terminated, truncated, {"success": not left, "tasks_left": len(left)}

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import gymnasium
 import numpy as np
+
+if TYPE_CHECKING:
+    from mujoco import MjData, MjModel
+    from robosuite.controllers.base_controller import Controller
+    from robosuite.environments.base import MujocoEnv
+    from robosuite.models.grippers.gripper_model import GripperModel
 
 
 def know_indices(env: gymnasium.Env) -> None:
@@ -34,7 +40,7 @@ class KnownIndices:
         joint_names: of all joints.
     """
 
-    def __init__(self, utils: ModuleType, model: Any, joint_names: tuple[str, ...]) -> None:
+    def __init__(self, utils: ModuleType, model: MjModel, joint_names: tuple[str, ...]) -> None:
         import mujoco
 
         self._mujoco, self._utils, self._num_mocap = mujoco, utils, int(model.nmocap)
@@ -68,13 +74,13 @@ class KnownIndices:
         }
         return SimpleNamespace(**{**vars(self._utils), **own})
 
-    def robot_get_obs(self, model: Any, data: Any, joint_names: tuple[str, ...]) -> Any:
+    def robot_get_obs(self, model: MjModel, data: MjData, joint_names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Positions and velocities of the robot's joints."""
         if self._simple and joint_names is self._joint_names:
             return data.qpos[self._qpos], data.qvel[self._qvel]
         return self._utils.robot_get_obs(model, data, joint_names)
 
-    def ctrl_set_action(self, model: Any, data: Any, action: np.ndarray) -> None:
+    def ctrl_set_action(self, model: MjModel, data: MjData, action: np.ndarray) -> None:
         """The part of an action that is the actuators'."""
         own = action[7 * self._num_mocap :]
         if len(own) != len(data.ctrl):
@@ -83,7 +89,7 @@ class KnownIndices:
         data.ctrl[:] = own
         data.ctrl[self._relative] = data.qpos[self._actuated] + own[self._relative]
 
-    def mocap_set_action(self, model: Any, data: Any, action: np.ndarray) -> None:
+    def mocap_set_action(self, model: MjModel, data: MjData, action: np.ndarray) -> None:
         """The part of an action that moves the mocap bodies, from where the bodies are that are welded to them."""
         if any(mocap == -1 for mocap, _ in self._welds):
             self._utils.mocap_set_action(model, data, action)
@@ -94,21 +100,21 @@ class KnownIndices:
             data.mocap_pos[:] += moved[:, :3]
             data.mocap_quat[:] += moved[:, 3:]
 
-    def get_site_xpos(self, model: Any, data: Any, name: str) -> np.ndarray:
+    def get_site_xpos(self, model: MjModel, data: MjData, name: str) -> np.ndarray:
         """[3] metres."""
         return data.site_xpos[self._sites[name]]
 
-    def get_site_xmat(self, model: Any, data: Any, name: str) -> np.ndarray:
+    def get_site_xmat(self, model: MjModel, data: MjData, name: str) -> np.ndarray:
         """[3, 3]"""
         return data.site_xmat[self._sites[name]].reshape(3, 3)
 
-    def get_site_xvelp(self, model: Any, data: Any, name: str) -> np.ndarray:
+    def get_site_xvelp(self, model: MjModel, data: MjData, name: str) -> np.ndarray:
         """[3] m/s"""
         jacobian = np.zeros((3, model.nv))
         self._mujoco.mj_jacSite(model, data, jacobian, None, self._sites[name])
         return jacobian @ data.qvel
 
-    def get_site_xvelr(self, model: Any, data: Any, name: str) -> np.ndarray:
+    def get_site_xvelr(self, model: MjModel, data: MjData, name: str) -> np.ndarray:
         """[3] rad/s"""
         jacobian = np.zeros((3, model.nv))
         self._mujoco.mj_jacSite(model, data, None, jacobian, self._sites[name])
@@ -118,7 +124,7 @@ class KnownIndices:
 # ---- robosuite ------------------------------------------------------------------------------------------------------
 
 
-def know_arms(env: Any) -> None:
+def know_arms(env: MujocoEnv) -> None:
     """Have the robots of a robosuite environment, and their controllers, know the present model. A hard reset makes all of them anew."""
     from robosuite.controllers.base_controller import Controller
 
@@ -133,7 +139,7 @@ def know_arms(env: Any) -> None:
 class KnownSite:
     """What a controller of robosuite reads of its arm: ``Controller.update`` for one model."""
 
-    def __init__(self, controller: Any) -> None:
+    def __init__(self, controller: Controller) -> None:
         import mujoco
 
         self._mujoco, self._controller = mujoco, controller
@@ -180,9 +186,9 @@ class _KnownRobot:
         """{id of a gripper: its actuators}"""
         return {}
 
-    def grip_action(self, gripper: Any, gripper_action: np.ndarray) -> None:
+    def grip_action(self, gripper: GripperModel, gripper_action: np.ndarray) -> None:
         """Send a gripper's action [-1, 1] to its actuators, each in its own range."""
-        sim: Any = self.sim  # type: ignore[attr-defined]
+        sim = self.sim  # type: ignore[attr-defined]
         actuators = self._grips.get(id(gripper))
         if actuators is None:
             actuators = self._grips[id(gripper)] = np.array([sim.model.actuator_name2id(name) for name in gripper.actuators], dtype=int)

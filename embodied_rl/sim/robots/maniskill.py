@@ -75,11 +75,9 @@ def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM)
         if not versions[name].startswith(known):
             return Verdict(task, False, f"batches are written for {name} {known}x, and this is {versions[name]}", versions)
     answers, question = RememberedAnswers(_FOLDER), _question(task, {**arguments, "num_envs": num_envs}, versions)
-    answer: Any = answers.read(task, question)
-    with suppress(TypeError):
-        remembered = Verdict(**answer)
-        if remembered.task == task and type(remembered.equal) is bool:
-            return remembered
+    remembered = _read(answers.read(task, question))
+    if remembered is not None and remembered.task == task:
+        return remembered
     from embodied_rl.sim.robots.maniskill_batch.sim import difference
 
     reason = difference(task, arguments, num_envs)
@@ -91,14 +89,16 @@ def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM)
 def remembered() -> list[Verdict]:
     """What is remembered of the versions installed now, by task; a task with several arguments several times."""
     versions = {name: version(name) for name in WRITTEN_FOR}
-    found = []
-    answer: Any
-    for answer in RememberedAnswers(_FOLDER):
-        with suppress(TypeError):
-            one = Verdict(**answer)
-            if one.versions == versions:
-                found.append(one)
-    return found
+    found = [_read(answer) for answer in RememberedAnswers(_FOLDER)]
+    return [verdict for verdict in found if verdict is not None and verdict.versions == versions]
+
+
+def _read(answer: object) -> Verdict | None:
+    """What a file remembers; None where it holds something else."""
+    with suppress(TypeError):
+        if isinstance(answer, dict) and type((found := Verdict(**answer)).equal) is bool:
+            return found
+    return None
 
 
 def _question(task: str, arguments: Mapping[str, Any], versions: Mapping[str, str]) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,11 @@ from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
 
 __all__ = ["HostBuffers", "ManiSkillGpuSim", "make", "tasks"]
+
+if TYPE_CHECKING:
+    import torch
+
+    Tree: TypeAlias = torch.Tensor | np.ndarray | Mapping[str, "Tree"]
 
 _RESERVED = ("num_envs", "sim_backend", "render_mode", "reconfiguration_freq")
 
@@ -100,9 +105,9 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Any] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
-    def fetch(self, tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def fetch(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
         """Arrays that hold the tensors' values until the next call; shapes and dtypes must stay the same from call to call."""
         import torch
 
@@ -211,10 +216,9 @@ class ManiSkillGpuSim(SimEnv):
         rows = np.empty((self.num_envs, self.spec.action.dim), np.float32)
         rows[np.asarray(env_ids)] = actions
         with self._torch.inference_mode():
-            batch: Any = self._torch.from_numpy(rows).to(self.env.device, non_blocking=True)
-            if self._robots:
-                batch = {robot: batch[:, columns] for robot, columns in self._robots.items()}
-            observation, reward, _, _, info = self.env.step(batch)
+            batch = self._torch.from_numpy(rows).to(self.env.device, non_blocking=True)
+            moved = {robot: batch[:, columns] for robot, columns in self._robots.items()} if self._robots else batch
+            observation, reward, _, _, info = self.env.step(moved)
             parts = named_parts(observation)
             scalars = {key: value for key, value in info.items() if hasattr(value, "numel") and value.numel() == self.num_envs}
             fetched = self._host.fetch({**parts, "/reward": reward, **{f"/{key}": value for key, value in scalars.items()}})
@@ -279,18 +283,18 @@ class ManiSkillGpuSim(SimEnv):
         ManiSkill's reset seeds torch with the seed of the first environment and numpy's generators of all of them, those in
         mid-episode included; these are put back.
         """
-        env, torch = self.env, self._torch
+        env = self.env
         initialize = env._initialize_episode
         before = list(env._batched_episode_rng.rngs)
 
-        def one_by_one(env_idx: Any, options: dict) -> None:
+        def one_by_one(env_idx: torch.Tensor, options: dict[str, Any]) -> None:
             whole, first = env.scene._reset_mask, env._episode_rng
             for index in env_idx:
                 i = int(index)
-                env.scene._reset_mask = torch.zeros_like(whole)
+                env.scene._reset_mask = self._torch.zeros_like(whole)
                 env.scene._reset_mask[i] = True
                 env._episode_rng = env._batched_episode_rng[i]
-                torch.manual_seed(int(self._seeds[i]))  # ManiSkill has forked torch's generators around this call
+                self._torch.manual_seed(int(self._seeds[i]))  # ManiSkill has forked torch's generators around this call
                 initialize(index[None], options)
             env.scene._reset_mask, env._episode_rng = whole, first
 
@@ -300,7 +304,7 @@ class ManiSkillGpuSim(SimEnv):
             env._batched_episode_rng[i] = before[i]
 
 
-def map_tree(tree: Any, function: Callable[[Any], Any]) -> Any:
+def map_tree(tree: Tree, function: Callable[[Any], Any]) -> Tree:
     """Nested dictionaries with every leaf replaced by ``function(leaf)``."""
     return {key: map_tree(value, function) for key, value in tree.items()} if isinstance(tree, Mapping) else function(tree)
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from mani_skill.envs.sapien_env import BaseEnv
+
+    Tensors: TypeAlias = torch.Tensor | Mapping[str, Any]
+    """What ManiSkill calls an observation: the state, or nested dictionaries by the mode's own names."""
 
 TEXTURES = ("rgb", "depth", "segmentation", "position", "normal", "albedo")
 """What a camera can be asked for, joined by "+" in an observation mode."""
@@ -31,12 +38,12 @@ def check_mode(task: str, obs_mode: str) -> bool:
     return any(word in TEXTURES for word in str(obs_mode).split("+"))
 
 
-def cameras(observation: Any) -> tuple[str, ...]:
+def cameras(observation: Tensors) -> tuple[str, ...]:
     """Names of the cameras, in the order of the parts: the first one's parts carry no name."""
     return tuple(observation.get("sensor_data", {})) if isinstance(observation, Mapping) else ()
 
 
-def named_parts(observation: Any) -> dict[str, Any]:
+def named_parts(observation: Tensors) -> dict[str, torch.Tensor]:
     """Tensors [n, ...] by the names of our parts.
 
     ``state`` is flat: all that the task shows of the simulation where the mode has "state", else the robot's own joints and what
@@ -47,7 +54,7 @@ def named_parts(observation: Any) -> dict[str, Any]:
     """
     if not isinstance(observation, Mapping):
         return {"state": observation}
-    parts: dict[str, Any] = {}
+    parts: dict[str, torch.Tensor] = {}
     if "state" in observation:
         parts["state"] = observation["state"]
     else:
@@ -64,7 +71,7 @@ def named_parts(observation: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def observing(env: Any, observed: bool) -> Iterator[None]:
+def observing(env: BaseEnv, observed: bool) -> Iterator[None]:
     """Around ``env.step`` or ``env.reset``: unless `observed`, no observation is made, but for one that the task's reward reads. What is
     returned in its place is not to be used.
 
@@ -102,12 +109,12 @@ class _WhenRead(Mapping[str, Any]):
         return len(self._made)
 
 
-def dtype_name(tensor: Any) -> str:
+def dtype_name(tensor: torch.Tensor) -> str:
     """numpy's name of a tensor's dtype: "float32" of torch.float32."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def numbered_objects(env: Any) -> dict[int, str]:
+def numbered_objects(env: BaseEnv) -> dict[int, str]:
     """{number in segmentation pictures: name of the object or robot link}."""
     return {int(number): str(thing.name) for number, thing in env.unwrapped.segmentation_id_map.items()}
 
@@ -115,13 +122,13 @@ def numbered_objects(env: Any) -> dict[int, str]:
 # ---- pictures from a camera of the user's choice ----------------------------------------------------------------------
 
 
-def film_cameras(env: Any) -> list[str]:
+def film_cameras(env: BaseEnv) -> list[str]:
     """Names of the cameras for people, then of those that are sensors."""
     scene = env.unwrapped.scene
     return list(dict.fromkeys([*scene.human_render_cameras, *scene.sensors]))
 
 
-def film_from(env: Any, camera: str) -> np.ndarray:
+def film_from(env: BaseEnv, camera: str) -> np.ndarray:
     """One picture [H, W, 3] uint8 of the first scene; `camera` is one of `film_cameras`."""
     base = env.unwrapped
     if camera in base.scene.human_render_cameras:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError
+
+if TYPE_CHECKING:
+    import torch
+    from mani_skill.utils.building._mjcf_loader import MJCFLoader
+    from mani_skill.utils.structs import Articulation, ArticulationJoint, Pose
 
 _settled = False
 
@@ -20,7 +25,7 @@ _settled = False
 class _NullMaterial:
     """Stands in for `sapien.render.RenderMaterial`, whose constructor fails where there is no rendering device."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.__dict__.update(kwargs)
 
     def __getattr__(self, name: str) -> None:
@@ -45,7 +50,7 @@ def no_render_materials(active: bool) -> Iterator[None]:
     users = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("sapien", "mani_skill")]
     with ExitStack() as stack:
         for module in [original, *users]:
-            if getattr(module, "RenderMaterial", None) is not None:
+            if vars(module).get("RenderMaterial") is not None:
                 stack.enter_context(mock.patch.object(module, "RenderMaterial", _NullMaterial))
         yield
 
@@ -90,11 +95,11 @@ def contacts_of_their_own() -> None:
     """
     from mani_skill.utils.building import _mjcf_loader as loader
 
-    if getattr(loader.MJCFLoader, "_embodied_rl_own_options", False):
+    if "_embodied_rl_own_options" in vars(loader.MJCFLoader):
         return
     parse = loader.MJCFLoader._parse_mjcf
 
-    def parse_alone(self: Any, mjcf_string: str) -> Any:
+    def parse_alone(self: MJCFLoader, mjcf_string: str) -> object:
         loader.DEFAULT_MJCF_OPTIONS = {"contact": True}
         return parse(self, mjcf_string)
 
@@ -110,20 +115,25 @@ def fast_tensors() -> None:
     import torch
     from mani_skill.utils.structs import articulation, pose
 
-    if getattr(pose.Pose, "_embodied_rl_fast", False):
+    if "_embodied_rl_fast" in vars(pose.Pose):
         return
     slow_create = pose.Pose.create.__func__
     slow_targets = articulation.Articulation.set_joint_drive_targets
     single_pose = pose.sapien.Pose
 
-    def create(cls: Any, value: Any, device: Any = None) -> Any:
+    def create(cls: type[Pose], value: object, device: torch.device | None = None) -> Pose:
         if type(value) is list and len(value) == 1 and type(value[0]) is single_pose and (device is None or device.type == "cpu"):
             row = np.empty((1, 7), np.float32)
             row[0, :3], row[0, 3:] = value[0].p, value[0].q
             return cls(raw_pose=torch.from_numpy(row))
         return slow_create(cls, value, device)
 
-    def set_joint_drive_targets(self: Any, targets: Any, joints: Any = None, joint_indices: Any = None) -> None:
+    def set_joint_drive_targets(
+        self: Articulation,
+        targets: object,
+        joints: list[ArticulationJoint] | None = None,
+        joint_indices: torch.Tensor | None = None,
+    ) -> None:
         if self.scene.gpu_sim_enabled or joints is None or not isinstance(targets, torch.Tensor) or targets.dtype != torch.float32:
             return slow_targets(self, targets, joints, joint_indices)
         row = targets[0].numpy()
@@ -150,10 +160,10 @@ def quick_torch() -> None:
     named, quick = torch.device, ModuleType("torch")
     vars(quick).update(vars(torch))
 
-    def manual_seed(seed: Any) -> Any:
+    def manual_seed(seed: int) -> torch.Generator:
         return torch.default_generator.manual_seed(int(seed))
 
-    def device(name: Any) -> Any:
+    def device(name: str | torch.device) -> torch.device | AbstractContextManager[None]:
         found = named(name)
         return nullcontext() if found.type == "cpu" else found  # tasks use it after `with` and nowhere else
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,6 +35,13 @@ from embodied_rl.sim.robots.mujoco_model import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
+
+if TYPE_CHECKING:
+    from mani_skill.envs.sapien_env import BaseEnv
+    from mani_skill.utils.registration import EnvSpec
+
+    from embodied_rl.sim.robots.maniskill_batch.graft import GraftedState
+    from embodied_rl.sim.robots.maniskill_observation import Tensors
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")
 """In the order in which we prefer them."""
@@ -118,10 +125,10 @@ class ManiSkillSim(SimEnv):
             snapshots="exact",
         )
 
-    def _build(self, registered: Any, made: dict[str, Any], num_envs: int) -> None:
+    def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> None:
         """Make the environments of a registered task, and what saves and restores the episode of each."""
-        self.envs: list[Any] = [registered.make(**made) for _ in range(num_envs)]
-        self._states: list[Any] = [EpisodeState(env, self._render) for env in self.envs]
+        self.envs: list[BaseEnv] = [registered.make(**made) for _ in range(num_envs)]
+        self._states: Sequence[EpisodeState | GraftedState] = [EpisodeState(env, self._render) for env in self.envs]
         self._first = self.envs[0]
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
@@ -151,11 +158,10 @@ class ManiSkillSim(SimEnv):
         with self._torch.inference_mode():
             rows = self._torch.tensor(actions)  # a copy: the rows may lie in shared memory, and controllers keep their last action
             for row, i in enumerate(env_ids):
-                action: Any = rows[row : row + 1]
-                if self._robots:
-                    action = {robot: action[:, columns] for robot, columns in self._robots.items()}
+                action = rows[row : row + 1]
+                moved = {robot: action[:, columns] for robot, columns in self._robots.items()} if self._robots else action
                 with observing(self.envs[i], observed):
-                    observation, reward, _, _, info = self.envs[i].step(action)
+                    observation, reward, _, _, info = self.envs[i].step(moved)
                 self._elapsed[i] += 1
                 if observed:
                     self._write(out, i, observation)
@@ -222,12 +228,9 @@ class ManiSkillSim(SimEnv):
         for env in self.envs:
             env.close()
 
-    def _write(self, out: StepBuffers, i: int, observation: Any) -> None:
-        if isinstance(observation, dict):
-            for key, part in named_parts(observation).items():
-                out.observation[key][i] = part[0].numpy()
-        else:
-            out.observation["state"][i] = observation.numpy()[0]
+    def _write(self, out: StepBuffers, i: int, observation: Tensors) -> None:
+        for key, part in named_parts(observation).items():
+            out.observation[key][i] = part[0].numpy()
 
 
 def require_vulkan(task: str) -> None:

@@ -11,14 +11,23 @@ import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied_rl.sim.robots.maniskill_observation import observing
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
-from embodied_rl.sim.robots.saved_state import Packer, Unpacker, Unsavable
+from embodied_rl.sim.robots.saved_state import Leaf, Node, Packer, Unpacker, Unsavable
 from embodied_rl.sim.snapshots import SnapshotError
+
+if TYPE_CHECKING:
+    import torch
+    from mani_skill.agents.base_agent import BaseAgent
+    from mani_skill.agents.controllers.base_controller import BaseController
+    from mani_skill.envs.sapien_env import BaseEnv
+    from mani_skill.envs.scene import ManiSkillScene
+    from sapien import Entity, Pose
+    from sapien.physx import PhysxArticulation, PhysxRigidDynamicComponent
 
 LEFT = frozenset({"_last_obs", "_init_raw_obs", "_init_raw_state", "segmentation_id_map"})
 """Attributes that nothing but a reset to a given state reads, or of which only shapes are read, and what building the scene sets anew."""
@@ -32,13 +41,13 @@ class EpisodeState:
         renders: it was made with a rendering device.
     """
 
-    def __init__(self, env: Any, renders: bool) -> None:
+    def __init__(self, env: BaseEnv, renders: bool) -> None:
         self._env, self._renders = env, renders
         # What a scene holds (the size of a peg, say) follows from the seed it was built with, which a plain reset does not change.
         self.scene_seed = int(env._episode_seed[0])
         build = env._reconfigure
 
-        def build_and_remember(options: Any) -> None:
+        def build_and_remember(options: dict[str, Any]) -> None:
             self.scene_seed = int(env._episode_seed[0])
             build(options)
 
@@ -81,16 +90,16 @@ class EpisodeState:
                 unpacker.attributes(owners[name], attributes)
 
 
-def owners_of(env: Any) -> Iterator[tuple[str, Any]]:
+def owners_of(env: BaseEnv) -> Iterator[tuple[str, BaseEnv | BaseAgent | BaseController]]:
     """The Python objects with an episode's state: the environment, its robots and their controllers."""
     yield "env", env
     if env.agent is not None:
-        agents = {"agent": env.agent, **{f"agent {name}": agent for name, agent in getattr(env.agent, "agents_dict", {}).items()}}
+        agents = {"agent": env.agent, **{f"agent {name}": agent for name, agent in vars(env.agent).get("agents_dict", {}).items()}}
         for name, agent in agents.items():
             yield name, agent
-            for mode, controller in getattr(agent, "controllers", {}).items():
+            for mode, controller in vars(agent).get("controllers", {}).items():
                 yield f"{name} {mode}", controller
-                for part, inner in getattr(controller, "controllers", {}).items():
+                for part, inner in vars(controller).get("controllers", {}).items():
                     yield f"{name} {mode} {part}", inner
 
 
@@ -98,12 +107,12 @@ def owners_of(env: Any) -> Iterator[tuple[str, Any]]:
 class Bodies:
     """SAPIEN's objects in one scene, by the names of ManiSkill's actors and articulations, in the order in which they were built."""
 
-    articulations: dict[str, Any]
-    actors: dict[str, tuple[Any, Any]]
+    articulations: dict[str, PhysxArticulation]
+    actors: dict[str, tuple[Entity, PhysxRigidDynamicComponent | None]]
     """An entity, and its body where that is dynamic."""
 
 
-def bodies_of(scene: Any, i: int = 0) -> Bodies:
+def bodies_of(scene: ManiSkillScene, i: int = 0) -> Bodies:
     """What the `i`-th of a scene's separate scenes holds."""
     articulations, actors = {}, {}
     for name, articulation in scene.articulations.items():
@@ -149,15 +158,15 @@ def _set_physics(bodies: Bodies, state: dict[str, Any]) -> None:
     for name, saved in state["actors"].items():
         entity, body = bodies.actors[name]
         entity.pose = _to_pose(saved["pose"])
-        if "velocity" in saved:
+        if body is not None and "velocity" in saved:
             body.linear_velocity, body.angular_velocity = np.split(saved["velocity"], 2)
 
 
-def _pose(pose: Any) -> np.ndarray:
+def _pose(pose: Pose) -> np.ndarray:
     return np.concatenate([pose.p, pose.q])
 
 
-def _to_pose(row: np.ndarray) -> Any:
+def _to_pose(row: np.ndarray) -> Pose:
     import sapien
 
     return sapien.Pose(row[:3], row[3:])
@@ -166,31 +175,31 @@ def _to_pose(row: np.ndarray) -> Any:
 class _TorchPacker(Packer):
     """Knows tensors, ManiSkill's poses and its lists of random generators beside what `Packer` knows."""
 
-    def _attribute(self, name: str, value: Any) -> Any:
+    def _attribute(self, name: str, value: object) -> Node | Leaf:
         if name in LEFT:
             raise Unsavable
         return super()._attribute(name, value)
 
-    def _special(self, value: Any) -> Any:
+    def _special(self, value: object) -> Node | None:
         import torch
         from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
-        from mani_skill.utils.structs.pose import Pose
+        from mani_skill.utils.structs import pose
 
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if isinstance(value, Pose):
+        if isinstance(value, pose.Pose):
             return ("pose", self.node(value.raw_pose))
         if isinstance(value, BatchedRNG):
             return ("generators", [self.node(generator) for generator in value.rngs])
         return None
 
-    def _tensor(self, tensor: Any) -> Any:
+    def _tensor(self, tensor: torch.Tensor) -> Node:
         """As for arrays: the storage, once, and where in it the tensor lies."""
         if tensor.device.type != "cpu" or tensor.layout.__repr__() != "torch.strided":
             raise Unsavable
         storage = tensor.untyped_storage()
         key = ("storage", storage.data_ptr())
-        memory: Any
+        memory: int | np.ndarray
         if storage.nbytes() and key in self._seen:
             memory = self._seen[key]
         else:
@@ -203,29 +212,29 @@ class _TorchPacker(Packer):
 class _TorchUnpacker(Unpacker):
     packer = _TorchPacker
 
-    def _special(self, node: Any) -> Any:
+    def _special(self, node: Node) -> Any:
         if node[0] == "tensor":
             return self._tensor(*node[1:])
         if node[0] == "pose":
-            from mani_skill.utils.structs.pose import Pose
+            from mani_skill.utils.structs import pose
 
-            return Pose(raw_pose=self.node(node[1]))
+            return pose.Pose(raw_pose=self.node(node[1]))
         if node[0] == "generators":
             from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 
             return BatchedRNG(rngs=[self.node(item) for item in node[1]])
         return super()._special(node)
 
-    def _tensor(self, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, memory: Any) -> Any:
+    def _tensor(self, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, memory: int | np.ndarray) -> torch.Tensor:
         import torch
 
         if isinstance(memory, np.ndarray):
-            storage = torch.empty(memory.size, dtype=torch.uint8)
+            storage: torch.Tensor = torch.empty(memory.size, dtype=torch.uint8)
             storage.numpy()[:] = memory
             self._seen.append(storage)
         else:
             storage = self._seen[memory]
-        kind = getattr(torch, dtype, None)
+        kind = vars(torch).get(dtype)
         if not isinstance(kind, torch.dtype):
             raise SnapshotError(f"Snapshot holds a tensor of dtype '{dtype}' that this torch does not have.")
         return storage.view(kind).as_strided(shape, stride, offset)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -21,6 +21,10 @@ from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.mujoco_model import camera_in_use
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
+
+if TYPE_CHECKING:
+    from metaworld.sawyer_xyz_env import SawyerXYZEnv
+    from mujoco import MjData
 
 SETS = ("MT10", "MT25", "MT50")
 """Tasks of `make` that stand for several: Meta-World's own sets for multi-task learning."""
@@ -228,14 +232,14 @@ class SeededTask(gymnasium.Wrapper):
     """A Meta-World task whose episodes follow from the seed of `reset`, which Meta-World itself ignores."""
 
     def __init__(self, task_class: type, camera: str, render_size: int) -> None:
-        env: Any = task_class(render_mode="rgb_array", camera_name=camera, width=render_size, height=render_size)
+        env: SawyerXYZEnv = task_class(render_mode="rgb_array", camera_name=camera, width=render_size, height=render_size)
         super().__init__(env)
         cameras = [env.model.camera(index).name for index in range(env.model.ncam)]
         if camera not in cameras:
             raise UserError(f"Meta-World camera '{camera}' is not known.{did_you_mean(camera, cameras)}")
         cheapen_rendering(env)
         touch_quickly(env)
-        self.task: Any = env
+        self.task = env
         self.max_path_length = int(env.max_path_length)
         # What its benchmark classes set through set_task, except that positions are drawn at every reset, from the
         # environment's own generator, instead of frozen.
@@ -251,22 +255,22 @@ class SeededTask(gymnasium.Wrapper):
             self.task.seed(seed)
         return self.task.reset()
 
-    def render(self) -> Any:
-        frame: Any = self.env.render()
+    def render(self) -> np.ndarray:
+        frame = np.asarray(self.env.render())
         return np.ascontiguousarray(frame[::-1, ::-1]) if camera_in_use(self) in UPSIDE_DOWN_CAMERAS else frame
 
 
-def touch_quickly(env: Any) -> None:
+def touch_quickly(env: SawyerXYZEnv) -> None:
     """Have a task look at all contacts at once, where Meta-World makes an object of every contact, four times a step and more. What it
     finds is the same bit for bit; a task that overrides `touching_object` keeps its own."""
     from metaworld.sawyer_xyz_env import SawyerXYZEnv
 
     if type(env).touching_object is SawyerXYZEnv.touching_object:
         pads = env.model.geom("leftpad_geom").id, env.model.geom("rightpad_geom").id
-        env.touching_object = functools.partial(_touching, env.data, pads)
+        vars(env)["touching_object"] = functools.partial(_touching, env.data, pads)
 
 
-def _touching(data: Any, pads: tuple[int, int], object_geom_id: int) -> bool:
+def _touching(data: MjData, pads: tuple[int, int], object_geom_id: int) -> bool:
     """Whether both pads of the gripper press against the object."""
     geoms, addresses = data.contact.geom, data.contact.efc_address
     of_object = (geoms == object_geom_id).any(axis=1)

@@ -7,10 +7,10 @@ one model and one drawing context.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoPhysics
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
+if TYPE_CHECKING:
+    from mujoco import MjData, MjModel
+
 STATE_PARTS = ("qpos", "qvel", "sensors", "act", "mocap")
 """What the observation ``state`` can be made of, each flat: generalised positions and velocities, sensor readings, actuator
 activations, positions (3) then quaternions (4) of the mocap bodies."""
@@ -30,15 +33,6 @@ activations, positions (3) then quaternions (4) of the mocap bodies."""
 def tasks() -> list[str]:
     """Names of the scenes that come with the package (assets/mujoco); the path of any other MJCF file is a task as well."""
     return sorted(path.stem for path in (assets_dir() / "mujoco").glob("*.xml"))
-
-
-def make(num_envs: int, task: str, **kwargs: Any) -> MjcfSim:
-    """`num_envs` environments of one MJCF file: see `MjcfSim` for the arguments."""
-    unknown = [name for name in kwargs if name not in inspect.signature(MjcfSim).parameters]
-    if unknown:
-        takes = [name for name in inspect.signature(MjcfSim).parameters if name not in ("num_envs", "task")]
-        raise UserError(f"The MJCF simulator does not take {', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], takes)}")
-    return MjcfSim(num_envs, task, **kwargs)
 
 
 class MjcfSim(SimEnv):
@@ -210,12 +204,12 @@ class MjcfSim(SimEnv):
             frame = out.observation["rgb"][i]
             self._drawing.frame(self.data[i], self._camera, frame.shape[0], frame.shape[1], out=frame)
 
-    def _state_reader(self, observe: Sequence[str]) -> Callable[[Any], np.ndarray]:
+    def _state_reader(self, observe: Sequence[str]) -> Callable[[MjData], np.ndarray]:
         for name in observe:
             if name not in STATE_PARTS:
                 raise UserError(f"'{name}' cannot be observed of an MJCF model.{did_you_mean(name, STATE_PARTS)}")
 
-        def parts(data: Any) -> dict[str, np.ndarray]:
+        def parts(data: MjData) -> dict[str, np.ndarray]:
             mocap = np.concatenate([data.mocap_pos.ravel(), data.mocap_quat.ravel()])
             return {"qpos": data.qpos, "qvel": data.qvel, "sensors": data.sensordata, "act": data.act, "mocap": mocap}
 
@@ -230,7 +224,11 @@ class MjcfSim(SimEnv):
         return names.index(str(keyframe))
 
 
-def load_model(task: str) -> Any:
+make = MjcfSim
+"""`num_envs` environments of one MJCF file."""
+
+
+def load_model(task: str) -> MjModel:
     """The MjModel of an MJCF file or of a scene of this package.
 
     Raises:
@@ -246,7 +244,7 @@ def load_model(task: str) -> Any:
         raise UserError(f"MuJoCo cannot load '{path}': {' '.join(str(error).split())}") from error
 
 
-def action_spec(model: Any) -> ActionSpec:
+def action_spec(model: MjModel) -> ActionSpec:
     """The controls of all actuators within their ``ctrlrange``. Raises UserError naming those that have none."""
     if model.nu == 0:
         raise UserError("The model has no actuator, so there is nothing to act with: add an <actuator> section.")
@@ -271,14 +269,14 @@ def _check_numbers(frame_skip: int, max_episode_steps: int, reset_noise: float) 
             raise UserError(f"sim.kwargs.{name} must be >= {least}, got {value!r}.")
 
 
-def _signature(mujoco: Any, model: Any) -> str:
+def _signature(mujoco: ModuleType, model: MjModel) -> str:
     """What two processes that loaded the same file have in common, and models that differ in any number have not."""
     saved = np.empty(mujoco.mj_sizeModel(model), np.uint8)
     mujoco.mj_saveModel(model, None, saved)
     return hashlib.blake2b(saved.tobytes(), digest_size=16).hexdigest()
 
 
-def _mujoco() -> Any:
+def _mujoco() -> ModuleType:
     try:
         import mujoco
     except ImportError as error:

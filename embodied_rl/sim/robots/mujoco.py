@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -19,7 +19,11 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest, saved_whole
+from embodied_rl.specs import Rows
 from embodied_rl.types import StepBuffers
+
+if TYPE_CHECKING:
+    from mujoco import MjData, MjModel
 
 # ---- walkers ----------------------------------------------------------------------------------------------------------
 
@@ -37,13 +41,13 @@ _MODULES = {
 class _Body:
     """One environment's memory: views that MuJoCo writes into, and our rows that they are copied to."""
 
-    model: Any
-    data: Any
+    model: MjModel
+    data: MjData
     ctrl: np.ndarray
     copies: tuple[tuple[np.ndarray, np.ndarray], ...]
     """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and where the main body is."""
-    limit: Any
-    """The TimeLimit, or None."""
+    limit: TimeLimit | None
+    """What cuts its episodes."""
 
 
 class _Info(Mapping[str, float]):
@@ -109,7 +113,7 @@ class LocomotionSim(GymnasiumSim):
         self._infos: list[Mapping[str, float]] = [_Info(partial(self._info, i)) for i in range(num_envs)]
         self._terms = first
         """Where the reward's weights and the healthy ranges stand; the environments were made with the same arguments."""
-        kinds: dict[str, Callable[[Any], np.ndarray | None]] = {
+        kinds: dict[str, Callable[[Rows], np.ndarray | None]] = {
             "HalfCheetahEnv": lambda rows: None,
             "HopperEnv": self._hopper_is_healthy,
             "Walker2dEnv": self._walker_is_healthy,
@@ -160,7 +164,7 @@ class LocomotionSim(GymnasiumSim):
         advance, forces, frame_skip = self._advance, self._forces, self._frame_skip
         bodies, truncated, infos = self._bodies, out.truncated, self._infos
         first, last = env_ids[0], env_ids[-1] + 1
-        rows: Any = slice(first, last) if last - first == len(env_ids) else np.asarray(env_ids)
+        rows: Rows = slice(first, last) if last - first == len(env_ids) else np.asarray(env_ids)
         self._before[rows] = self._position[rows]
         for i, action in zip(env_ids, actions, strict=True):
             body = bodies[i]
@@ -170,7 +174,7 @@ class LocomotionSim(GymnasiumSim):
                 forces(body.model, body.data)
             for row, source in body.copies:
                 row[:] = source
-            limit = body.limit
+            limit: Any = body.limit  # gymnasium annotates its counters as None
             if limit is None:
                 truncated[i] = False
             else:
@@ -180,7 +184,7 @@ class LocomotionSim(GymnasiumSim):
         self._observe(rows, out.observation["state"])
         self._judge(rows, actions, out)
 
-    def _observe(self, rows: Any, state: np.ndarray) -> None:
+    def _observe(self, rows: Rows, state: np.ndarray) -> None:
         """Observations of the environments `rows` [n, dim]."""
         end, skipped = self._nq + self._nv - self._skipped, self._skipped
         if self._is_ant:
@@ -195,7 +199,7 @@ class LocomotionSim(GymnasiumSim):
         if self._clips_velocity:
             state[rows, end - self._nv : end] = np.clip(self._joints[rows, self._nq :], -10, 10)
 
-    def _judge(self, rows: Any, actions: np.ndarray, out: StepBuffers) -> None:
+    def _judge(self, rows: Rows, actions: np.ndarray, out: StepBuffers) -> None:
         """Rewards and ends."""
         terms = self._reward_terms(rows, actions)
         if terms.healthy is None:
@@ -207,7 +211,7 @@ class LocomotionSim(GymnasiumSim):
             out.terminated[rows] = ~terms.healthy & bool(self._terms._terminate_when_unhealthy)
         out.success[rows] = False
 
-    def _reward_terms(self, rows: Any, actions: np.ndarray) -> _Terms:
+    def _reward_terms(self, rows: Rows, actions: np.ndarray) -> _Terms:
         """Gymnasium's order of operations and mixture of precisions is kept: see the tests."""
         terms = self._terms
         velocity = (self._position[rows] - self._before[rows]) / self._dt
@@ -234,17 +238,17 @@ class LocomotionSim(GymnasiumSim):
                 columns["z_distance_from_origin"] = self._joints[rows, 1] - self._terms.init_qpos[1]
         return {name: column.item() for name, column in columns.items()}
 
-    def _ant_is_healthy(self, rows: Any) -> np.ndarray:
+    def _ant_is_healthy(self, rows: Rows) -> np.ndarray:
         low, high = self._terms._healthy_z_range
         state = self._joints[rows]
         return np.isfinite(state).all(axis=1) & (low <= state[:, 2]) & (state[:, 2] <= high)
 
-    def _walker_is_healthy(self, rows: Any) -> np.ndarray:
+    def _walker_is_healthy(self, rows: Rows) -> np.ndarray:
         (low_z, high_z), (low, high) = self._terms._healthy_z_range, self._terms._healthy_angle_range
         z, angle = self._joints[rows, 1], self._joints[rows, 2]
         return (low_z < z) & (z < high_z) & (low < angle) & (angle < high)
 
-    def _hopper_is_healthy(self, rows: Any) -> np.ndarray:
+    def _hopper_is_healthy(self, rows: Rows) -> np.ndarray:
         low, high = self._terms._healthy_state_range
         state = self._joints[rows, 2:]
         return self._walker_is_healthy(rows) & ((low < state) & (state < high)).all(axis=1)
@@ -287,7 +291,7 @@ def cheapen_rendering(env: gymnasium.Env) -> None:
 
     Must be called before the first frame, because MuJoCo reads these when the rendering context is made.
     """
-    model = getattr(env.unwrapped, "model", None)
+    model = vars(env.unwrapped).get("model")
     if model is None:
         raise UserError(f"'{env}' is not a MuJoCo environment.")
     model.vis.quality.shadowsize = min(int(model.vis.quality.shadowsize), MAX_SHADOW_MAP)

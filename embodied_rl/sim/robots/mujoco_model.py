@@ -5,13 +5,20 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sim.robots.saved_state import layers_of, unique_held
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+    from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+    from mujoco import MjData, MjModel, Renderer
 
 MAX_SHADOW_MAP = 1024
 """Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""
@@ -26,7 +33,7 @@ class Drawing:
         multisampling: keep the model's; off, edges are jagged and frames come faster.
     """
 
-    def __init__(self, model: Any, hidden_groups: tuple[int, ...] = (), multisampling: bool = False) -> None:
+    def __init__(self, model: MjModel, hidden_groups: tuple[int, ...] = (), multisampling: bool = False) -> None:
         import mujoco
 
         self._mujoco, self.model = mujoco, model
@@ -37,7 +44,7 @@ class Drawing:
         self._option = mujoco.MjvOption()
         for group in hidden_groups:
             self._option.geomgroup[group] = 0
-        self._renderers: dict[tuple[int, int], Any] = {}
+        self._renderers: dict[tuple[int, int], Renderer] = {}
 
     def cameras(self) -> list[str]:
         """Names of the model's fixed cameras."""
@@ -48,7 +55,7 @@ class Drawing:
         if camera not in self.cameras():
             raise UserError(f"Camera '{camera}' is not known.{did_you_mean(camera, self.cameras())}")
 
-    def frame(self, data: Any, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
+    def frame(self, data: MjData, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
         """One picture [height, width, 3] uint8, the top row first; camera -1 is MuJoCo's free camera.
 
         Raises:
@@ -65,7 +72,7 @@ class Drawing:
         while self._renderers:
             self._renderers.popitem()[1].close()
 
-    def _new(self, height: int, width: int) -> Any:
+    def _new(self, height: int, width: int) -> Renderer:
         buffer = self.model.vis.global_
         buffer.offheight, buffer.offwidth = max(buffer.offheight, height), max(buffer.offwidth, width)
         renderer = new_renderer(self._mujoco, self.model, height, width)
@@ -83,12 +90,12 @@ def _close(reference: weakref.ref[Drawing]) -> None:
         drawing.close()
 
 
-def _close_all(renderers: dict[tuple[int, int], Any]) -> None:
+def _close_all(renderers: dict[tuple[int, int], Renderer]) -> None:
     while renderers:
         renderers.popitem()[1].close()
 
 
-def new_renderer(mujoco: Any, model: Any, height: int, width: int) -> Any:
+def new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -> Renderer:
     """``mujoco.Renderer``. Raises UserError where this machine cannot draw."""
     try:
         return mujoco.Renderer(model, height, width)
@@ -111,14 +118,15 @@ def model_cameras(env: gymnasium.Env) -> list[str]:
     return [name for name in names if name]
 
 
-def draw_from(env: gymnasium.Env, camera: str) -> Any:
+def draw_from(env: gymnasium.Env, camera: str) -> np.ndarray:
     """What ``env.render()`` gives with another camera. Raises UserError for a camera that there is not."""
     require_camera(camera, model_cameras(env))
-    renderer: Any = _renderer(env)
+    renderer = _renderer(env)
+    assert renderer is not None, "it has cameras"
     before = renderer.camera_id
     renderer.camera_id = renderer.model.camera(camera).id
     try:
-        return env.render()
+        return np.asarray(env.render(), np.uint8)
     finally:
         renderer.camera_id = before
 
@@ -135,8 +143,8 @@ def require_camera(camera: str, known: list[str]) -> None:
         raise UserError(f"Camera '{camera}' is not known.{did_you_mean(camera, ['default', *known])}")
 
 
-def _renderer(env: gymnasium.Env) -> Any:
-    found = (getattr(layer, "mujoco_renderer", None) for layer in layers_of(env))
+def _renderer(env: gymnasium.Env) -> MujocoRenderer | None:
+    found = (vars(layer).get("mujoco_renderer") for layer in layers_of(env))
     return next((renderer for renderer in found if renderer is not None), None)
 
 
@@ -158,7 +166,7 @@ class Physics(Protocol):
 class MujocoPhysics:
     """``time`` [1] and the arrays of `MUJOCO_PARTS` that are not empty, each flat and in its own dtype."""
 
-    def __init__(self, model: Any, data: Any) -> None:
+    def __init__(self, model: MjModel, data: MjData) -> None:
         self._model, self._data = model, data
         self._parts = {name: array.reshape(-1) for name in MUJOCO_PARTS if (array := getattr(data, name)).size}
 
@@ -179,7 +187,7 @@ class MujocoPhysics:
 class AttributeState:
     """``state``: the array of that name in which gymnasium's classic control tasks keep all they have."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: CartPoleEnv) -> None:
         self._env = env
 
     def get(self) -> dict[str, np.ndarray]:
@@ -188,7 +196,7 @@ class AttributeState:
     def set(self, state: Mapping[str, np.ndarray]) -> None:
         present = self._env.state
         kind = present.dtype if isinstance(present, np.ndarray) else np.dtype(np.float64)
-        self._env.state = np.array(state["state"], kind).reshape(np.shape(present))
+        self._env.state = np.array(state["state"], kind).reshape(np.asarray(present).shape)
 
 
 def physics_of(env: gymnasium.Env) -> Physics:
@@ -198,10 +206,11 @@ def physics_of(env: gymnasium.Env) -> Physics:
     models, data = unique_held(held, "MjModel"), unique_held(held, "MjData")
     if len(models) == len(data) == 1:
         return MujocoPhysics(models[0], data[0])
-    base: Any = env.unwrapped
-    if type(base).__module__.startswith("gymnasium.envs.classic_control.") and getattr(base, "state", None) is not None:
-        return AttributeState(base)
+    base = env.unwrapped
+    if type(base).__module__.startswith("gymnasium.envs.classic_control.") and vars(base).get("state") is not None:
+        return AttributeState(base)  # type: ignore[arg-type]
+    name = env.spec.id if env.spec is not None else type(base).__name__
     raise UserError(
-        f"Where '{getattr(env.spec, 'id', type(base).__name__)}' keeps its physical state is not known: it is no MuJoCo task and none of "
-        "gymnasium's classic ones. Leave it out: states=none, or states=snapshots:1 where the task has snapshots."
+        f"Where '{name}' keeps its physical state is not known: it is no MuJoCo task and none of gymnasium's classic ones. "
+        "Leave it out: states=none, or states=snapshots:1 where the task has snapshots."
     )

@@ -163,7 +163,7 @@ class PixelReach(SimEnv):
     def _new_renderer(self, size: int) -> Any:
         renderer = new_renderer(self._mujoco, self.model, size, size)
         for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE"):
-            renderer.scene.flags[getattr(self._mujoco.mjtRndFlag, flag)] = 0
+            renderer.scene.flags[vars(self._mujoco.mjtRndFlag)[flag]] = 0
         self._renderers[size] = renderer
         atexit.register(_close_all, self._renderers)  # runs before MuJoCo takes its display down, which registered earlier
         return renderer

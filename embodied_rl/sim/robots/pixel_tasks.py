@@ -234,7 +234,8 @@ class PixelTasksExpert:
     ALIGNED_M = 0.012
 
     def __init__(self, sim: SimEnv, env_id: int) -> None:
-        self._sim: Any = sim
+        assert isinstance(sim, PixelTasks), "its task names this expert"
+        self._sim = sim
         self._env_id = env_id
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:

@@ -6,12 +6,16 @@ Its episodes are replayed, not saved: pymunk warm-starts its solver with the imp
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import gymnasium
+import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one
+
+if TYPE_CHECKING:
+    from gym_pusht.envs.pusht import PushTEnv
 
 OBSERVATIONS = {"state": "state", "pixels": "pixels", "keypoints": "environment_state_agent_pos", "pixels_agent_pos": "pixels_agent_pos"}
 """Our name: gym-pusht's."""
@@ -62,19 +66,22 @@ class SuccessGoesOn(gymnasium.Wrapper):
     Observes on demand (`ObservesOnDemand`): gym-pusht draws pixels in every step.
     """
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, SupportsFloat, bool, bool, dict[str, Any]]:
         observation, reward, _, truncated, info = self.env.step(action)
         return observation, reward, False, truncated, info
 
     def set_observing(self, observing: bool) -> None:
         """See `ObservesOnDemand`."""
-        task: Any = self.unwrapped
         if observing:
-            vars(task).pop("get_obs", None)
+            vars(self.task).pop("get_obs", None)
         else:
-            task.get_obs = lambda: None
+            self.task.get_obs = lambda: None
 
-    def observe(self) -> Any:
+    def observe(self) -> np.ndarray | dict[str, np.ndarray]:
         """See `ObservesOnDemand`."""
-        task: Any = self.unwrapped
-        return task.get_obs()
+        return self.task.get_obs()
+
+    @property
+    def task(self) -> PushTEnv:
+        """gym-pusht's own environment."""
+        return self.unwrapped

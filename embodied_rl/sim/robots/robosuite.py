@@ -10,8 +10,9 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.known_indices import know_arms
 from embodied_rl.sim.robots.mujoco_model import Drawing
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
+
+if TYPE_CHECKING:
+    from robosuite.environments.base import MujocoEnv
 
 OBSERVATIONS = ("state", "rgb", "rgb+state")
 
@@ -117,7 +121,7 @@ def make(
     )
 
 
-def _checked(suite: Any, task: str, observation: str, robots: str | Sequence[str], controller: str) -> list[str]:
+def _checked(suite: ModuleType, task: str, observation: str, robots: str | Sequence[str], controller: str) -> list[str]:
     """The robots' names, one for each arm of the task; raises UserError for a name that is not known."""
     check_name("task", task, INSTRUCTIONS)
     check_name("observation", observation, OBSERVATIONS)
@@ -128,8 +132,8 @@ def _checked(suite: Any, task: str, observation: str, robots: str | Sequence[str
     return names * 2 if task.startswith("TwoArm") and len(names) == 1 and names != ["Baxter"] else names
 
 
-def _builder(suite: Any, task: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    def build() -> Any:
+def _builder(suite: ModuleType, task: str, arguments: Mapping[str, Any]) -> Callable[[], MujocoEnv]:
+    def build() -> MujocoEnv:
         try:
             return suite.make(**FIXED_ARGUMENTS, **arguments)
         except (TypeError, AssertionError, ValueError, KeyError) as error:
@@ -172,7 +176,7 @@ class RobosuiteSim(SimEnv):
 
     def __init__(
         self,
-        build: Sequence[Callable[[], Any]],
+        build: Sequence[Callable[[], MujocoEnv]],
         task: str,
         observe_objects: bool,
         cameras: Sequence[str],
@@ -184,7 +188,7 @@ class RobosuiteSim(SimEnv):
         multisampling: bool = False,
     ) -> None:
         self._random = [PrivateRandom() for _ in build]
-        self.envs: list[Any] = []
+        self.envs: list[MujocoEnv] = []
         for random, function in zip(self._random, build, strict=True):
             with random.active(0):  # building draws from the process-wide generators
                 self.envs.append(function())
@@ -288,13 +292,13 @@ class RobosuiteSim(SimEnv):
         return drawing
 
 
-def check_name(kind: str, name: str, known: Any) -> None:
+def check_name(kind: str, name: str, known: Collection[str]) -> None:
     """Raises UserError with the nearest name where `name` is not among the known ones."""
     if name not in known:
         raise UserError(f"robosuite {kind} '{name}' is not known.{did_you_mean(name, known)}")
 
 
-def import_robosuite() -> Any:
+def import_robosuite() -> ModuleType:
     """The package, without its log file and warnings. Raises MissingExtraError where it is not installed."""
     with quiet_import():
         try:

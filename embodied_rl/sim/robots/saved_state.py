@@ -16,13 +16,16 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import gymnasium
 import numpy as np
 
 from embodied_rl.sim.snapshots import SnapshotError
+
+if TYPE_CHECKING:
+    from mujoco import MjData, MjModel
 
 # ---- MuJoCo's memory --------------------------------------------------------------------------------------------------
 
@@ -43,7 +46,7 @@ class DataState:
         data: kept; its arrays' addresses are looked up once.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: MjData) -> None:
         self._data = data
         self.regions: dict[str, np.ndarray] = {}
         """The saved arrays, as bytes, by name."""
@@ -90,7 +93,7 @@ class ModelChanges:
         shared: contents of arrays that other environments of this process hold already, by name; equal ones are held once.
     """
 
-    def __init__(self, model: Any, shared: dict[str, bytes] | None = None) -> None:
+    def __init__(self, model: MjModel, shared: dict[str, bytes] | None = None) -> None:
         self._options = model.opt
         self._option_names = [name for name in dir(self._options) if not name.startswith("_")]
         self._views = {name: array for name, array in _arrays(model) if array.size and not name.startswith(_ASSETS)}
@@ -143,7 +146,7 @@ class ModelChanges:
         setattr(self._options, option, value if value.ndim else value.item())
 
 
-def _arrays(structure: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(structure: MjData | MjModel) -> Iterator[tuple[str, np.ndarray]]:
     for name in dir(structure):
         if not name.startswith("_"):
             value = getattr(structure, name)
@@ -174,6 +177,10 @@ _PLAIN_OBJECTS = frozenset({"gymnasium.wrappers.utils.RunningMeanStd"})
 _NUMBERS = frozenset("biufcUS")
 
 Regions = dict[str, np.ndarray]
+AnyGenerator = np.random.Generator | np.random.RandomState | random.Random
+Leaf = bool | int | float | str | bytes | np.generic | None
+Node = tuple[Any, ...]
+"""(its kind, …): a value as `Packer` writes it; a `Leaf` stands for itself."""
 
 
 class EnvState:
@@ -223,7 +230,7 @@ class EnvState:
             unpacker.attributes(layer, attributes)
 
 
-def capture_generator(generator: Any) -> Any:
+def capture_generator(generator: AnyGenerator) -> Node:
     """The state of a numpy Generator or RandomState or a `random.Random`, as a tree for `encode_state`."""
     if isinstance(generator, np.random.Generator):
         return ("generator", dict(generator.bit_generator.state))
@@ -233,17 +240,17 @@ def capture_generator(generator: Any) -> Any:
     return ("random", version, np.asarray(words, np.uint32), gauss)
 
 
-def new_generator(state: Any) -> Any:
+def new_generator(state: Node) -> AnyGenerator:
     """A fresh generator in the state that `capture_generator` gave. Raises SnapshotError for a kind that numpy does not have."""
     kind, content, *rest = state
     if kind == "random":
         made = random.Random()
         made.setstate((content, tuple(rest[0].tolist()), rest[1]))
         return made
-    bits = getattr(np.random, content["bit_generator"], None)
+    bits = vars(np.random).get(content["bit_generator"])
     if not (isinstance(bits, type) and issubclass(bits, np.random.BitGenerator)):
         raise SnapshotError(f"Snapshot holds a random generator '{content['bit_generator']}' that this numpy does not have.")
-    bit_generator: Any = bits()
+    bit_generator = bits()
     bit_generator.state = content
     if kind == "generator":
         return np.random.Generator(bit_generator)
@@ -266,7 +273,7 @@ class Packer:
         self._regions = regions or {}
         self._seen: dict[Any, int] = {}
 
-    def attributes(self, owner: Any) -> dict[str, Any]:
+    def attributes(self, owner: object) -> dict[str, Any]:
         saved: dict[str, Any] = {}
         left: list[str] = []
         for name, value in vars(owner).items():
@@ -279,7 +286,7 @@ class Packer:
                     self._seen.popitem()
         return {"saved": saved, "left": left}
 
-    def _attribute(self, name: str, value: Any) -> Any:
+    def _attribute(self, name: str, value: object) -> Node | Leaf:
         if name in _CONSTANT:
             raise Unsavable
         if isinstance(value, gymnasium.spaces.Space):  # constant but for the generators that `sample` draws from
@@ -289,9 +296,11 @@ class Packer:
             return ("object", {part: self.node(item) for part, item in vars(value).items()})
         return self.node(value)
 
-    def node(self, value: Any) -> Any:
+    def node(self, value: object) -> Node | Leaf:
+        if type(value) is complex:
+            return ("complex", value.real, value.imag)
         if isinstance(value, np.generic) or type(value) in _SCALARS:
-            return ("complex", value.real, value.imag) if type(value) is complex else value
+            return cast(Leaf, value)
         if type(value) is tuple:
             return ("tuple", [self.node(item) for item in value])
         if id(value) in self._seen:
@@ -306,23 +315,22 @@ class Packer:
             return capture_generator(value)
         return self._container(value)
 
-    def _special(self, value: Any) -> Any:
+    def _special(self, value: object) -> Node | None:
         """A node for a value of a kind that a subclass knows; None for others."""
         return None
 
-    def _container(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is dict:
+    def _container(self, value: object) -> Node:
+        if type(value) is dict:
             return ("dict", [(self.node(key), self.node(item)) for key, item in value.items()])
-        if kind is list:
+        if type(value) is list:
             return ("list", [self.node(item) for item in value])
-        if kind is deque:
+        if type(value) is deque:
             return ("deque", [self.node(item) for item in value], value.maxlen)
-        if kind is set and all(type(item) in _SCALARS and type(item) is not complex for item in value):
+        if type(value) is set and all(type(item) in _SCALARS and type(item) is not complex for item in value):
             return ("set", value)
         raise Unsavable
 
-    def _array(self, array: np.ndarray) -> Any:
+    def _array(self, array: np.ndarray) -> Node:
         """The memory that the array is a view of, and where in it the array lies."""
         root = array
         while isinstance(root.base, np.ndarray):
@@ -333,7 +341,7 @@ class Packer:
             return self._view_of_region(array)
         if not (root.flags.c_contiguous or root.flags.f_contiguous):
             root = array = np.array(array)
-        memory: Any
+        memory: int | np.ndarray
         key = ("memory", id(root))
         if key in self._seen:
             memory = self._seen[key]
@@ -342,7 +350,7 @@ class Packer:
             memory = np.frombuffer(root.tobytes(order="A"), np.uint8)
         return ("array", array.dtype.str, array.shape, array.strides, _address(array) - _address(root), memory)
 
-    def _view_of_region(self, array: np.ndarray) -> Any:
+    def _view_of_region(self, array: np.ndarray) -> Node:
         for name, memory in self._regions.items():
             offset = _address(array) - _address(memory)
             if 0 <= offset < memory.nbytes:
@@ -359,7 +367,7 @@ class Unpacker:
         self._regions = regions or {}
         self._seen: list[Any] = []
 
-    def attributes(self, owner: Any, state: dict[str, Any]) -> None:
+    def attributes(self, owner: object, state: dict[str, Any]) -> None:
         present = vars(owner)
         for name, node in state["saved"].items():
             self._attribute(present, name, node)
@@ -367,20 +375,18 @@ class Unpacker:
         for name in [name for name, value in present.items() if name not in keep and self._savable(value)]:
             del present[name]  # the environment acquired it in an episode that the saved one has not had
 
-    def _savable(self, value: Any) -> bool:
+    def _savable(self, value: object) -> bool:
         try:
             self.packer(self._regions).node(value)
         except Unsavable:
             return False
         return True
 
-    def _attribute(self, present: dict[str, Any], name: str, node: Any) -> None:
-        kind = node[0] if type(node) is tuple else None
-        if kind == "space":
-            spaces: list[Any] = list(_spaces(present[name]))
-            for space, generator in zip(spaces, node[1], strict=True):
-                space._np_random = None if generator is None else new_generator(generator)
-        elif kind == "object":
+    def _attribute(self, present: dict[str, Any], name: str, node: Node | Leaf) -> None:
+        if type(node) is tuple and node[0] == "space":
+            for space, generator in zip(_spaces(present[name]), node[1], strict=True):
+                vars(space)["_np_random"] = None if generator is None else new_generator(generator)
+        elif type(node) is tuple and node[0] == "object":
             vars(present[name]).update({part: self.node(item) for part, item in node[1].items()})
         else:
             value = self.node(node)
@@ -388,7 +394,7 @@ class Unpacker:
             if value is not None or self._savable(present.get(name)):
                 present[name] = value
 
-    def node(self, node: Any) -> Any:
+    def node(self, node: Node | Leaf) -> Any:
         if type(node) is not tuple:
             return node
         kind = node[0]
@@ -403,7 +409,7 @@ class Unpacker:
         if kind in ("list", "dict", "deque"):
             return self._container(node, place)
         if kind == "array":
-            value: Any = self._array(*node[1:])
+            value = self._array(*node[1:])
         elif kind == "view":
             value = np.ndarray(node[2], node[1], self._regions[node[5]], node[4], node[3])
         elif kind == "set":
@@ -413,26 +419,27 @@ class Unpacker:
         self._seen[place] = value
         return value
 
-    def _special(self, node: Any) -> Any:
+    def _special(self, node: Node) -> Any:
         """What a subclass's `Packer` wrote; here, random generators."""
         return new_generator(node)
 
-    def _container(self, node: Any, place: int) -> Any:
+    def _container(self, node: Node, place: int) -> list[Any] | dict[Any, Any] | deque[Any]:
         # It is known before its items are, since one of them may refer to it.
-        value: Any = {"list": list, "dict": dict}[node[0]]() if node[0] != "deque" else deque(maxlen=node[2])
+        value: list[Any] | dict[Any, Any] | deque[Any]
+        value = deque(maxlen=node[2]) if node[0] == "deque" else {} if node[0] == "dict" else []
         self._seen[place] = value
-        if node[0] == "dict":
+        if isinstance(value, dict):
             for key, item in node[1]:
                 value[self.node(key)] = self.node(item)
         else:
             value.extend(self.node(item) for item in node[1])
         return value
 
-    def _array(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, memory: Any) -> np.ndarray:
+    def _array(self, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, memory: int | np.ndarray) -> np.ndarray:
         if isinstance(memory, np.ndarray):
             self._seen.append(memory)
         else:
-            memory = self._seen[memory]
+            memory = cast(np.ndarray, self._seen[memory])
         if memory.size == 0:
             return np.empty(shape, dtype)
         return np.ndarray(shape, dtype, memory, offset, strides)
@@ -458,8 +465,12 @@ def unique_held(values: list[Any], kind: str) -> list[Any]:
 
 def _spaces(space: gymnasium.spaces.Space) -> Iterator[gymnasium.spaces.Space]:
     yield space
-    inner: Any = getattr(space, "spaces", ())
-    for part in inner.values() if isinstance(inner, Mapping) else inner:
+    inner: Iterable[gymnasium.spaces.Space] = ()
+    if isinstance(space, gymnasium.spaces.Dict):
+        inner = space.spaces.values()
+    elif isinstance(space, (gymnasium.spaces.Tuple, gymnasium.spaces.OneOf)):
+        inner = space.spaces
+    for part in inner:
         yield from _spaces(part)
 
 

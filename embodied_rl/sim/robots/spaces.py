@@ -135,9 +135,10 @@ def _leaf(part: ObservationPart) -> Callable[[Any], Any] | None:
     return lambda value: spaces.flatten(space, value)  # one-hot for choices
 
 
-def control_hz(env: Any) -> float | None:
+def control_hz(env: gymnasium.Env | gymnasium.vector.VectorEnv) -> float | None:
     """Control steps a second: from the environment's ``dt`` (seconds) where it has one, else its frame rate."""
-    dt = getattr(env.unwrapped, "dt", None)
+    base = env.unwrapped
+    dt = base.dt if hasattr(base, "dt") else None  # an attribute, or MuJoCo's property
     if isinstance(dt, (int, float)) and dt > 0:
         return round(1.0 / float(dt), 6)
     fps = env.metadata.get("render_fps")
@@ -217,7 +218,7 @@ def space_of(data: Mapping[str, Any]) -> gymnasium.Space[Any]:
     return spaces.Box(low, high, shape, dtype.type)
 
 
-def _filled(bounds: Any, none: float, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _filled(bounds: float | list[float | None] | None, none: float, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     values = bounds if isinstance(bounds, list) else [bounds] * math.prod(shape)
     known = [none if value is None else value for value in values]
     # gymnasium takes an infinite bound of integers as a float only.
@@ -284,9 +285,9 @@ def action_rows(space: gymnasium.Space, actions: Any, num_envs: int) -> np.ndarr
     raise UserError(f"A step takes {num_envs} actions of {space}, got {_told(actions)}.")
 
 
-def _told(actions: Any) -> str:
+def _told(actions: object) -> str:
     try:
-        array = np.asarray(actions)
+        array: np.ndarray = np.asarray(actions)
     except ValueError:
         return type(actions).__name__
     return f"{type(actions).__name__} of shape {list(array.shape)} and dtype {array.dtype}"

@@ -20,6 +20,7 @@ from embodied_rl.sandbox.levels import protection
 from embodied_rl.sandbox.python import ProgramEnd, PythonLimits, run_program
 from embodied_rl.sim.text.questions import example, read_rows
 from embodied_rl.sim.text.tasks import TaskSim
+from embodied_rl.specs import Json
 
 Score = Literal["all", "share"]
 """all: 1 for a program that passes every test, else 0. share: the share of tests that it passes."""
@@ -47,7 +48,7 @@ class CodeTest:
     """One test: a call and its value, or an input and what the program prints."""
 
     call: str | None = None
-    result: Any = None
+    result: Json = None
     stdin: str = ""
     stdout: str = ""
 
@@ -139,14 +140,14 @@ def _why(ended: ProgramEnd, limits: PythonLimits) -> str:
     return f"it failed: {last}" if ended.status else "it ended before the call"
 
 
-def _same(written: str, wanted: Any) -> bool:
+def _same(written: str, wanted: Json) -> bool:
     try:
         return _equal(ast.literal_eval(written), wanted)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 
 
-def _equal(given: Any, wanted: Any) -> bool:
+def _equal(given: object, wanted: Json) -> bool:
     """As JSON knows values: tuples are lists; numbers to a millionth; true is not 1."""
     if isinstance(given, bool) or isinstance(wanted, bool):
         return given is wanted
@@ -243,23 +244,43 @@ class CodeTask:
         self._number, self._turn, self._best = int(state["number"]), int(state["turn"]), float(state["best"])
 
 
-def make(num_envs: int, path: str | None = None, task: str = "code", **kwargs: Any) -> TaskSim:
+def make(
+    num_envs: int,
+    path: str | None = None,
+    task: str = "code",
+    attempts: int = 1,
+    score: Score = "all",
+    timeout_s: float = 5.0,
+    memory_mb: int = 512,
+    allow_network: bool = False,
+    sandbox: str = "landlock",
+    show_tests: bool = True,
+) -> TaskSim:
     """`num_envs` environments over a data set of problems.
 
     Args:
         path: a .jsonl file of {"question": text, "tests": [test, …]}; a test is {"call": "add(1, 2)", "result": 3} or
             {"stdin": text, "stdout": text}. None: a few examples of ours.
-        **kwargs: of `CodeTask`.
+        attempts, score, timeout_s, memory_mb, allow_network, sandbox, show_tests: of `CodeTask`.
 
     Raises:
         UserError: the file cannot be read, a line is not a problem, or this machine's protection is weaker than `sandbox`.
     """
-    known = ("attempts", "score", "timeout_s", "memory_mb", "allow_network", "sandbox", "show_tests")
-    for name in kwargs:
-        if name not in known:
-            raise UserError(f"Code tasks do not take '{name}'.{did_you_mean(name, known)}")
     problems = [_problem(row, where) for where, row in read_rows(path or example("code.jsonl"), ("question", "tests"))]
-    return TaskSim(task, num_envs, lambda: CodeTask(problems, **kwargs))
+
+    def one() -> CodeTask:
+        return CodeTask(
+            problems,
+            attempts=attempts,
+            score=score,
+            timeout_s=timeout_s,
+            memory_mb=memory_mb,
+            allow_network=allow_network,
+            sandbox=sandbox,
+            show_tests=show_tests,
+        )
+
+    return TaskSim(task, num_envs, one)
 
 
 def _problem(row: Mapping[str, Any], where: str) -> CodeProblem:
@@ -269,7 +290,7 @@ def _problem(row: Mapping[str, Any], where: str) -> CodeProblem:
     return CodeProblem(text, tuple(_test(test, f"{where}, test {number}") for number, test in enumerate(tests, start=1)))
 
 
-def _test(test: Any, where: str) -> CodeTest:
+def _test(test: Json, where: str) -> CodeTest:
     if isinstance(test, dict) and test.keys() == {"call", "result"} and isinstance(test["call"], str):
         try:
             ast.parse(test["call"], mode="eval")

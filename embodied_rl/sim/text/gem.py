@@ -18,16 +18,21 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.remote_client import Answer, JsonClient, RemoteFault
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
+
+if TYPE_CHECKING:
+    from gem.core import Env
+    from gem.envs.registration import EnvSpec
 
 # ---- the registry, and which environments run with what is on this machine --------------------------------------------
 
@@ -55,7 +60,7 @@ HASH_ORDERED = frozenset({"rg:isomorphic_strings", "rg:polynomial_multiplication
 PYTHONHASHSEED is fixed."""
 
 
-def registered() -> Mapping[str, Any]:
+def registered() -> Mapping[str, EnvSpec]:
     """GEM's registry, id → specification. Raises MissingExtraError where GEM is not installed. The first call takes a second."""
     if not has_sat_solver():
         sys.modules.setdefault("pycosat", ModuleType("pycosat"))  # reasoning-gym imports it for the one task that solves with it
@@ -299,7 +304,7 @@ class GemSim(SimEnv):
     def close(self) -> None:
         self.envs = []
 
-    def _make_one(self, task: str, kwargs: Mapping[str, Any], generator: PrivateRandom) -> Any:
+    def _make_one(self, task: str, kwargs: Mapping[str, Any], generator: PrivateRandom) -> Env | Sandbox:
         specification = registered()[task]
         _check_arguments(task, specification, kwargs)
         import gem
@@ -333,30 +338,29 @@ class GemSim(SimEnv):
         return "".join([info.get("prefix", ""), *ended, info.get("suffix", "")])
 
 
-def _turn_limit(family: str, env: Any) -> int | None:
+def _turn_limit(family: str, env: Env | Sandbox) -> int | None:
     """Most steps of an episode; None where it is drawn anew for each."""
     if family == "rg":
         return 1
-    limit = getattr(env, "max_turns", None)
-    return None if limit is None or getattr(env, "_is_random", False) else int(limit)
+    own = vars(env)
+    limit = own.get("max_turns")
+    return None if limit is None or own.get("_is_random", False) else int(limit)
 
 
-def _check_arguments(task: str, specification: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(task: str, specification: EnvSpec, kwargs: Mapping[str, Any]) -> None:
     """GEM's environments swallow arguments that they do not know. Raises UserError naming those."""
-    import importlib
     import inspect
 
     entry = specification.entry_point
     if isinstance(entry, str):
-        module, _, attribute = entry.partition(":")
-        entry = getattr(importlib.import_module(module), attribute)
+        entry = load_target(entry)
     named = [name for name, parameter in inspect.signature(entry).parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     for name in kwargs:
         if name not in named:
             raise UserError(f"GEM task '{task}' does not take '{name}'.{did_you_mean(name, named)}")
 
 
-def _random_action(env: Any) -> str:
+def _random_action(env: Env) -> str:
     if hasattr(env, "ds"):
         answer = str(env.ds[random.randrange(len(env.ds))]["answer"])  # None where a question has more than one
     elif type(env).__name__ == "SudokuEnv":

@@ -76,11 +76,11 @@ class JudgeOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_score", "timeout_s", "deadline_s"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise UserError(f"judge: {name} must be > 0, got {getattr(self, name)}.")
+            if not (math.isfinite(value := vars(self)[name]) and value > 0):
+                raise UserError(f"judge: {name} must be > 0, got {value}.")
         for name in ("max_attempts", "max_tokens", "answer_chars"):
-            if getattr(self, name) < 1:
-                raise UserError(f"judge: {name} must be >= 1, got {getattr(self, name)}.")
+            if (value := vars(self)[name]) < 1:
+                raise UserError(f"judge: {name} must be >= 1, got {value}.")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise UserError(f"judge: the environment variable '{self.api_key_env}', which is to hold the API key, is not set.")
         try:

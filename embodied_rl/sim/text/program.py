@@ -214,7 +214,7 @@ def _check_function(target: str) -> None:
 class AgentProgram:
     """Stands in configurations as the target of ``sim=agent_program``."""
 
-    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+    def __init__(self, num_envs: int, **kwargs: object) -> None:
         """Raises UserError: a program is no simulator that could be stepped."""
         raise UserError(
             "An agent program is not stepped by the environment manager: it is played through the agent proxy, by "

@@ -16,9 +16,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TextIO
 
-Function = Callable[[Any, dict[str, Any]], float | None]
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+Function = Callable[["OpenAI", dict[str, Any]], float | None]
 """``function(client, task)``: an ``openai.OpenAI`` client that is pointed at the episode's session, and the task. What it returns is the
 episode's reward where ``sim.kwargs.reward=return``."""
 
@@ -34,7 +38,7 @@ def load_function(target: str) -> Function:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ImportError as error:
         raise SystemExit(f"'{target}' cannot be imported: {error}") from error
-    function = getattr(module, name, None)
+    function = vars(module).get(name)
     if not callable(function):
         known = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
         raise SystemExit(f"'{where}' has no function '{name}'. Its functions: {', '.join(known) or 'none'}.")
@@ -47,7 +51,7 @@ def load_function(target: str) -> Function:
     return function
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"'{path}' is no Python file")
@@ -70,10 +74,10 @@ class Clients:
             from openai import OpenAI
         except ImportError as error:
             raise SystemExit(f"sim.kwargs.function needs OpenAI's client ({error}): pip install openai") from error
-        self._new: Callable[..., Any] = OpenAI
-        self._first: Any = None
+        self._new = OpenAI
+        self._first: OpenAI | None = None
 
-    def client(self, base_url: str, key: str) -> Any:
+    def client(self, base_url: str, key: str) -> OpenAI:
         """For the session that `key` opens."""
         if self._first is None:
             self._first = self._new(base_url=base_url, api_key=key)

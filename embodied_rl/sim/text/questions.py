@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ class Arithmetic:
             if operation not in OPERATIONS:
                 raise UserError(f"operations={operation!r} is not a choice.{did_you_mean(operation, OPERATIONS)}")
         for name, least, most in (("terms", 2, 20), ("digits", 1, 9)):
-            pair = getattr(self, name)
+            pair = vars(self)[name]
             if not (len(pair) == 2 and least <= pair[0] <= pair[1] <= most):
                 raise UserError(f"{name} must be [least, most] between {least} and {most}, got {list(pair)}.")
         if not self.operations or "{expression}" not in self.template:
@@ -147,12 +148,15 @@ def make_arithmetic(
     terms: Sequence[int] = (2, 2),
     digits: Sequence[int] = (1, 2),
     template: str = "{expression} = ?",
-    **kwargs: Any,
+    attempts: int = 1,
+    wrong_reward: float = 0.0,
+    tolerance: float = 0.0,
+    instruction: str | None = "Work out the value; a number or a fraction is the answer.",
 ) -> TaskSim:
-    """`num_envs` environments of arithmetic: see `Arithmetic`, and `QuestionTask` for ``**kwargs``."""
+    """`num_envs` environments of arithmetic: see `Arithmetic` and `QuestionTask` for the arguments."""
     source = Arithmetic(tuple(operations), _pair("terms", terms), _pair("digits", digits), template)
-    told = "Work out the value; a number or a fraction is the answer."
-    return TaskSim(task, num_envs, lambda: _task(source.question, {"instruction": told, **kwargs}))
+    rules = partial(QuestionTask, attempts=attempts, wrong_reward=wrong_reward, tolerance=tolerance, instruction=instruction)
+    return TaskSim(task, num_envs, partial(rules, source.question))
 
 
 def player(observation: str) -> str:
@@ -165,20 +169,34 @@ def player(observation: str) -> str:
 # ---- data sets ------------------------------------------------------------------------------------------------------
 
 
-def make_questions(num_envs: int, path: str | None = None, task: str = "questions", kind: str = "auto", **kwargs: Any) -> TaskSim:
+def make_questions(
+    num_envs: int,
+    path: str | None = None,
+    task: str = "questions",
+    kind: str = "auto",
+    attempts: int = 1,
+    wrong_reward: float = 0.0,
+    tolerance: float = 0.0,
+    instruction: str | None = None,
+) -> TaskSim:
     """`num_envs` environments over a data set of questions.
 
     Args:
         path: a .jsonl file of {"question": text, "answer": text}; "choices": [text, …] are shown with letters, and "answer" is then
             a letter; "kind" is in place of `kind`. None: a few examples of ours.
         kind: how answers are compared.
-        **kwargs: of `QuestionTask`.
+        attempts, wrong_reward, tolerance, instruction: of `QuestionTask`.
 
     Raises:
         UserError: the file cannot be read, or a line is not a question.
     """
     questions = read_questions(path or example("questions.jsonl"), kind)
-    return TaskSim(task, num_envs, lambda: _task(lambda seed: questions[_chosen(seed, len(questions))], kwargs))
+
+    def chosen(seed: int) -> Question:
+        return questions[int(np.random.default_rng(seed).integers(len(questions)))]
+
+    rules = partial(QuestionTask, attempts=attempts, wrong_reward=wrong_reward, tolerance=tolerance, instruction=instruction)
+    return TaskSim(task, num_envs, partial(rules, chosen))
 
 
 def read_questions(path: str, kind: str = "auto") -> list[Question]:
@@ -240,18 +258,6 @@ def _question(row: Mapping[str, Any], where: str, kind: str) -> Question:
     if not str(answer).strip():
         raise UserError(f"Data set {where}: the answer is empty.")
     return Question(text, str(answer), own)
-
-
-def _chosen(seed: int, count: int) -> int:
-    return int(np.random.default_rng(seed).integers(count))
-
-
-def _task(question_of: Callable[[int], Question], kwargs: Mapping[str, Any]) -> QuestionTask:
-    known = ("attempts", "wrong_reward", "tolerance", "instruction")
-    for name in kwargs:
-        if name not in known:
-            raise UserError(f"Questions do not take '{name}'.{did_you_mean(name, known)}")
-    return QuestionTask(question_of, **kwargs)
 
 
 def _pair(name: str, values: Sequence[int]) -> tuple[int, int]:

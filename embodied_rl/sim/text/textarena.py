@@ -12,13 +12,17 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.registry import load_target
 from embodied_rl.sim.text.opponents import make_opponent, random_move
 from embodied_rl.sim.text.turns import TextSim, TextTurn
+
+if TYPE_CHECKING:
+    from textarena import Env
 
 NEEDS_DATA = {
     "words of nltk (python -m nltk.downloader words averaged_perceptron_tagger_eng)": (
@@ -134,7 +138,7 @@ class ArenaGame:
     ) -> None:
         self._task, self._players, self._seat_rule, self._success_reward = task, players, seat, success_reward
         self._kwargs = kwargs
-        self._env: Any = None
+        self._env: Env
         self._opponents = [make_opponent(opponent, opponent_options) for _ in range(players)]
         self._seat = 0
         self._text = ""
@@ -199,19 +203,18 @@ def _least_players(task: str, kwargs: Mapping[str, Any]) -> int:
     raise UserError(f"TextArena's '{task}' takes none of 1 to {_MOST_PLAYERS} players.")
 
 
-def _begun(task: str, env: Any, players: int, seed: int) -> None:
+def _begun(task: str, env: Env, players: int, seed: int) -> None:
     try:
         env.reset(num_players=players, seed=seed % 2**31)
     except LookupError as error:  # nltk's
         raise _needs(task, error) from error
 
 
-def _made(task: str, kwargs: Mapping[str, Any]) -> Any:
+def _made(task: str, kwargs: Mapping[str, Any]) -> Env:
     specification = registered()[task]
     entry = specification.entry_point
     if isinstance(entry, str):
-        module, _, name = entry.partition(":")
-        entry = getattr(importlib.import_module(module), name)
+        entry = load_target(entry)
     taken = [name for name in inspect.signature(entry).parameters if name not in ("args", "kwargs")]
     for name in kwargs:
         if name not in taken:

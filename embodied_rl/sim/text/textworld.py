@@ -11,13 +11,16 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.turns import TextSim, TextTurn
+
+if TYPE_CHECKING:
+    from textworld import GameState
 
 _KEPT_GAMES = 64
 _DIRECTIONS = ("north", "east", "south", "west")
@@ -88,7 +91,7 @@ class WorldGame:
         self._env = importlib.import_module("textworld.envs").TextWorldEnv(infos)
         self._folder = tempfile.TemporaryDirectory(prefix="textworld")
         self._files: OrderedDict[int, Path] = OrderedDict()
-        self._state: Any = None
+        self._state: GameState
         self._score = 0.0
         self.walkthrough: list[str] = []
         """The shortest solution of the running game, as its maker knows it."""

@@ -136,7 +136,8 @@ class ToyGame:
 
     def state(self) -> dict[str, Any]:
         """See `GridGame.state`."""
-        kept = {name: getattr(self._env, name) for name in _STATE if hasattr(self._env, name)}
+        own = vars(self._env)
+        kept = {name: own[name] for name in _STATE if name in own}
         plain = {name: [int(card) for card in value] if isinstance(value, list) else int(value) for name, value in kept.items()}
         return {**plain, "random": self._env.np_random.bit_generator.state}
 

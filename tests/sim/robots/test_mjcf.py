@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import mjcf
 from embodied_rl.sim.snapshots import SnapshotError
@@ -226,7 +227,7 @@ def test_mistakes_are_named(changes: tuple[str, str], arguments: dict[str, Any],
     path = tmp_path / "cart.xml"
     path.write_text(CART.replace(*changes) if changes[0] else CART, encoding="utf-8")
     with pytest.raises(UserError, match=words):
-        mjcf.make(1, str(path), **arguments)
+        SimFactory("embodied_rl.sim.robots.mjcf:make", str(path), arguments).make(1)
 
 
 def test_scenes_of_the_package_go_by_name() -> None:

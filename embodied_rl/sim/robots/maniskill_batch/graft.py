@@ -7,10 +7,11 @@ would anywhere, bit for bit; then its bodies take the places of the old ones, an
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,11 +29,17 @@ from embodied_rl.sim.robots.maniskill_batch.structs import ROW_CACHES
 from embodied_rl.sim.robots.maniskill_state import LEFT, Bodies, EpisodeState, bodies_of, owners_of, physics_of
 from embodied_rl.sim.snapshots import SnapshotError
 
+if TYPE_CHECKING:
+    from mani_skill.envs.sapien_env import BaseEnv
+    from mani_skill.envs.scene import ManiSkillScene
+
+    from embodied_rl.sim.robots.maniskill_batch.sim import BatchedTask
+
 # ---- rows of the Python state of a batch ------------------------------------------------------------------------------
 
 
 @contextmanager
-def kept_rows(env: Any, rows: Sequence[int]) -> Iterator[None]:
+def kept_rows(env: BaseEnv, rows: Sequence[int]) -> Iterator[None]:
     """Whatever happens meanwhile to the attributes of other environments than `rows` is undone."""
     num_envs = env.num_envs
     if len(rows) == num_envs:
@@ -65,7 +72,7 @@ def _copies(attributes: dict[str, Any], num_envs: int) -> dict[str, Any]:
     return copies
 
 
-def row_of(value: Any, single: Any, i: int, num_envs: int, seen: dict[int, Any]) -> Any:
+def row_of(value: object, single: object, i: int, num_envs: int, seen: dict[int, object]) -> object:
     """Environment `i`'s part of an attribute, in the form that it has in an environment by itself.
 
     Args:
@@ -79,7 +86,7 @@ def row_of(value: Any, single: Any, i: int, num_envs: int, seen: dict[int, Any])
         if _is_row_by_row(value, single, num_envs):
             part = value[i : i + 1].clone() if isinstance(value, torch.Tensor) else value[i : i + 1].copy()
     elif isinstance(value, Pose):
-        part = Pose(raw_pose=row_of(value.raw_pose, getattr(single, "raw_pose", None), i, num_envs, seen))
+        part = Pose(raw_pose=row_of(value.raw_pose, single.raw_pose if isinstance(single, Pose) else None, i, num_envs, seen))
     elif isinstance(value, BatchedRNG):
         part = BatchedRNG(rngs=[value.rngs[i]])
     elif type(value) is dict:
@@ -91,7 +98,7 @@ def row_of(value: Any, single: Any, i: int, num_envs: int, seen: dict[int, Any])
     return part
 
 
-def with_row(value: Any, single: Any, i: int, num_envs: int) -> Any:
+def with_row(value: object, single: object, i: int, num_envs: int) -> object:
     """An attribute of the batch with environment `i`'s part replaced by that of an environment by itself; the inverse of `row_of`."""
     if isinstance(single, torch.Tensor):
         if value is None and single.ndim and single.shape[0] == 1:
@@ -104,7 +111,7 @@ def with_row(value: Any, single: Any, i: int, num_envs: int) -> Any:
             value = value.copy()
             value[i] = single[0]
     elif isinstance(single, Pose):
-        raw = with_row(None if value is None else value.raw_pose, single.raw_pose, i, num_envs)
+        raw = with_row(value.raw_pose if isinstance(value, Pose) else None, single.raw_pose, i, num_envs)
         value = Pose(raw_pose=raw)
     elif isinstance(single, BatchedRNG) and isinstance(value, BatchedRNG):
         value.rngs[i] = single.rngs[0]
@@ -121,7 +128,7 @@ def with_row(value: Any, single: Any, i: int, num_envs: int) -> Any:
     return value
 
 
-def _is_row_by_row(value: Any, single: Any, num_envs: int) -> bool:
+def _is_row_by_row(value: torch.Tensor | np.ndarray, single: object, num_envs: int) -> bool:
     if not value.ndim or value.shape[0] != num_envs:
         return False
     return not isinstance(single, torch.Tensor | np.ndarray) or tuple(single.shape) == (1, *value.shape[1:])
@@ -144,7 +151,7 @@ class Grafts:
         renders: they were made with a rendering device.
     """
 
-    def __init__(self, env: Any, donor: Any, renders: bool) -> None:
+    def __init__(self, env: BatchedTask, donor: BaseEnv, renders: bool) -> None:
         self.env, self.donor = env, donor
         self.frequency = int(donor.reconfiguration_freq)
         """How many episodes an environment by itself plays in one scene; 0: any number."""
@@ -204,9 +211,10 @@ class Grafts:
         for struct, donated in _pairs(env.scene, i, donor_scene):
             _replace_objects(struct, donated, i)
         env.scene.sub_scenes[i] = donor_scene.sub_scenes[0]
-        for kind in ("sensors", "human_render_cameras"):
-            for name, sensor in getattr(env.scene, kind).items():
-                _replace_camera(sensor.camera, getattr(donor_scene, kind)[name].camera, i)
+        kinds = (env.scene.sensors, donor_scene.sensors), (env.scene.human_render_cameras, donor_scene.human_render_cameras)
+        for mine, theirs in kinds:
+            for name, sensor in mine.items():
+                _replace_camera(sensor.camera, theirs[name].camera, i)
         env.scene.px.replace(i, donor_scene.sub_scenes[0])
         donors = dict(owners_of(donor))
         for name, owner in owners_of(env):
@@ -225,7 +233,7 @@ def _is_donors(name: str, single: dict[str, Any]) -> bool:
     return name in single and (name in _OF_THE_DONOR or isinstance(single[name], gymnasium.Space))
 
 
-def _pairs(scene: Any, i: int, donor_scene: Any) -> list[tuple[Any, Any]]:
+def _pairs(scene: BatchScene, i: int, donor_scene: ManiSkillScene) -> list[tuple[BaseStruct, BaseStruct]]:
     """The batch's structs with something in scene `i`, each with the donor's that was made at the same point."""
     mine = [struct for struct in vars(scene)[STRUCTS] if i in struct._scene_idxs.tolist()]
     theirs = vars(donor_scene)[STRUCTS]
@@ -235,7 +243,7 @@ def _pairs(scene: Any, i: int, donor_scene: Any) -> list[tuple[Any, Any]]:
     return list(zip(mine, theirs, strict=True))
 
 
-def _replace_objects(struct: Any, donated: Any, i: int) -> None:
+def _replace_objects(struct: BaseStruct, donated: BaseStruct, i: int) -> None:
     places = [k for k, scene in enumerate(struct._scene_idxs.tolist()) if scene == i]
     if len(places) != len(donated._objs):
         raise UnsupportedTask(f"'{struct.name}' has {len(places)} objects in a scene of the batch and {len(donated._objs)} by itself")
@@ -244,11 +252,11 @@ def _replace_objects(struct: Any, donated: Any, i: int) -> None:
             getattr(struct, name)[k] = thing
     present = vars(struct)
     for name in list(present):  # what is computed of the objects; the hash must stay, dictionaries go by it
-        if isinstance(getattr(type(struct), name, None), cached_property) and name != "__maniskill_hash__":
+        if isinstance(getattr_static(type(struct), name, None), cached_property) and name != "__maniskill_hash__":
             del present[name]
     for name in ROW_CACHES:
         present.pop(name, None)
-    initial = getattr(donated, "initial_pose", None)
+    initial = vars(donated).get("initial_pose")
     if isinstance(initial, Pose):
         rows = struct.initial_pose.raw_pose
         if len(rows) == 1 and len(struct._objs) > 1 and not torch.equal(rows, initial.raw_pose):
@@ -259,7 +267,7 @@ def _replace_objects(struct: Any, donated: Any, i: int) -> None:
         struct.initial_pose = Pose(raw_pose=rows)
 
 
-def _replace_camera(camera: Any, donated: Any, i: int) -> None:
+def _replace_camera(camera: RenderCamera, donated: RenderCamera, i: int) -> None:
     camera._render_cameras[i] = donated._render_cameras[0]
     for name in [name for name in vars(camera) if name.startswith("_cached_")]:
         setattr(camera, name, None)
@@ -294,7 +302,7 @@ class EnvView:
     Methods are called with this environment acting and drawn, and no other.
     """
 
-    def __init__(self, env: Any, i: int) -> None:
+    def __init__(self, env: BatchedTask, i: int) -> None:
         self._of_view = _Rows(env, i)
         self._viewed = env
 
@@ -313,18 +321,18 @@ class EnvView:
 class _Rows:
     """What the views of one environment share."""
 
-    def __init__(self, env: Any, i: int) -> None:
+    def __init__(self, env: BatchedTask, i: int) -> None:
         self.env, self.i, self.num_envs = env, i, env.num_envs
         self.made: dict[int, tuple[Any, _View]] = {}
 
-    def shown(self, value: Any, places: list[int] | None = None, num: int | None = None) -> Any:
+    def shown(self, value: object, places: list[int] | None = None, num: int | None = None) -> Any:
         """The row of a value, a view of an object, or the value as it is."""
         places, num = [self.i] if places is None else places, num or self.num_envs
         if isinstance(value, torch.Tensor | np.ndarray):
             return value[places] if value.ndim and value.shape[0] == num > 1 else value
         if isinstance(value, Pose):
             return Pose(raw_pose=self.shown(value.raw_pose, places, num))
-        if type(value) in (list, tuple):
+        if type(value) is list or type(value) is tuple:
             return type(value)([self.shown(item, places, num) for item in value])
         if type(value) is dict:
             return {key: self.shown(item, places, num) for key, item in value.items()}
@@ -332,14 +340,14 @@ class _Rows:
             return self._method(value, places, num)
         return self._view(value) if isinstance(value, _VIEWED) else value
 
-    def _view(self, value: Any) -> _View:
+    def _view(self, value: object) -> _View:
         found = self.made.get(id(value))
         if found is None:
             found = self.made[id(value)] = (value, _View(self, value))
         return found[1]
 
-    def _method(self, method: Any, places: list[int], num: int) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _method(self, method: Callable[..., object], places: list[int], num: int) -> Callable[..., Any]:
+        def call(*args: object, **kwargs: object) -> Any:
             scene = self.env.scene
             with scene.only((self.i,)), scene.drawing(self.i):
                 result = method(*[_plain(arg) for arg in args], **{key: _plain(arg) for key, arg in kwargs.items()})
@@ -349,7 +357,7 @@ class _Rows:
 
 
 class _View:
-    def __init__(self, rows: _Rows, viewed: Any) -> None:
+    def __init__(self, rows: _Rows, viewed: object) -> None:
         object.__setattr__(self, "_of_view", rows)
         object.__setattr__(self, "_viewed", viewed)
 
@@ -367,10 +375,10 @@ class _View:
             return [value[k] for k in places]
         return rows.shown(value, places, len(scenes))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         with self._of_view.env.scene.only((self._of_view.i,)):
             setattr(self._viewed, name, _plain(value))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value._viewed if isinstance(value, _View | EnvView) else value

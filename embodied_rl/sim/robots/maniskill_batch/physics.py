@@ -8,9 +8,9 @@ which keeps its memory in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import sapien
@@ -20,12 +20,19 @@ from mani_skill.utils import common, sapien_utils
 from sapien import physx
 
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
+from embodied_rl.specs import Rows
+
+if TYPE_CHECKING:
+    from mani_skill.utils.structs import Actor, Link, RenderCamera
+
+Contact = tuple[physx.PhysxContact, sapien.Entity, sapien.Entity]
+"""A contact with its two entities."""
 
 
 class _Buffer:
     """What ManiSkill expects of a CUDA array: a method `torch`."""
 
-    def __init__(self, read: Any) -> None:
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.torch = read
 
 
@@ -39,7 +46,7 @@ class SceneLayout:
         UnsupportedTask: the bytes are not laid out as expected.
     """
 
-    def __init__(self, scene: Any) -> None:
+    def __init__(self, scene: sapien.Scene) -> None:
         system = scene.physx_system
         entities = list(scene.entities)
         rows = {entity: row for row, entity in enumerate(entities)}
@@ -59,7 +66,7 @@ class SceneLayout:
         )
         self._check(scene, entities, dynamic)
 
-    def _check(self, scene: Any, entities: list[Any], dynamic: list[Any]) -> None:
+    def _check(self, scene: sapien.Scene, entities: list[sapien.Entity], dynamic: list[physx.PhysxRigidDynamicComponent]) -> None:
         """Hold the packed bytes against the objects themselves."""
         poses, packed = np.frombuffer(scene.pack_poses(), np.float32), np.frombuffer(scene.physx_system.pack(), np.float32)
         if poses.size != 7 * self.num_entities or packed.size != self.num_floats:
@@ -86,7 +93,7 @@ class BatchSystem:
         scenes: `sapien.Scene`s, each with its own `PhysxCpuSystem`.
     """
 
-    def __init__(self, scenes: Sequence[Any]) -> None:
+    def __init__(self, scenes: Sequence[sapien.Scene]) -> None:
         self.scenes = list(scenes)
         self.systems = [scene.physx_system for scene in scenes]
         self.ready = False
@@ -96,7 +103,7 @@ class BatchSystem:
         self._pending = 0
         self._stale = set(self.rows)
         self._stale_bodies = set(self.rows)
-        self._contacts: dict[int, list[tuple[Any, Any, Any]]] = {}
+        self._contacts: dict[int, list[Contact]] = {}
         self.cuda_rigid_body_data = _Buffer(self.bodies)
         self.cuda_articulation_qpos = _Buffer(lambda: self._joint(0))
         self.cuda_articulation_qvel = _Buffer(lambda: self._joint(1))
@@ -178,7 +185,7 @@ class BatchSystem:
         self.ready = True
         self.moved(range(num))
 
-    def replace(self, i: int, scene: Any) -> None:
+    def replace(self, i: int, scene: sapien.Scene) -> None:
         """Put another `sapien.Scene`, which holds the same things, in the place of scene `i`. Raises UnsupportedTask where it does not."""
         layout = SceneLayout(scene)
         if layout.signature != self.layouts[0].signature:
@@ -193,11 +200,11 @@ class BatchSystem:
         self._row_of_entity = {entity: i * size + row for i, layout in enumerate(self.layouts) for entity, row in layout.rows.items()}
         self._row_of_articulation = {a: i * count + k for i, layout in enumerate(self.layouts) for k, a in enumerate(layout.articulations)}
 
-    def row_of(self, entity: Any) -> int:
+    def row_of(self, entity: sapien.Entity) -> int:
         """Row of a `sapien.Entity` in `cuda_rigid_body_data`."""
         return self._row_of_entity[entity]
 
-    def row_of_articulation(self, articulation: Any) -> int:
+    def row_of_articulation(self, articulation: physx.PhysxArticulation) -> int:
         """Row of a `PhysxArticulation` in the buffers of joints."""
         return self._row_of_articulation[articulation]
 
@@ -209,7 +216,7 @@ class BatchSystem:
             self._stale.clear()
             packed = b"".join([self.scenes[i].pack_poses() for i in rows])
             raw = np.frombuffer(packed, np.float32).reshape(len(rows), -1, 7)
-            place: Any = slice(None) if len(rows) == len(self.scenes) else rows
+            place: Rows = slice(None) if len(rows) == len(self.scenes) else np.asarray(rows)
             self._data[place, :, :3], self._data[place, :, 3:7] = raw[:, :, 4:], raw[:, :, :4]
         return self._flat_data
 
@@ -231,7 +238,7 @@ class BatchSystem:
         self._stale_bodies.clear()
         raw = np.frombuffer(b"".join([self.systems[i].pack() for i in rows]), np.float32).reshape(len(rows), -1)
         dynamic = self.layouts[0].rows_of_dynamic
-        place: Any = slice(None) if len(rows) == len(self.scenes) else np.asarray(rows)
+        place: Rows = slice(None) if len(rows) == len(self.scenes) else np.asarray(rows)
         start = 13 * len(dynamic)
         velocities = raw[:, :start].reshape(len(rows), -1, 13)[:, :, 7:]
         if len(rows) == len(self.scenes):
@@ -246,7 +253,7 @@ class BatchSystem:
             self._joints[2, place, k, :dof], self._joints[3, place, k, :dof] = targets[:, ::2], targets[:, 1::2]
             start += 13 + 4 * dof
 
-    def contacts(self, i: int) -> list[tuple[Any, Any, Any]]:
+    def contacts(self, i: int) -> list[Contact]:
         """(contact, first entity, second entity) of scene `i`."""
         self.flush()
         found = self._contacts.get(i)
@@ -271,7 +278,7 @@ class BatchSystem:
         return [body for system in self.systems for body in system.articulation_link_components]
 
 
-def make_scenes(count: int, render_device: Any) -> list[Any]:
+def make_scenes(count: int, render_device: sapien.Device | None) -> list[sapien.Scene]:
     """Scenes with a CPU system each, and a render system where there is a device."""
     extra = (lambda: [sapien.render.RenderSystem(render_device)]) if render_device is not None else list
     return [sapien.Scene([physx.PhysxCpuSystem(), *extra()]) for _ in range(count)]
@@ -287,7 +294,7 @@ STRUCTS = "_embodied_rl_structs"
 class BatchScene(ManiSkillScene):
     """`gpu_sim_enabled` is True, so that ManiSkill's structs read the batched buffers; the system behind them is a `BatchSystem`."""
 
-    def __init__(self, sub_scenes: list[Any], **kwargs: Any) -> None:
+    def __init__(self, sub_scenes: list[sapien.Scene], **kwargs: Any) -> None:
         super().__init__(sub_scenes, **kwargs)
         self.px = BatchSystem(sub_scenes)
         self.gpu_sim_enabled = True
@@ -334,14 +341,14 @@ class BatchScene(ManiSkillScene):
     def _gpu_fetch_all(self) -> None:
         pass
 
-    def set_sim_state(self, state: Any, env_idx: torch.Tensor | None = None) -> None:
+    def set_sim_state(self, state: torch.Tensor, env_idx: torch.Tensor | None = None) -> None:
         with self.only_indexed(env_idx):
             super().set_sim_state(state)
 
     def get_contacts(self) -> list[Any]:
         return [contact for i in range(len(self.sub_scenes)) for contact, _, _ in self.px.contacts(i)]
 
-    def get_pairwise_contact_impulses(self, obj1: Any, obj2: Any) -> torch.Tensor:
+    def get_pairwise_contact_impulses(self, obj1: Actor | Link, obj2: Actor | Link) -> torch.Tensor:
         """[n, 3], summed as ManiSkill's CPU path does."""
         rows = []
         for i, one, other in zip(obj1._scene_idxs.tolist(), obj1._bodies, obj2._bodies, strict=True):
@@ -370,7 +377,7 @@ class BatchScene(ManiSkillScene):
         finally:
             self.gpu_sim_enabled = True
 
-    def add_camera(self, *args: Any, **kwargs: Any) -> Any:
+    def add_camera(self, *args: Any, **kwargs: Any) -> RenderCamera:
         with self.as_on_a_cpu():
             return super().add_camera(*args, **kwargs)
 

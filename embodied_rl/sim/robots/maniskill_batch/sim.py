@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -20,6 +21,11 @@ from embodied_rl.sim.robots.maniskill_observation import named_parts, observing
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 from embodied_rl.types import StepBuffers
+
+if TYPE_CHECKING:
+    from mani_skill.utils.registration import EnvSpec
+
+    from embodied_rl.sim.robots.maniskill_observation import Tensors
 
 # ---- the task ---------------------------------------------------------------------------------------------------------
 
@@ -43,11 +49,11 @@ class BatchedTask(BaseEnv):
         )
         self.scene.px.timestep = 1.0 / self._sim_freq
 
-    def _reconfigure(self, options: Any = None) -> None:
+    def _reconfigure(self, options: dict[str, Any] | None = None) -> None:
         super()._reconfigure({} if options is None else options)
         self.scene.px.lay_out()
 
-    def reset(self, seed: Any = None, options: Any = None) -> Any:
+    def reset(self, seed: object = None, options: dict[str, Any] | None = None) -> tuple[Tensors, dict[str, Any]]:
         """Only for the constructor: builds everything as for an environment by itself."""
         return super().reset(seed=[FIRST_SEED] * self.num_envs, options=options)
 
@@ -56,7 +62,7 @@ class BatchedTask(BaseEnv):
             with self.scene.only((int(index),)):
                 super()._initialize_episode(index[None], options)
 
-    def begin(self, rows: Sequence[int], seeds: Sequence[int], options: Mapping[str, Any]) -> Any:
+    def begin(self, rows: Sequence[int], seeds: Sequence[int], options: Mapping[str, Any]) -> Tensors:
         """New episodes in some environments, drawn one after another as a single environment draws its own; the observation of all.
 
         ManiSkill's own reset of several seeds torch from the first one and resets the controllers of all.
@@ -89,7 +95,7 @@ class BatchedTask(BaseEnv):
             for one in controller.values() if isinstance(controller, dict) else (controller,):
                 one.reset()
 
-    def advance(self, rows: Sequence[int], action: Any) -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    def advance(self, rows: Sequence[int], action: torch.Tensor | dict[str, torch.Tensor]) -> tuple[Tensors, torch.Tensor, dict[str, Any]]:
         """One control step of some environments; `action` has a row for every one, those of the others are not looked at.
 
         Returns:
@@ -103,13 +109,13 @@ class BatchedTask(BaseEnv):
             self.scene.px.flush()
         return observation, reward, info
 
-    def look(self, rows: Sequence[int], info: dict[str, Any]) -> Any:
+    def look(self, rows: Sequence[int], info: dict[str, Any]) -> Tensors:
         """The observation of all environments; `info` of the step that brought `rows` where they are."""
         with kept_rows(self, rows), self.scene.only(tuple(rows)):
             return self.get_obs(info)
 
 
-def make_batched(registered: Any, num_envs: int, made: Mapping[str, Any]) -> Any:
+def make_batched(registered: EnvSpec, num_envs: int, made: Mapping[str, Any]) -> BatchedTask:
     """`num_envs` environments of a registered task, in one object.
 
     Args:
@@ -122,7 +128,7 @@ def make_batched(registered: Any, num_envs: int, made: Mapping[str, Any]) -> Any
     install()
     task = registered.cls
     for name in ("reset", "step", "_setup_scene", "_step_action", "get_obs"):
-        if getattr(task, name) is not getattr(BaseEnv, name):
+        if getattr_static(task, name) is not getattr_static(BaseEnv, name):
             raise UnsupportedTask(f"it has its own `{name}`")
     cls = type(task.__name__, (BatchedTask, task), {"__module__": task.__module__})
     arguments = {**registered.default_kwargs, **made, "num_envs": num_envs, "sim_backend": "physx_cpu"}
@@ -139,7 +145,7 @@ def make_batched(registered: Any, num_envs: int, made: Mapping[str, Any]) -> Any
     return env
 
 
-def _check_shapes(env: Any) -> None:
+def _check_shapes(env: BatchedTask) -> None:
     """Raise UnsupportedTask where the same body has fewer collision shapes in one scene than in another: it would fall through a floor."""
     for thing in env.scene.actors.values():
         counts = {len(body.collision_shapes) for body in thing._bodies if body is not None}
@@ -162,7 +168,7 @@ class ManiSkillBatchSim(ManiSkillSim):
         UnsupportedTask: the task cannot be stepped as a batch.
     """
 
-    def _build(self, registered: Any, made: dict[str, Any], num_envs: int) -> None:
+    def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> None:
         self._first = registered.make(**made)  # an environment by itself, whose scenes are grafted into the batch
         self._batch = make_batched(registered, num_envs, made)
         self._grafts = Grafts(self._batch, self._first, self._render)
@@ -209,9 +215,9 @@ class ManiSkillBatchSim(ManiSkillSim):
         full = np.zeros((len(self.envs), given.shape[1]), np.float32)
         full[rows] = given
         with torch.inference_mode():
-            batch: Any = torch.from_numpy(full)
+            batch: torch.Tensor | dict[str, torch.Tensor] = torch.from_numpy(full)
             if self._robots:
-                batch = {robot: batch[:, columns] for robot, columns in self._robots.items()}
+                batch = {robot: torch.from_numpy(full)[:, columns] for robot, columns in self._robots.items()}
             with observing(self._batch, observed):
                 observation, reward, info = self._batch.advance(rows, batch)
             if observed:
@@ -235,7 +241,7 @@ class ManiSkillBatchSim(ManiSkillSim):
         self._batch.close()
         self._first.close()
 
-    def _write_rows(self, out: StepBuffers, rows: Sequence[int], observation: Any, source: Sequence[int]) -> None:
+    def _write_rows(self, out: StepBuffers, rows: Sequence[int], observation: Tensors, source: Sequence[int]) -> None:
         everybody = len(source) == len(self.envs) and list(source) == list(range(len(source)))
         for key, part in named_parts(observation).items():
             array = part.numpy()
@@ -320,7 +326,7 @@ def _play(single: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | Non
 def _first_difference(one: StepBuffers, other: StepBuffers, rows: Mapping[int, int]) -> str | None:
     """`rows`: of `one`, and those of `other` that they are compared with."""
     values = [(f"'{key}'", part, other.observation[key]) for key, part in one.observation.items()]
-    values += [(name, getattr(one, name), getattr(other, name)) for name in ("reward", "terminated", "truncated", "success")]
+    values += [(name, part, other.scalars[name]) for name, part in one.scalars.items()]
     for name, part, there in values:
         for i, k in rows.items():
             if not np.array_equal(part[i], there[k]):

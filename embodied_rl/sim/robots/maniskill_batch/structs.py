@@ -7,7 +7,7 @@ where neither does; objects of other scenes go their old way.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,9 @@ from mani_skill.utils.structs.base import BaseStruct, PhysxRigidBodyComponentStr
 
 from embodied_rl.sim.robots.maniskill_batch.physics import STRUCTS, BatchScene
 
+Values = torch.Tensor | np.ndarray | Sequence[float] | Sequence[Sequence[float]]
+"""What ManiSkill's setters take: rows, or one for all."""
+
 _INSTALLED = "_embodied_rl_batched"
 ROW_CACHES = ("_embodied_rl_rows", "_embodied_rl_scenes")
 """What is remembered on a struct of where its objects lie; to be dropped when they are replaced."""
@@ -30,7 +33,7 @@ ROW_CACHES = ("_embodied_rl_rows", "_embodied_rl_scenes")
 
 def install() -> None:
     """Once per process."""
-    if getattr(BaseStruct, _INSTALLED, False):
+    if _INSTALLED in vars(BaseStruct):
         return
     setattr(BaseStruct, _INSTALLED, True)
     _remember_structs()
@@ -53,7 +56,7 @@ def _method(cls: type, name: str) -> Callable[[Callable[..., Any]], None]:
     def put(function: Callable[..., Any]) -> None:
         original = getattr(cls, name)
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(self: BaseStruct, *args: Any, **kwargs: Any) -> Any:
             if type(self.scene) is BatchScene:
                 return function(self, original, *args, **kwargs)
             return original(self, *args, **kwargs)
@@ -63,17 +66,22 @@ def _method(cls: type, name: str) -> Callable[[Callable[..., Any]], None]:
     return put
 
 
+def _found(cls: type, name: str) -> Any:
+    """The property of a class or of one of its bases."""
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+
+
 def _getter(cls: type, name: str) -> Callable[[Callable[[Any], Any]], None]:
     """`function(self)` in place of reading a property."""
 
     def put(function: Callable[[Any], Any]) -> None:
-        original: Any = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+        original = _found(cls, name)
         read = original.__get__ if isinstance(original, cached_property) else original.fget
 
-        def get(self: Any) -> Any:
+        def get(self: BaseStruct) -> Any:
             return function(self) if type(self.scene) is BatchScene else read(self)
 
-        setattr(cls, name, property(get, getattr(original, "fset", None)))
+        setattr(cls, name, property(get, original.fset if isinstance(original, property) else None))
 
     return put
 
@@ -82,9 +90,9 @@ def _setter(cls: type, name: str) -> Callable[[Callable[[Any, Any], None]], None
     """`function(self, value)` in place of setting a property."""
 
     def put(function: Callable[[Any, Any], None]) -> None:
-        original: Any = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+        original = _found(cls, name)
 
-        def assign(self: Any, value: Any) -> None:
+        def assign(self: BaseStruct, value: Values | Pose | sapien.Pose) -> None:
             if type(self.scene) is BatchScene:
                 function(self, value)
             else:
@@ -98,14 +106,14 @@ def _setter(cls: type, name: str) -> Callable[[Callable[[Any, Any], None]], None
 # ---- which of a struct's objects act, and what is written to each ---------------------------------------------------
 
 
-def _scenes(struct: Any) -> list[int]:
+def _scenes(struct: BaseStruct) -> list[int]:
     found = struct.__dict__.get("_embodied_rl_scenes")
     if found is None:
         found = struct.__dict__["_embodied_rl_scenes"] = struct._scene_idxs.tolist()
     return found
 
 
-def writing(struct: Any, values: Any) -> Iterator[tuple[int, Any]]:
+def writing(struct: BaseStruct, values: np.ndarray | sapien.Pose) -> Iterator[tuple[int, Any]]:
     """(place among the struct's objects, its row of `values`) of those in scenes that act; what was read of these is stale afterwards.
 
     Args:
@@ -127,18 +135,18 @@ def writing(struct: Any, values: Any) -> Iterator[tuple[int, Any]]:
     px.moved([scenes[k] for k in places])
 
 
-def _vectors(value: Any) -> np.ndarray:
+def _vectors(value: Values) -> np.ndarray:
     """[n, d] float32 of a tensor, array or list [n, d] or [d]."""
     array = np.asarray(common.to_numpy(value), np.float32)
     return array[None] if array.ndim == 1 else array
 
 
-def _set_vectors(struct: Any, objects: list[Any], attribute: str, value: Any) -> None:
+def _set_vectors(struct: BaseStruct, objects: list[Any], attribute: str, value: Values) -> None:
     for k, row in writing(struct, _vectors(value)):
         setattr(objects[k], attribute, row)
 
 
-def _set_poses(struct: Any, objects: list[Any], value: Any) -> None:
+def _set_poses(struct: BaseStruct, objects: list[Any], value: Values | Pose | sapien.Pose) -> None:
     if isinstance(value, sapien.Pose):
         for k, pose in writing(struct, value):
             objects[k].pose = pose
@@ -151,7 +159,7 @@ def _set_poses(struct: Any, objects: list[Any], value: Any) -> None:
 def _remember_structs() -> None:
     post_init = BaseStruct.__post_init__
 
-    def post_init_and_remember(self: Any) -> None:
+    def post_init_and_remember(self: BaseStruct) -> None:
         post_init(self)
         vars(self.scene).setdefault(STRUCTS, []).append(self)
 
@@ -159,7 +167,7 @@ def _remember_structs() -> None:
 
 
 def _patch_rows() -> None:
-    def remembered(self: Any, find: Callable[[], list[int]]) -> torch.Tensor:
+    def remembered(self: BaseStruct, find: Callable[[], list[int]]) -> torch.Tensor:
         found = self.__dict__.get("_embodied_rl_rows")
         if found is None:
             if not self.px.ready:  # ManiSkill asks for them while cameras are still to be added
@@ -168,27 +176,27 @@ def _patch_rows() -> None:
         return found
 
     @_getter(PhysxRigidBodyComponentStruct, "_body_data_index")
-    def rows_of_bodies(self: Any) -> torch.Tensor:
+    def rows_of_bodies(self: PhysxRigidBodyComponentStruct) -> torch.Tensor:
         return remembered(self, lambda: [self.px.row_of(body.entity) for body in self._bodies])
 
     @_getter(Articulation, "_data_index")
-    def rows_of_articulations(self: Any) -> torch.Tensor:
+    def rows_of_articulations(self: Articulation) -> torch.Tensor:
         return remembered(self, lambda: [self.px.row_of_articulation(a) for a in self._objs])
 
     @_getter(ArticulationJoint, "_data_index")
-    def rows_of_joints(self: Any) -> torch.Tensor:
+    def rows_of_joints(self: ArticulationJoint) -> torch.Tensor:
         return remembered(self, lambda: [self.px.row_of_articulation(a) for a in self._physx_articulations])
 
 
 def _patch_actors_and_links() -> None:
     @_getter(Actor, "pose")
-    def actor_pose(self: Any) -> Pose:
+    def actor_pose(self: Actor) -> Pose:
         if not self.px.ready:
             return Pose.create([entity.pose for entity in self._objs])
         return Pose(raw_pose=self.px.poses()[self._body_data_index, :7])
 
     @_getter(Link, "pose")
-    def link_pose(self: Any) -> Pose:
+    def link_pose(self: Link) -> Pose:
         if not self.px.ready:
             return Pose.create([link.entity_pose for link in self._objs])
         return Pose(raw_pose=self.px.poses()[self._body_data_index, :7])
@@ -198,12 +206,12 @@ def _patch_actors_and_links() -> None:
     for name in ("linear_velocity", "angular_velocity"):
         columns = slice(7, 10) if name == "linear_velocity" else slice(10, 13)
 
-        def of_actor(self: Any, name: str = name, columns: slice = columns) -> torch.Tensor:
+        def of_actor(self: PhysxRigidDynamicComponentStruct, name: str = name, columns: slice = columns) -> torch.Tensor:
             if not self.px.ready:
                 return torch.from_numpy(np.stack([getattr(body, name) for body in self._bodies]))
             return self.px.bodies()[self._body_data_index, columns]
 
-        def of_link(self: Any, name: str = name) -> torch.Tensor:  # links are packed without their velocities
+        def of_link(self: Link, name: str = name) -> torch.Tensor:  # links are packed without their velocities
             self.px.flush()
             return torch.from_numpy(np.stack([getattr(body, name) for body in self._bodies]))
 
@@ -215,12 +223,12 @@ def _patch_actors_and_links() -> None:
     for name in ("hide_visual", "show_visual"):
 
         @_method(Actor, name)
-        def by_visibility(self: Any, original: Any) -> None:
+        def by_visibility(self: Actor, original: Callable[..., Any]) -> None:
             with self.scene.as_on_a_cpu():
                 original(self)
 
     @_method(Actor, "set_state")
-    def set_state(self: Any, original: Any, state: Any, env_idx: Any = None) -> None:
+    def set_state(self: Actor, original: Callable[..., Any], state: Values, env_idx: torch.Tensor | None = None) -> None:
         rows = common.to_tensor(state)
         with self.scene.only_indexed(env_idx):
             self.set_pose(Pose.create(rows[:, :7]))
@@ -229,7 +237,7 @@ def _patch_actors_and_links() -> None:
                 self.set_angular_velocity(rows[:, 10:13])
 
     @_method(Actor, "apply_force")
-    def apply_force(self: Any, original: Any, force: Any) -> None:
+    def apply_force(self: Actor, original: Callable[..., Any], force: Values) -> None:
         for k, row in writing(self, _vectors(force)):
             body = self._bodies[k]
             body.add_force_at_point(force=row, point=(body.pose * body.cmass_local_pose).p)
@@ -238,7 +246,7 @@ def _patch_actors_and_links() -> None:
 def _patch_articulations() -> None:
     for name, buffer in (("qpos", "cuda_articulation_qpos"), ("qvel", "cuda_articulation_qvel")):
 
-        def read(self: Any, name: str = name, buffer: str = buffer) -> torch.Tensor:
+        def read(self: Articulation, name: str = name, buffer: str = buffer) -> torch.Tensor:
             if not self.px.ready:
                 return torch.from_numpy(np.stack([getattr(a, name) for a in self._objs]))
             return getattr(self.px, buffer).torch()[self._data_index, : self.max_dof]
@@ -246,7 +254,7 @@ def _patch_articulations() -> None:
         _getter(Articulation, name)(read)
     for name in ("qf", "qacc"):
 
-        def read_one_by_one(self: Any, name: str = name) -> torch.Tensor:
+        def read_one_by_one(self: Articulation, name: str = name) -> torch.Tensor:
             self.px.flush()
             return torch.from_numpy(np.stack([getattr(a, name) for a in self._objs]))
 
@@ -255,7 +263,7 @@ def _patch_articulations() -> None:
         _setter(Articulation, name)(lambda self, value, name=name: _set_vectors(self, self._objs, name, value))  # type: ignore[misc]
 
     @_method(Articulation, "set_state")
-    def set_state(self: Any, original: Any, state: Any, env_idx: Any = None) -> None:
+    def set_state(self: Articulation, original: Callable[..., Any], state: Values, env_idx: torch.Tensor | None = None) -> None:
         with self.scene.only_indexed(env_idx):
             original(self, state)
 
@@ -264,7 +272,12 @@ def _patch_articulations() -> None:
 
         @_method(Articulation, name)
         def set_drives(
-            self: Any, original: Any, targets: Any, joints: Any = None, joint_indices: Any = None, attribute: str = attribute
+            self: Articulation,
+            original: Callable[..., Any],
+            targets: Values,
+            joints: list[ArticulationJoint] | None = None,
+            joint_indices: Sequence[int] | torch.Tensor = (),
+            attribute: str = attribute,
         ) -> None:
             if joints is None:
                 joints = [self.active_joints[int(j)] for j in joint_indices]
@@ -274,19 +287,19 @@ def _patch_articulations() -> None:
                     setattr(objects[k], attribute, row[j : j + 1])
 
     @_method(Articulation, "compute_passive_force")
-    def compute_passive_force(self: Any, original: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+    def compute_passive_force(self: Articulation, original: Callable[..., Any], *args: Any, **kwargs: Any) -> np.ndarray:
         self.px.flush()
         return np.stack([a.compute_passive_force(*args, **kwargs) for a in self._objs])
 
     @_method(Articulation, "get_link_incoming_joint_forces")
-    def get_link_incoming_joint_forces(self: Any, original: Any) -> torch.Tensor:
+    def get_link_incoming_joint_forces(self: Articulation, original: Callable[..., Any]) -> torch.Tensor:
         self.px.flush()
         return torch.from_numpy(np.stack([a.get_link_incoming_joint_forces() for a in self._objs]))
 
 
 def _patch_joints() -> None:
     @_setter(ArticulationJoint, "qpos")
-    def set_qpos(self: Any, value: Any) -> None:
+    def set_qpos(self: ArticulationJoint, value: Values) -> None:
         for k, row in writing(self, _columns(value)):
             articulation, position = self._physx_articulations[k], self._physx_articulations[k].qpos
             position[int(self.active_index[k])] = row[0]
@@ -298,12 +311,12 @@ def _patch_joints() -> None:
         )
 
 
-def _columns(value: Any) -> np.ndarray:
+def _columns(value: Values) -> np.ndarray:
     """[n, 1] of one number for each joint, or for all."""
     return np.asarray(common.to_numpy(value), np.float32).reshape(-1, 1)
 
 
-def _assign(struct: Any, attribute: str, rows: np.ndarray) -> None:
+def _assign(struct: ArticulationJoint, attribute: str, rows: np.ndarray) -> None:
     for k, row in writing(struct, rows):
         setattr(struct._objs[k], attribute, row)
 
@@ -312,7 +325,7 @@ def _patch_contacts() -> None:
     """Summed in the order in which ManiSkill's CPU path does it, so that the last bits agree."""
 
     @_method(PhysxRigidBodyComponentStruct, "get_net_contact_impulses")
-    def of_body(self: Any, original: Any) -> torch.Tensor:
+    def of_body(self: PhysxRigidBodyComponentStruct, original: Callable[..., Any]) -> torch.Tensor:
         rows = []
         for i, body in zip(_scenes(self), self._bodies, strict=True):
             mine = body.entity
@@ -321,7 +334,7 @@ def _patch_contacts() -> None:
         return common.to_tensor(rows)
 
     @_method(Articulation, "get_net_contact_impulses")
-    def of_links(self: Any, original: Any, link_names: Any) -> torch.Tensor:
+    def of_links(self: Articulation, original: Callable[..., Any], link_names: list[str]) -> torch.Tensor:
         impulses = torch.zeros(len(self._objs), len(link_names), 3)
         for k, i in enumerate(_scenes(self)):
             links = [self.links_map[name]._objs[k].entity for name in link_names]
@@ -339,13 +352,13 @@ def _patch_contacts() -> None:
 
 def _patch_controllers() -> None:
     @_method(PDEEPosController, "set_action")
-    def set_action(self: Any, original: Any, action: Any) -> None:
+    def set_action(self: PDEEPosController, original: Callable[..., Any], action: torch.Tensor) -> None:
         with self.scene.as_on_a_cpu():  # towards a target pose, as one scene does, rather than by the Jacobian
             original(self, action)
 
     compute_ik = Kinematics.compute_ik
 
-    def compute_row_by_row(self: Any, pose: Any, q0: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_row_by_row(self: Kinematics, pose: Pose, q0: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         scene = self.articulation.scene
         if type(scene) is not BatchScene:
             return compute_ik(self, pose, q0, *args, **kwargs)
@@ -361,12 +374,12 @@ def _patch_controllers() -> None:
 
 def _patch_cameras() -> None:
     @_method(RenderCamera, "take_picture")
-    def take_picture(self: Any, original: Any) -> None:
+    def take_picture(self: RenderCamera, original: Callable[..., Any]) -> None:
         for i in self.scene.shown():
             self._render_cameras[i].take_picture()
 
     @_method(RenderCamera, "get_picture")
-    def get_picture(self: Any, original: Any, names: Any) -> list[torch.Tensor]:
+    def get_picture(self: RenderCamera, original: Callable[..., Any], names: str | list[str]) -> list[torch.Tensor]:
         shown = list(self.scene.shown())
         pictures = []
         for name in [names] if isinstance(names, str) else names:
@@ -381,23 +394,23 @@ def _patch_cameras() -> None:
     for name in ("get_extrinsic_matrix", "get_model_matrix"):
 
         @_method(RenderCamera, name)
-        def matrices(self: Any, original: Any, name: str = name) -> torch.Tensor:
+        def matrices(self: RenderCamera, original: Callable[..., Any], name: str = name) -> torch.Tensor:
             self.scene.px.flush()
             return common.to_tensor(np.stack([getattr(camera, name)() for camera in self._render_cameras]))
 
     @_method(RenderCamera, "get_local_pose")
-    def get_local_pose(self: Any, original: Any) -> Pose:
+    def get_local_pose(self: RenderCamera, original: Callable[..., Any]) -> Pose:
         return Pose.create([camera.get_local_pose() for camera in self._render_cameras])
 
     @_getter(RenderCamera, "global_pose")
-    def global_pose(self: Any) -> Pose:
+    def global_pose(self: RenderCamera) -> Pose:
         self.scene.px.flush()
         return Pose.create([camera.get_global_pose() for camera in self._render_cameras])
 
 
 def _patch_builders() -> None:
     @_method(ActorBuilder, "build_physx_component")
-    def with_every_plane(self: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_every_plane(self: ActorBuilder, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # On a GPU one ground serves all scenes, and the builder skips it from the second on; here every scene needs its own.
         self._plane_collision_poses.clear()
         return original(self, *args, **kwargs)
