@@ -223,7 +223,7 @@ def _importable(factory: Callable[..., Any]) -> SimFactory | str:
         kwargs = {**factory.keywords, **kwargs}
         factory = factory.func
     module, name = factory.__module__, called(factory)
-    if module in (None, "__main__") or module not in sys.modules or not name.isidentifier() or vars(sys.modules[module]).get(name) is not factory:
+    if module == "__main__" or module not in sys.modules or not name.isidentifier() or vars(sys.modules[module]).get(name) is not factory:
         return "a new process cannot import this factory: give SimFactory('package.module:Name') to check there too"
     return SimFactory(f"{module}:{name}", kwargs=kwargs)
 
