@@ -8,7 +8,6 @@ processor time of each decision, of this process and of the simulators: of a bus
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from tables import provenance, text_table
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.rollout.collector import Rollout, RolloutCollector
-from embodied_rl.sim.factory import SimFactory, SimWrapper
+from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 
@@ -33,14 +32,13 @@ EVERY_STEP, WHERE_READ = "drawn at every step", "drawn where it is read"
 class Observing(SimWrapper):
     """Passes everything on to a simulator, and has it observe whenever it steps."""
 
-    def __init__(self, num_envs: int, inner: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None) -> None:
-        super().__init__(SimFactory(inner, inner_task, inner_kwargs, extra).make(num_envs))
+    def __init__(self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None) -> None:
+        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs))
 
 
 def observing(config: SimConfig) -> SimConfig:
     """The same simulator, observed at every step."""
-    kwargs = {"inner": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs, "extra": config.extra}
-    return dataclasses.replace(config, target="chunks:Observing", task=None, kwargs=kwargs)
+    return wrapped(config, "chunks:Observing")
 
 
 class Side:

@@ -6,7 +6,6 @@ simulators come with twice as many encoders.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.episodes.films import Filming, FilmingTools, Films
 from embodied_rl.episodes.layout import Column, picture_column
 from embodied_rl.episodes.pictures import frame_rate
-from embodied_rl.sim.factory import SimFactory, SimWrapper
+from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.sim.instrumented import IMAGE
 from embodied_rl.types import SimSpec, StepBuffers
 
@@ -29,14 +28,7 @@ def with_films(config: SimConfig, folder: Path) -> SimConfig:
         config: of a simulator, `instrumented` or not.
         folder: of `films_folder`; it must be there when the first episode begins.
     """
-    kwargs = {
-        "target": config.target,
-        "inner_task": config.task,
-        "inner_kwargs": config.kwargs,
-        "extra": config.extra,
-        "folder": str(folder.absolute()),
-    }
-    return dataclasses.replace(config, target="embodied_rl.rollout.filmed:EncodingSim", task=None, kwargs=kwargs)
+    return wrapped(config, "embodied_rl.rollout.filmed:EncodingSim", folder=str(folder.absolute()))
 
 
 def films_of(spec: SimSpec, folder: Path) -> Films | None:

@@ -76,6 +76,8 @@ class SimEnv(ABC):
 
     def render(self, env_id: int) -> np.ndarray:
         """Return an image [H, W, 3] uint8 of one environment. Raises UserError where rendering is not possible."""
+        if self.spec.action.kind == "text":
+            raise UserError(f"Task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
         raise UserError(f"Simulator '{self.spec.task}' draws no pictures: its class has no method `render`.")
 
     def film_cameras(self, env_id: int) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
@@ -19,7 +20,10 @@ from embodied_rl.types import SimSpec, StepBuffers
 
 
 class SimWrapper(SimEnv):
-    """Passes everything on to a simulator; a subclass overrides what it adds. It steps whole: every observation is made."""
+    """Passes everything on to a simulator; a subclass overrides what it adds. It steps whole: every observation is made.
+
+    A subclass that is a configuration's target takes ``num_envs``, what `wrapped` says of the inner simulator, and its own arguments.
+    """
 
     def __init__(self, sim: SimEnv) -> None:
         self._sim = sim
@@ -62,6 +66,12 @@ class SimWrapper(SimEnv):
         self._sim.set_physics(env_id, state)
 
 
+def wrapped(config: SimConfig, target: str, **own: object) -> SimConfig:
+    """The same simulator inside the `SimWrapper` that `target` names, which is made with these arguments of its own."""
+    inner = {"target": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs, "extra": config.extra}
+    return dataclasses.replace(config, target=target, task=None, kwargs={**inner, **own})
+
+
 @dataclass(frozen=True)
 class SimFactory:
     """How a worker process builds its simulator: picklable, and nothing is imported before `make`."""
@@ -78,11 +88,18 @@ class SimFactory:
         """The same for factories that build the same."""
         return repr(dataclasses.asdict(self))
 
-    def make(self, num_envs: int) -> SimEnv:
-        """Build `num_envs` environments in this process. Raises MissingExtraError, MissingAssetsError or UserError."""
+    def make(self, num_envs: int, picture_size: int | None = None) -> SimEnv:
+        """Build `num_envs` environments in this process, which will draw pictures of about `picture_size` pixels a side (None: perhaps).
+
+        Raises MissingExtraError, MissingAssetsError or UserError.
+        """
         configure_rendering()  # before the target imports mujoco, sapien or pygame
-        factory = load_target(self.target, extra=self.extra)
-        return adapt(factory, num_envs, self.task, dict(self.kwargs))
+        factory, kwargs = load_target(self.target, extra=self.extra), dict(self.kwargs)
+        if picture_size is not None:
+            # Simulators that must know beforehand that they will draw say so by taking these.
+            wanted, taken = {"render": True, "render_size": picture_size}, _parameters(factory)
+            kwargs = {name: value for name, value in wanted.items() if name in taken} | kwargs
+        return adapt(factory, num_envs, self.task, kwargs)
 
 
 def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: dict[str, Any]) -> SimEnv:
@@ -93,10 +110,7 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     """
     if task is not None:
         kwargs = {"task": task, **kwargs}
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a constant, a module, something written in C
-        raise UserError(f"{factory!r} is no class or function that makes a gymnasium.Env, a VectorEnv or a SimEnv.") from None
+    parameters = _parameters(factory)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
@@ -119,6 +133,13 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     if not all(hasattr(env, name) for env in envs for name in ("observation_space", "action_space", "reset", "step")):
         raise UserError(f"A simulator factory without num_envs must return a gymnasium.Env, got {type(envs[0]).__name__}.")
     return _adapter("GymnasiumSim")(envs, task=task)
+
+
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a constant, a module, something written in C
+        raise UserError(f"{factory!r} is no class or function that makes a gymnasium.Env, a VectorEnv or a SimEnv.") from None
 
 
 def called(factory: Callable[..., Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +12,7 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
-from embodied_rl.registry import load_target
-from embodied_rl.sim.factory import SimFactory, SimWrapper
-from embodied_rl.sim.text.panel import text_panel
+from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.types import StepBuffers
 
 DEFAULT_CAMERA = "default"
@@ -32,15 +30,8 @@ def filmed(config: SimConfig, size: int, cameras: Sequence[str] = ()) -> SimConf
         cameras: names of the simulator's cameras, or "default"; none: the default one. `render` then gives their pictures one below
             the other, [cameras · H, W, 3].
     """
-    kwargs = {
-        "target": config.target,
-        "inner_task": config.task,
-        "inner_kwargs": config.kwargs,
-        "extra": config.extra,
-        "size": size,
-        "cameras": list(cameras) or [DEFAULT_CAMERA],
-    }
-    return dataclasses.replace(config, target="embodied_rl.sim.film:FilmedSim", task=None, kwargs=kwargs, on_fault="stop")
+    shown = wrapped(config, "embodied_rl.sim.film:FilmedSim", size=size, cameras=list(cameras) or [DEFAULT_CAMERA])
+    return dataclasses.replace(shown, on_fault="stop")
 
 
 @contextmanager
@@ -71,11 +62,7 @@ class FilmedSim(SimWrapper):
         size: int,
         cameras: Sequence[str] = (DEFAULT_CAMERA,),
     ) -> None:
-        parameters = inspect.signature(load_target(target, extra=extra)).parameters
-        wanted = {"render": True, "render_size": size}
-        # Simulators that must know beforehand that they will draw say so by taking these.
-        drawing = {name: value for name, value in wanted.items() if name in parameters}
-        super().__init__(SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs))
+        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs, picture_size=size))
         # A text task that draws nothing is shown as its text.
         self._shows_text = not self._sim.spec.can_render and "text" in self._sim.spec.variables
         if self._shows_text:
@@ -126,3 +113,64 @@ def _stacked(views: Sequence[np.ndarray]) -> np.ndarray:
         y, x = index * height + (height - view.shape[0]) // 2, (width - view.shape[1]) // 2
         canvas[y : y + view.shape[0], x : x + view.shape[1]] = view
     return canvas
+
+
+# ---- pictures of text: what films show of a task that draws nothing itself ------------------------------------------------
+
+
+PAPER, INK, FAINT = (250, 249, 245), (35, 38, 45), (140, 140, 140)
+_LARGEST, _SMALLEST = 22, 9
+"""Pixels of a line's letters in a picture of 256: the largest that fits is taken."""
+_LETTER_WIDTH, _LINE_HEIGHT = 0.6, 1.35
+"""Of the fixed-width font, as shares of its size."""
+
+
+def text_panel(text: str, size: int) -> np.ndarray:
+    """A picture [size, size, 3] uint8 of a text, in letters as large as fit; of a longer one the end is shown, below an ellipsis.
+
+    Lines keep their order and their spaces, so that boards stay boards; long lines are wrapped.
+    """
+    from PIL import Image, ImageDraw
+
+    margin = max(4, size // 24)
+    top, room = size // 9, size - size // 9 - size // 5  # strips of a film are written above and below
+    width = size - 2 * margin
+    scale = size / 256
+    largest, smallest = max(6, round(_LARGEST * scale)), max(6, round(_SMALLEST * scale))
+    lines: list[str] = []
+    for height in range(largest, smallest - 1, -1):
+        columns, rows = max(8, int(width / (_LETTER_WIDTH * height))), max(1, int(room / (_LINE_HEIGHT * height)))
+        lines = _wrapped(text, columns)
+        if len(lines) <= rows:
+            break
+    cut = len(lines) > rows
+    shown = lines[-(rows - 1) :] if cut and rows > 1 else lines[-rows:]
+    image = Image.new("RGB", (size, size), PAPER)
+    draw, font = ImageDraw.Draw(image), _font(height)
+    y = float(top)
+    if cut:
+        draw.text((margin, y), "…", fill=FAINT, font=font)
+        y += _LINE_HEIGHT * height
+    for line in shown:
+        draw.text((margin, y), line, fill=INK, font=font)
+        y += _LINE_HEIGHT * height
+    return np.asarray(image, np.uint8).copy()
+
+
+def _wrapped(text: str, columns: int) -> list[str]:
+    lines: list[str] = []
+    for line in text.expandtabs(4).splitlines() or [""]:
+        lines += textwrap.wrap(line, columns, replace_whitespace=False, drop_whitespace=len(line) > columns) or [""]
+    return lines
+
+
+def _font(height: int) -> Any:
+    """A fixed-width font, for boards drawn in letters: matplotlib brings one; Pillow's own where it is missing."""
+    from PIL import ImageFont
+
+    try:
+        from matplotlib import get_data_path
+
+        return ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSansMono.ttf", height)
+    except (ImportError, OSError):
+        return ImageFont.load_default(height)

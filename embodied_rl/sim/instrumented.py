@@ -19,7 +19,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.episode_log import Snapshot
-from embodied_rl.sim.factory import SimFactory, SimWrapper
+from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.sim.film import DEFAULT_CAMERA, drawing
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec
@@ -77,18 +77,8 @@ def instrumented(
         cameras: names of the simulator's cameras, or "default"; none: the default one.
         reconfigure: every episode owes nothing to the ones before it (`SimEnv.reset`): it is a function of its seed and actions.
     """
-    kwargs = {
-        "target": config.target,
-        "inner_task": config.task,
-        "inner_kwargs": config.kwargs,
-        "extra": config.extra,
-        "expert": expert,
-        "physics": physics,
-        "image_size": image_size,
-        "cameras": list(cameras),
-        "reconfigure": reconfigure,
-    }
-    return dataclasses.replace(config, target="embodied_rl.sim.instrumented:InstrumentedSim", task=None, kwargs=kwargs)
+    own = {"expert": expert, "physics": physics, "image_size": image_size, "cameras": list(cameras), "reconfigure": reconfigure}
+    return wrapped(config, "embodied_rl.sim.instrumented:InstrumentedSim", **own)
 
 
 def plain_spec(spec: SimSpec) -> SimSpec:
@@ -155,13 +145,7 @@ class InstrumentedSim(SimWrapper):
         cameras: Sequence[str] = (),
         reconfigure: bool = True,
     ) -> None:
-        drawing: dict[str, Any] = {}
-        if image_size is not None:
-            parameters = inspect.signature(load_target(target, extra=extra)).parameters
-            wanted = {"render": True, "render_size": image_size}
-            # Simulators that must know beforehand that they will draw say so by taking these.
-            drawing = {name: value for name, value in wanted.items() if name in parameters}
-        super().__init__(SimFactory(target, inner_task, {**drawing, **inner_kwargs}, extra).make(num_envs))
+        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs, picture_size=image_size))
         self._reconfigure = reconfigure
         self._parts: dict[str, TensorSpec | VariableSpec] = {}
         self._pictures: dict[str, tuple[str, tuple[int, int]]] = {}

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
-from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.mujoco_model import Drawing
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
@@ -44,10 +42,10 @@ def tasks() -> list[str]:
     return sorted(TASKS)
 
 
-class AlohaSim(SimEnv):
+class AlohaSim(MujocoSim):
     """Actions [14] are target positions: six joints in radians and the gripper from 0 (closed) to 1 (open), left arm, then right.
 
-    Snapshots are exact: MuJoCo's integration state and the elapsed steps.
+    Snapshots are exact.
 
     Args:
         num_envs: environments in this process.
@@ -86,20 +84,15 @@ class AlohaSim(SimEnv):
         self._scene, instruction = TASKS[task]
         self._library = _gym_aloha()
         self._task, first = _load(self._scene)
-        import mujoco
-
-        self._mujoco = mujoco
-        self.model = first.model.ptr
         # All environments share one model: dm_control's Physics are views of it and of their own MjData.
         self._physics = [first, *(type(first).from_model(first.model) for _ in range(num_envs - 1))]
-        self._drawing = Drawing(self.model)
+        model = first.model.ptr
+        super().__init__(model, [physics.data.ptr for physics in self._physics], Drawing(model), camera, render_size)
         self._drawing.check_camera(camera)
-        self._camera, self._render_size, self._limit = camera, render_size, int(max_episode_steps)
+        self._limit = int(max_episode_steps)
         reach = np.inf if max_target_step_rad is None else float(max_target_step_rad)
         self._reach = np.tile([*[reach] * ARM_JOINTS, np.inf], 2)
-        self._elapsed = [0] * num_envs
         self._substeps = round(self._library.constants.DT / self.model.opt.timestep)
-        self._state_kind = int(mujoco.mjtState.mjSTATE_INTEGRATION)
         parts: dict[str, TensorSpec] = {}
         if observation == "state":
             parts["state"] = TensorSpec((2 * JOINTS + self._task.get_env_state(first).size,))
@@ -144,40 +137,8 @@ class AlohaSim(SimEnv):
             out.truncated[i] = self._elapsed[i] >= self._limit
             out.info[i] = {"stage": int(reward)}
 
-    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
-        for i in env_ids:
-            self._observe(i, out)
-
-    def snapshot(self, env_id: int) -> bytes:
-        state = np.empty(self._mujoco.mj_stateSize(self.model, self._state_kind))
-        self._mujoco.mj_getState(self.model, self._physics[env_id].data.ptr, state, self._state_kind)
-        return encode_state({"task": self.spec.task, "state": state, "elapsed": self._elapsed[env_id]})
-
-    def restore(self, env_id: int, data: bytes) -> None:
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        target = self._physics[env_id].data.ptr
-        self._mujoco.mj_setState(self.model, target, tree["state"], self._state_kind)
-        # dm_control integrates first and derives positions and velocities afterwards, so the next step needs them for this state.
-        self._mujoco.mj_forward(self.model, target)
-        self._mujoco.mj_setState(self.model, target, tree["state"], self._state_kind)  # the warm start, which that call moved
-        self._elapsed[env_id] = tree["elapsed"]
-
-    def render(self, env_id: int) -> np.ndarray:
-        return self._picture(env_id, (self._render_size, self._render_size))
-
-    def film_cameras(self, env_id: int) -> list[str]:
-        """See `SimEnv`."""
-        return self._drawing.cameras()
-
-    def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `SimEnv`."""
-        self._drawing.check_camera(camera)
-        return self._drawing.frame(self._physics[env_id].data.ptr, camera, self._render_size, self._render_size)
-
     def close(self) -> None:
-        self._drawing.close()
+        super().close()
         for physics in self._physics:
             physics.free()
 
@@ -187,12 +148,10 @@ class AlohaSim(SimEnv):
             positions, velocities = self._task.get_qpos(physics), self._task.get_qvel(physics)
             parts["state"][i] = np.concatenate([positions, velocities, self._task.get_env_state(physics)])
         if "rgb" in parts:
-            self._picture(i, parts["rgb"].shape[1:3], out=parts["rgb"][i])
+            frame = parts["rgb"][i]
+            self._drawing.frame(self.data[i], self._render_camera, frame.shape[0], frame.shape[1], out=frame)
         if "agent_pos" in parts:
             parts["agent_pos"][i] = self._task.get_qpos(physics)
-
-    def _picture(self, i: int, size: tuple[int, ...], out: np.ndarray | None = None) -> np.ndarray:
-        return self._drawing.frame(self._physics[i].data.ptr, self._camera, size[0], size[1], out=out)
 
 
 make = AlohaSim

@@ -122,9 +122,6 @@ class KeyDoor(SimEnv):
         """See `SimEnv`."""
         self._state[env_id, : _HAS_KEY + 1] = state["robot"]
 
-    def close(self) -> None:
-        pass
-
     def _observe(self, rows: np.ndarray, out: StepBuffers) -> None:
         state = self._state[rows]
         out.observation["state"][rows, 0] = state[:, _X] - 1.0

@@ -17,8 +17,7 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoPhysics
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -35,11 +34,10 @@ def tasks() -> list[str]:
     return sorted(path.stem for path in (assets_dir() / "mujoco").glob("*.xml"))
 
 
-class MjcfSim(SimEnv):
+class MjcfSim(MujocoSim):
     """Actions are the actuators' controls within their ``ctrlrange``; positions start at a keyframe or at ``qpos0``, with noise.
 
-    Snapshots are exact: MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces,
-    mocap poses) and the elapsed steps.
+    Snapshots are exact.
 
     Args:
         num_envs: environments in this process.
@@ -88,23 +86,20 @@ class MjcfSim(SimEnv):
     ) -> None:
         _check_numbers(frame_skip, max_episode_steps, reset_noise)
         self._mujoco = _mujoco()
-        self.model = load_model(task)
+        model = load_model(task)
         # A diverging simulation shows as NaN, which is noticed, instead of jumping back to the start, which is not.
-        self.model.opt.disableflags |= self._mujoco.mjtDisableBit.mjDSBL_AUTORESET
-        self.data = [self._mujoco.MjData(self.model) for _ in range(num_envs)]
+        model.opt.disableflags |= self._mujoco.mjtDisableBit.mjDSBL_AUTORESET
+        data = [self._mujoco.MjData(model) for _ in range(num_envs)]
+        super().__init__(model, data, Drawing(model), render_camera, render_size)
         self._reward, self._success, self._terminated = _function(reward), _function(success), _function(terminated)
         self._randomise = _function(randomise)
         self._keyframe = self._keyframe_index(keyframe, task)
         self._frame_skip, self._limit, self._noise = int(frame_skip), int(max_episode_steps), float(reset_noise)
         self._state_of = self._state_reader(observe)
-        self._drawing = Drawing(self.model)
-        self._camera, self._render_camera, self._render_size = camera, render_camera, render_size
+        self._camera = camera
         for name in (camera, render_camera):
             if isinstance(name, str):
                 self._drawing.check_camera(name)
-        self._elapsed = [0] * num_envs
-        self._state_spec = int(self._mujoco.mjtState.mjSTATE_INTEGRATION)
-        self._state_size = self._mujoco.mj_stateSize(self.model, self._state_spec)
         self._signature = _signature(self._mujoco, self.model)
         parts = {"state": TensorSpec((self._state_of(self.data[0]).size,))} if observe else {}
         if camera is not None:
@@ -152,50 +147,15 @@ class MjcfSim(SimEnv):
             out.truncated[i] = self._elapsed[i] >= self._limit
             out.info[i] = {"time_s": float(data.time)}
 
-    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
-        for i in env_ids:
-            self._observe(i, out)
-
     def snapshot(self, env_id: int) -> bytes:
-        state = np.empty(self._state_size)
-        self._mujoco.mj_getState(self.model, self.data[env_id], state, self._state_spec)
-        return encode_state({"kind": "mjcf", "model": self._signature, "state": state, "elapsed": self._elapsed[env_id]})
+        return encode_state({"kind": "mjcf", "model": self._signature, **self._saved(env_id)})
 
     def restore(self, env_id: int, data: bytes) -> None:
         saved = decode_state(data)
         if not isinstance(saved, dict) or saved.get("kind") != "mjcf" or saved.get("model") != self._signature:
             raise SnapshotError(f"This snapshot was not taken from the model '{self.spec.task}' (or from another version of it).")
-        target = self.data[env_id]
-        self._mujoco.mj_resetData(self.model, target)
-        self._mujoco.mj_setState(self.model, target, saved["state"], self._state_spec)
-        self._mujoco.mj_forward(self.model, target)
-        # mj_forward leaves its own solution as the next warm start; the saved one is what the uninterrupted run would use.
-        self._mujoco.mj_setState(self.model, target, saved["state"], self._state_spec)
-        self._elapsed[env_id] = saved["elapsed"]
-
-    def render(self, env_id: int) -> np.ndarray:
-        return self._drawing.frame(self.data[env_id], self._render_camera, self._render_size, self._render_size)
-
-    def film_cameras(self, env_id: int) -> list[str]:
-        """See `SimEnv`."""
-        return self._drawing.cameras()
-
-    def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `SimEnv`."""
-        self._drawing.check_camera(camera)
-        return self._drawing.frame(self.data[env_id], camera, self._render_size, self._render_size)
-
-    def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `SimEnv`."""
-        return MujocoPhysics(self.model, self.data[env_id]).get()
-
-    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `SimEnv`."""
-        MujocoPhysics(self.model, self.data[env_id]).set(state)
-
-    def close(self) -> None:
-        self._drawing.close()
+        self._mujoco.mj_resetData(self.model, self.data[env_id])
+        self._take_up(env_id, saved)
 
     def _observe(self, i: int, out: StepBuffers) -> None:
         if "state" in out.observation:

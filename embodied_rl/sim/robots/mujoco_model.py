@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import gymnasium
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.saved_state import layers_of, unique_held
+from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.types import StepBuffers
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -31,9 +34,12 @@ class Drawing:
         model: the MjModel; its shadow map is limited, its off-screen buffer grows with what is asked for.
         hidden_groups: groups of geoms left out, such as robosuite's collision shapes (group 0).
         multisampling: keep the model's; off, edges are jagged and frames come faster.
+        without: names of what is not drawn, of ``mujoco.mjtRndFlag``.
     """
 
-    def __init__(self, model: MjModel, hidden_groups: tuple[int, ...] = (), multisampling: bool = False) -> None:
+    def __init__(
+        self, model: MjModel, hidden_groups: tuple[int, ...] = (), multisampling: bool = False, without: Sequence[str] = ()
+    ) -> None:
         import mujoco
 
         self._mujoco, self.model = mujoco, model
@@ -44,6 +50,7 @@ class Drawing:
         self._option = mujoco.MjvOption()
         for group in hidden_groups:
             self._option.geomgroup[group] = 0
+        self._flags = [vars(mujoco.mjtRndFlag)[name] for name in without]
         self._renderers: dict[tuple[int, int], Renderer] = {}
 
     def cameras(self) -> list[str]:
@@ -75,7 +82,9 @@ class Drawing:
     def _new(self, height: int, width: int) -> Renderer:
         buffer = self.model.vis.global_
         buffer.offheight, buffer.offwidth = max(buffer.offheight, height), max(buffer.offwidth, width)
-        renderer = new_renderer(self._mujoco, self.model, height, width)
+        renderer = _new_renderer(self._mujoco, self.model, height, width)
+        for flag in self._flags:
+            renderer.scene.flags[flag] = 0
         if not self._renderers:
             # Runs before MuJoCo takes its display down, which registered earlier; a drawing that is gone by then has closed itself.
             atexit.register(_close, weakref.ref(self))
@@ -95,7 +104,7 @@ def _close_all(renderers: dict[tuple[int, int], Renderer]) -> None:
         renderers.popitem()[1].close()
 
 
-def new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -> Renderer:
+def _new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -> Renderer:
     """``mujoco.Renderer``. Raises UserError where this machine cannot draw."""
     try:
         return mujoco.Renderer(model, height, width)
@@ -214,3 +223,87 @@ def physics_of(env: gymnasium.Env) -> Physics:
         f"Where '{name}' keeps its physical state is not known: it is no MuJoCo task and none of gymnasium's classic ones. "
         "Leave it out: states=none, or states=snapshots:1 where the task has snapshots."
     )
+
+
+# ---- simulators of ours that hold a MuJoCo model themselves -----------------------------------------------------------
+
+
+class MujocoSim(SimEnv):
+    """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass sets `spec`, resets, advances
+    (and counts in `_elapsed`), observes one environment (`_observe`) and says what an episode consists of (`_saved`, `_take_up`).
+
+    Args:
+        model: the MjModel.
+        data: the MjData of each environment.
+        drawing: how pictures are drawn.
+        camera: of `render`.
+        render_size: pixels a side of `render`'s picture.
+    """
+
+    def __init__(self, model: MjModel, data: Sequence[MjData], drawing: Drawing, camera: str | int, render_size: int) -> None:
+        self.model, self.data, self._drawing = model, list(data), drawing
+        self._render_camera, self._render_size = camera, render_size
+        self._elapsed = [0] * len(self.data)
+
+    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """See `SimEnv`."""
+        for i in env_ids:
+            self._observe(i, out)
+
+    def render(self, env_id: int) -> np.ndarray:
+        return self._drawing.frame(self.data[env_id], self._render_camera, self._render_size, self._render_size)
+
+    def film_cameras(self, env_id: int) -> list[str]:
+        """See `SimEnv`."""
+        return self._drawing.cameras()
+
+    def film_from(self, env_id: int, camera: str) -> np.ndarray:
+        """See `SimEnv`."""
+        self._drawing.check_camera(camera)
+        return self._drawing.frame(self.data[env_id], camera, self._render_size, self._render_size)
+
+    def snapshot(self, env_id: int) -> bytes:
+        """See `SimEnv`."""
+        return encode_state({"task": self.spec.task, **self._saved(env_id)})
+
+    def restore(self, env_id: int, data: bytes) -> None:
+        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        self._take_up(env_id, tree)
+
+    def physics(self, env_id: int) -> dict[str, np.ndarray]:
+        """See `SimEnv`."""
+        return MujocoPhysics(self.model, self.data[env_id]).get()
+
+    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
+        """See `SimEnv`."""
+        MujocoPhysics(self.model, self.data[env_id]).set(state)
+
+    def close(self) -> None:
+        self._drawing.close()
+
+    def _observe(self, i: int, out: StepBuffers) -> None:
+        """Write the observation of one environment."""
+        raise NotImplementedError
+
+    def _saved(self, i: int) -> dict[str, Any]:
+        """MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces, mocap poses) and the
+        elapsed steps, which is all that most tasks depend on."""
+        import mujoco
+
+        kind = mujoco.mjtState.mjSTATE_INTEGRATION
+        state = np.empty(mujoco.mj_stateSize(self.model, kind))
+        mujoco.mj_getState(self.model, self.data[i], state, kind)
+        return {"state": state, "elapsed": self._elapsed[i]}
+
+    def _take_up(self, i: int, saved: Mapping[str, Any]) -> None:
+        """The inverse of `_saved`. Everything else in the MjData is derived here, for the next step may need it."""
+        import mujoco
+
+        kind, data = mujoco.mjtState.mjSTATE_INTEGRATION, self.data[i]
+        mujoco.mj_setState(self.model, data, saved["state"], kind)
+        mujoco.mj_forward(self.model, data)
+        # mj_forward leaves its own solution as the next warm start; the saved one is what the uninterrupted run would use.
+        mujoco.mj_setState(self.model, data, saved["state"], kind)
+        self._elapsed[i] = saved["elapsed"]

@@ -6,7 +6,6 @@ process share one model and one drawing context.
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,8 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.paths import assets_dir
-from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.mujoco_model import MujocoPhysics, new_renderer
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.robots.saved_state import DataState
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 MAX_EPISODE_STEPS = 50
@@ -30,13 +27,15 @@ SUCCESS_RADIUS_M = 0.03
 WORKSPACE_M = 0.22
 """Tip and disc start within this of the centre, along both axes."""
 REWARD_SCALE_M = 0.2
+NOT_DRAWN = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE")
+"""What its pictures leave out, so that they draw fast."""
 
 
 def tasks() -> list[str]:
     return ["PixelReach"]
 
 
-class PixelReach(SimEnv):
+class PixelReach(MujocoSim):
     """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is
     ``1 - tanh(distance / 0.2 m)``, success within 3 cm.
 
@@ -62,13 +61,11 @@ class PixelReach(SimEnv):
         except ImportError as error:
             raise MissingExtraError("PixelReach", "mujoco", error) from error
         self._mujoco = mujoco
-        self.model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_reach.xml"))
-        self.data = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_reach.xml"))
+        drawing = Drawing(model, multisampling=True, without=NOT_DRAWN)
+        super().__init__(model, [mujoco.MjData(model) for _ in range(num_envs)], drawing, "top", render_size)
         self._states = [DataState(data) for data in self.data]
-        self._tip = self.model.site("tip").id
-        self._elapsed = [0] * num_envs
-        self._pixels, self._image_size, self._render_size = pixels, image_size, render_size
-        self._renderers: dict[int, Any] = {}
+        self._tip, self._pixels = model.site("tip").id, pixels
         self.spec = SimSpec(
             task=task,
             observation={"rgb": TensorSpec((image_size, image_size, 3), "uint8")} if pixels else {"state": TensorSpec((4,))},
@@ -105,11 +102,6 @@ class PixelReach(SimEnv):
             out.success[i] = distance <= SUCCESS_RADIUS_M
             out.info[i] = {"distance_m": distance}
 
-    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
-        for i in env_ids:
-            self._observe(i, out)
-
     def distance(self, env_id: int) -> float:
         """Metres between tip and disc in the plane."""
         tip, disc = self.positions(env_id)
@@ -120,55 +112,17 @@ class PixelReach(SimEnv):
         data = self.data[env_id]
         return data.site_xpos[self._tip, :2], data.mocap_pos[0, :2]
 
-    def render(self, env_id: int) -> np.ndarray:
-        frame = np.empty((self._render_size, self._render_size, 3), np.uint8)
-        self._draw(env_id, frame)
-        return frame
-
-    def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`."""
-        return encode_state({"task": self.spec.task, "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()})
-
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._states[env_id].restore(tree["data"])
-        self._elapsed[env_id] = tree["elapsed"]
-
-    def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `SimEnv`."""
-        return MujocoPhysics(self.model, self.data[env_id]).get()
-
-    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `SimEnv`."""
-        MujocoPhysics(self.model, self.data[env_id]).set(state)
-
-    def close(self) -> None:
-        _close_all(self._renderers)
-
     def _observe(self, i: int, out: StepBuffers) -> None:
         if self._pixels:
-            self._draw(i, out.observation["rgb"][i])
+            frame = out.observation["rgb"][i]
+            self._drawing.frame(self.data[i], "top", frame.shape[0], frame.shape[1], out=frame)
             return
         data = self.data[i]
         out.observation["state"][i] = (*data.site_xpos[self._tip, :2], *data.mocap_pos[0, :2])
 
-    def _draw(self, i: int, frame: np.ndarray) -> None:
-        size = frame.shape[0]
-        renderer = self._renderers.get(size) or self._new_renderer(size)
-        renderer.update_scene(self.data[i], camera="top")
-        renderer.render(out=frame)
+    def _saved(self, i: int) -> dict[str, Any]:
+        return {"elapsed": self._elapsed[i], "data": self._states[i].capture()}
 
-    def _new_renderer(self, size: int) -> Any:
-        renderer = new_renderer(self._mujoco, self.model, size, size)
-        for flag in ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE"):
-            renderer.scene.flags[vars(self._mujoco.mjtRndFlag)[flag]] = 0
-        self._renderers[size] = renderer
-        atexit.register(_close_all, self._renderers)  # runs before MuJoCo takes its display down, which registered earlier
-        return renderer
-
-
-def _close_all(renderers: dict[int, Any]) -> None:
-    while renderers:
-        renderers.popitem()[1].close()
+    def _take_up(self, i: int, saved: Mapping[str, Any]) -> None:
+        self._states[i].restore(saved["data"])
+        self._elapsed[i] = saved["elapsed"]

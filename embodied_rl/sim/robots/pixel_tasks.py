@@ -14,9 +14,8 @@ import numpy as np
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoPhysics
+from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.robots.saved_state import DataState
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 MAX_EPISODE_STEPS = 60
@@ -61,7 +60,7 @@ def task_set(name: str) -> tuple[str, ...]:
     return (name,) if name in INSTRUCTIONS else tuple(task for task in INSTRUCTIONS if name == "all" or task.startswith(name))
 
 
-class PixelTasks(SimEnv):
+class PixelTasks(MujocoSim):
     """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1].
 
     Observation "rgb" [image_size, image_size, 3] uint8, "state" [2] = the tip's place, ± 1 at the ends of its rails, and "instruction"
@@ -92,14 +91,12 @@ class PixelTasks(SimEnv):
         except ImportError as error:
             raise MissingExtraError("PixelTasks", "mujoco", error) from error
         self._mujoco = mujoco
-        self.model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_tasks.xml"))
-        self.data = [mujoco.MjData(self.model) for _ in range(num_envs)]
-        self._states = [DataState(data) for data in self.data]
-        self._tip = self.model.site("tip").id
-        self._elapsed = [0] * num_envs
+        model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_tasks.xml"))
+        data = [mujoco.MjData(model) for _ in range(num_envs)]
+        super().__init__(model, data, Drawing(model, multisampling=True), "top", render_size)
+        self._states = [DataState(each) for each in self.data]
+        self._tip, self._dense = model.site("tip").id, reward == "dense"
         self._present = [self.tasks[0]] * num_envs
-        self._dense, self._render_size = reward == "dense", render_size
-        self._drawing = Drawing(self.model, multisampling=True)
         several = len(self.tasks) > 1
         words: dict[str, TensorSpec | VariableSpec] = {"instruction": VariableSpec("text", 256)} if several else {}
         self.spec = SimSpec(
@@ -148,11 +145,6 @@ class PixelTasks(SimEnv):
             out.success[i] = success
             out.info[i] = {"distance_m": distance, "task": self._present[i]}
 
-    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
-        for i in env_ids:
-            self._observe(i, out)
-
     def distance(self, env_id: int) -> float:
         """Metres that are left: from the tip to its disc, or of the block to its strip and of the tip to the block."""
         task, tip, block = self._present[env_id], self.tip(env_id), self.block(env_id)
@@ -173,32 +165,6 @@ class PixelTasks(SimEnv):
         """[2] metres."""
         return self.data[env_id].mocap_pos[DISCS.index(colour), :2]
 
-    def render(self, env_id: int) -> np.ndarray:
-        return self._drawing.frame(self.data[env_id], "top", self._render_size, self._render_size)
-
-    def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`."""
-        own = {"present": self._present[env_id], "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}
-        return encode_state({"task": self.spec.task, **own})
-
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._states[env_id].restore(tree["data"])
-        self._elapsed[env_id], self._present[env_id] = tree["elapsed"], tree["present"]
-
-    def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `SimEnv`."""
-        return MujocoPhysics(self.model, self.data[env_id]).get()
-
-    def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `SimEnv`."""
-        MujocoPhysics(self.model, self.data[env_id]).set(state)
-
-    def close(self) -> None:
-        self._drawing.close()
-
     def _succeeded(self, i: int) -> bool:
         task = self._present[i]
         if task.startswith("reach_"):
@@ -211,6 +177,13 @@ class PixelTasks(SimEnv):
         self._drawing.frame(self.data[i], "top", frame.shape[0], frame.shape[1], out=frame)
         if "instruction" in out.observation:
             out.observation["instruction"][i] = INSTRUCTIONS[self._present[i]]
+
+    def _saved(self, i: int) -> dict[str, Any]:
+        return {"present": self._present[i], "elapsed": self._elapsed[i], "data": self._states[i].capture()}
+
+    def _take_up(self, i: int, saved: Mapping[str, Any]) -> None:
+        self._states[i].restore(saved["data"])
+        self._elapsed[i], self._present[i] = saved["elapsed"], saved["present"]
 
 
 def _places(rng: np.random.Generator) -> list[np.ndarray]:

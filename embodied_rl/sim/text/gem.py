@@ -297,10 +297,6 @@ class GemSim(SimEnv):
         self._random[env_id].state = state["random"]
         self._episodes[env_id] = _Episode(state["replies"], state["actions"], state["total"])
 
-    def render(self, env_id: int) -> np.ndarray:
-        """Raises UserError: text has no picture."""
-        raise UserError(f"GEM task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
-
     def close(self) -> None:
         self.envs = []
 

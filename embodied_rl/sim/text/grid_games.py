@@ -140,9 +140,6 @@ class GridSim(SimEnv):
         """[H, W, 3] uint8: a coloured tile for each letter of the board, with the letter on it."""
         return draw_board(self._games[env_id].text(), self._colours, self._render_size)
 
-    def close(self) -> None:
-        pass
-
     def _show(self, env_id: int, out: StepBuffers) -> None:
         game = self._games[env_id]
         out.observation["text"][env_id] = f"{game.text()}\n{game.hint()}" if self._hints else game.text()

@@ -152,10 +152,6 @@ class TaskSim(SimEnv):
         self._returns[env_id] = tree["return"]
         self._tasks[env_id].set_state(tree["state"])
 
-    def render(self, env_id: int) -> np.ndarray:
-        """Raises UserError: text has no picture."""
-        raise UserError(f"Task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
-
     def close(self) -> None:
         """Let go of what the tasks hold."""
         for task in self._tasks:

@@ -116,10 +116,6 @@ class TextSim(SimEnv):
         """See `TextGame.sample_action`."""
         return self._games[env_id].sample_action(np.random.default_rng(seed))
 
-    def render(self, env_id: int) -> np.ndarray:
-        """Raises UserError: films show the text itself (`embodied_rl.sim.text.panel`)."""
-        raise UserError(f"Task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
-
     def close(self) -> None:
         for game in self._games:
             game.close()
