@@ -128,7 +128,6 @@ class RemoteSim(SimEnv):
         return RemoteSim(client, env_ids, decode_spec(found[0].body["spec"]), numbers)
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        """See `SimEnv.reset`."""
         extra = {} if not options else {"options": dict(options)}
         asked = {i: {"seed": int(seed), **extra} for i, seed in zip(env_ids, seeds, strict=True)}
         for i, body in self._ask("reset", asked).items():
@@ -153,11 +152,9 @@ class RemoteSim(SimEnv):
         return decode_snapshot(self._ask("snapshot", {env_id: {}})[env_id]["snapshot"])
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`."""
         self._ask("restore", {env_id: {"snapshot": encode_snapshot(data)}})
 
     def render(self, env_id: int) -> np.ndarray:
-        """See `SimEnv.render`."""
         return decode_array(self._ask("render", {env_id: {}})[env_id]["image"], "uint8")
 
     def close(self) -> None:

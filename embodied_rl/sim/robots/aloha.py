@@ -125,7 +125,6 @@ class AlohaSim(MujocoSim):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):
             physics = self._physics[i]
             present = self._task.get_qpos(physics)

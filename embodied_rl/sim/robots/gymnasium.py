@@ -219,7 +219,6 @@ class GymnasiumSim(SimEnv):
             self._write(out.observation, i, observation)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         if not self._on_demand:
             return self.step(env_ids, actions, out)
         key = self._success_key
@@ -234,7 +233,6 @@ class GymnasiumSim(SimEnv):
         return None
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
         if self._on_demand:
             for i in env_ids:
                 observation = self._on_demand[i].observe()
@@ -244,7 +242,6 @@ class GymnasiumSim(SimEnv):
                     raise self._wrong_shape(error) from error
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         if self._draws_while_stepping:
             for row, i in enumerate(env_ids):
                 with self._random[i].active():
@@ -289,7 +286,6 @@ class GymnasiumSim(SimEnv):
         return model_cameras(self.envs[env_id])
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `SimEnv`."""
         return np.asarray(draw_from(self.envs[env_id], camera), np.uint8)
 
     def snapshot(self, env_id: int) -> bytes:
@@ -313,7 +309,6 @@ class GymnasiumSim(SimEnv):
         return found.get()
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `SimEnv`."""
         self.physics(env_id)
         self._physics[env_id].set(state)
 

@@ -105,7 +105,6 @@ class KeyDoor(SimEnv):
         return frame
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`."""
         return encode_state({"task": self.spec.task, "state": self._state[env_id].copy()})
 
     def restore(self, env_id: int, data: bytes) -> None:
@@ -119,7 +118,6 @@ class KeyDoor(SimEnv):
         return {"robot": self._state[env_id, : _HAS_KEY + 1].copy()}
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `SimEnv`."""
         self._state[env_id, : _HAS_KEY + 1] = state["robot"]
 
     def _observe(self, rows: np.ndarray, out: StepBuffers) -> None:

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.files import RememberedAnswers
-from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, assets_message, missing_assets, registered_tasks
+from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, missing_assets, registered_tasks, require_assets, require_known
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
 
 # ---- which tasks run as a batch on this machine -----------------------------------------------------------------------
@@ -151,12 +150,8 @@ def make(
         MissingAssetsError: the task's meshes are not on this machine; the message holds the command that fetches them.
         UserError: unknown task, rejected argument, or no Vulkan where pictures are asked for.
     """
-    registered = registered_tasks()
-    if task not in registered:
-        raise UserError(f"ManiSkill task '{task}' is not known.{did_you_mean(task, registered)}")
-    missing = missing_assets(task)
-    if missing:
-        raise MissingAssetsError(assets_message(task, missing))
+    require_known(task)
+    require_assets(task)
     made: dict[str, Any] = {"render": render, "render_size": render_size, "camera_size": camera_size, "kwargs": kwargs}
     if batches(task, num_envs, batched, {"camera_size": camera_size, "kwargs": kwargs}):
         from embodied_rl.sim.robots.maniskill_batch.sim import ManiSkillBatchSim

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
 
 UNDECLARED_NEEDS = ("SceneManipulation", "OpenCabinetDoor", "DrawSVG", "PushT", "WidowXAI")
 """Tasks that need more than ManiSkill's registry says (scene data sets, svgpathtools, a renderer, a robot): left out of `tasks`."""
@@ -82,6 +82,18 @@ def missing_assets(task: str) -> list[str]:
     for name in wanted:
         sources |= set(assets.expand_data_group_into_individual_data_source_ids(name)) if name in assets.DATA_GROUPS else {name}
     return sorted(name for name in sources if not assets.is_data_source_downloaded(name))
+
+
+def require_known(task: str) -> None:
+    """Raises UserError with the nearest id where ManiSkill has no such task, and MissingExtraError where it is not installed."""
+    if task not in (registered := registered_tasks()):
+        raise UserError(f"ManiSkill task '{task}' is not known.{did_you_mean(task, registered)}")
+
+
+def require_assets(task: str) -> None:
+    """Raises MissingAssetsError with the command that fetches what `missing_assets` names."""
+    if missing := missing_assets(task):
+        raise MissingAssetsError(assets_message(task, missing))
 
 
 def assets_message(task: str, missing: Sequence[str]) -> str:

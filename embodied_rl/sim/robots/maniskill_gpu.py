@@ -6,7 +6,6 @@ at a time, and from there into the rows. Run one process for each GPU: ``num_wor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,21 +13,21 @@ from unittest import mock
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
-from embodied_rl.sim.env import SimEnv
+from embodied_rl.errors import UserError
 from embodied_rl.sim.robots.maniskill import tasks
-from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, missing_assets, registered_tasks
-from embodied_rl.sim.robots.maniskill_observation import cameras, check_mode, dtype_name, named_parts, numbered_objects
-from embodied_rl.sim.robots.maniskill_patches import contacts_of_their_own, no_asset_prompt, no_render_materials
-from embodied_rl.sim.robots.maniskill_sim import INSTRUCTIONS, REWARD_MODES, require_vulkan
-from embodied_rl.sim.robots.spaces import action_spec, action_splits
+from embodied_rl.sim.robots.maniskill_assets import require_assets, require_known
+from embodied_rl.sim.robots.maniskill_observation import named_parts, numbered_objects
+from embodied_rl.sim.robots.maniskill_patches import no_render_materials
+from embodied_rl.sim.robots.maniskill_sim import ManiSkillBase
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
+from embodied_rl.types import StepBuffers
 
 __all__ = ["HostBuffers", "ManiSkillGpuSim", "make", "tasks"]
 
 if TYPE_CHECKING:
     import torch
+    from mani_skill.envs.sapien_env import BaseEnv
+    from mani_skill.utils.registration import EnvSpec
 
     Tree: TypeAlias = torch.Tensor | np.ndarray | Mapping[str, "Tree"]
 
@@ -60,17 +59,13 @@ def make(
         MissingAssetsError: the task's meshes are not on this machine; the message holds the command that fetches them.
         UserError: unknown task, rejected argument, no such CUDA device, or no Vulkan where pictures are asked for.
     """
-    registered = registered_tasks()
-    if task not in registered:
-        raise UserError(f"ManiSkill task '{task}' is not known.{did_you_mean(task, registered)}")
+    require_known(task)
     for name in _RESERVED:
         if name in kwargs:
             raise UserError(f"ManiSkill task '{task}': '{name}' is chosen by the simulator on the GPU and cannot be given.")
     backend = physics_backend(task, device, num_envs)
-    missing = missing_assets(task)
-    if missing:
-        raise MissingAssetsError(assets_message(task, missing))
-    return ManiSkillGpuSim(task, num_envs, backend, render, render_size, camera_size, kwargs)
+    require_assets(task)
+    return ManiSkillGpuSim(task, num_envs, render, render_size, camera_size, kwargs, backend)
 
 
 def physics_backend(task: str, device: str, num_envs: int) -> str:
@@ -126,8 +121,8 @@ class HostBuffers:
         return {name: self._buffers[name].numpy() for name in tensors}
 
 
-class ManiSkillGpuSim(SimEnv):
-    """See `make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
+class ManiSkillGpuSim(ManiSkillBase):
+    """See `make`.
 
     Seeds: ManiSkill draws the initial states of all environments that are reset together from one generator, seeded with the first
     one's seed. Here each environment draws for itself, so that its initial state follows from its own seed. Physics on a GPU is
@@ -136,58 +131,15 @@ class ManiSkillGpuSim(SimEnv):
     Snapshots hold the simulation's poses and velocities, not the caches of the physics engine nor the controllers: approximate.
     """
 
-    def __init__(
-        self,
-        task: str,
-        num_envs: int,
-        backend: str,
-        render: bool,
-        render_size: int,
-        camera_size: int | None,
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        registered = registered_tasks()[task]
-        made: dict[str, Any] = {"obs_mode": "state", **kwargs}
-        made.setdefault("reward_mode", next(mode for mode in REWARD_MODES if mode in registered.cls.SUPPORTED_REWARD_MODES))
-        check_arguments(task, made)
-        self._render = check_mode(task, made["obs_mode"]) or render
-        made |= _rendering(task, backend, render_size, camera_size, made) if self._render else {"render_backend": "none"}
-        made |= {"sim_backend": backend, "num_envs": num_envs, "reconfiguration_freq": 0}
-        import torch
+    snapshots, steps_together = "approximate", True
 
-        self._torch = torch
+    def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
         self.num_envs = num_envs
-        contacts_of_their_own()
-        with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                self.env = registered.make(**made)
-            except UserError:
-                raise
-            except FileNotFoundError as error:
-                raise MissingAssetsError(assets_message(task, [str(error.filename)])) from error
-            except Exception as error:
-                raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
-            observation, info = self.env.reset(seed=list(range(num_envs)))
-        self.cameras = cameras(observation)
-        """Names of the cameras of an image mode; the parts of the first one carry no name."""
-        self._robots = action_splits(self.env.single_action_space)
         self._host = HostBuffers()
-        self._elapsed = np.zeros(num_envs, np.int64)
-        self._seeds = np.arange(num_envs, dtype=np.int64)
-        self._limit: int | None = registered.max_episode_steps
-        self.spec = SimSpec(
-            task=task,
-            observation={key: TensorSpec(tuple(part.shape[1:]), dtype_name(part)) for key, part in named_parts(observation).items()},
-            action=action_spec(self.env.single_action_space),
-            max_episode_steps=self._limit,
-            control_hz=float(self.env.control_freq),
-            instruction=INSTRUCTIONS.get(task),
-            reports_success="success" in info,
-            can_render=self._render,
-            snapshots="approximate",
-            steps_together=True,
-        )
+        self._elapsed, self._seeds = np.zeros(num_envs, np.int64), np.arange(num_envs, dtype=np.int64)
+        made |= {"num_envs": num_envs, "reconfiguration_freq": 0}
+        self.env: BaseEnv = registered.make(**made)
+        return self.env
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         """Resets these environments and no other. ``options={"reconfigure": True}`` needs all of them: it builds the scene anew."""
@@ -217,8 +169,7 @@ class ManiSkillGpuSim(SimEnv):
         rows[np.asarray(env_ids)] = actions
         with self._torch.inference_mode():
             batch = self._torch.from_numpy(rows).to(self.env.device, non_blocking=True)
-            moved = {robot: batch[:, columns] for robot, columns in self._robots.items()} if self._robots else batch
-            observation, reward, _, _, info = self.env.step(moved)
+            observation, reward, _, _, info = self.env.step(self._by_robot(batch))
             parts = named_parts(observation)
             scalars = {key: value for key, value in info.items() if hasattr(value, "numel") and value.numel() == self.num_envs}
             fetched = self._host.fetch({**parts, "/reward": reward, **{f"/{key}": value for key, value in scalars.items()}})
@@ -253,10 +204,7 @@ class ManiSkillGpuSim(SimEnv):
 
     def render(self, env_id: int) -> np.ndarray:
         """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""
-        if not self._render:
-            raise UserError(
-                f"ManiSkill task '{self.spec.task}' was made without rendering: pass render=True (configuration: +sim.kwargs.render=true)."
-            )
+        self._require_pictures()
         with self._torch.inference_mode():
             return self.env.render()[env_id].cpu().numpy()
 
@@ -307,15 +255,3 @@ class ManiSkillGpuSim(SimEnv):
 def map_tree(tree: Tree, function: Callable[[Any], Any]) -> Tree:
     """Nested dictionaries with every leaf replaced by ``function(leaf)``."""
     return {key: map_tree(value, function) for key, value in tree.items()} if isinstance(tree, Mapping) else function(tree)
-
-
-def _rendering(task: str, backend: str, render_size: int, camera_size: int | None, made: Mapping[str, Any]) -> dict[str, Any]:
-    require_vulkan(task)
-    chosen: dict[str, Any] = {
-        "render_mode": "rgb_array",
-        "human_render_camera_configs": {"width": render_size, "height": render_size},
-        "render_backend": made.get("render_backend", "cpu" if backend == "physx_cpu" else backend.replace("physx_", "")),
-    }
-    if camera_size is not None:
-        chosen["sensor_configs"] = {"width": camera_size, "height": camera_size, **made.get("sensor_configs", {})}
-    return chosen

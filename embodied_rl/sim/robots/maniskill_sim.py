@@ -34,9 +34,11 @@ from embodied_rl.sim.robots.maniskill_state import EpisodeState
 from embodied_rl.sim.robots.mujoco_model import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
+from embodied_rl.specs import SnapshotKind
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
+    import torch
     from mani_skill.envs.sapien_env import BaseEnv
     from mani_skill.utils.registration import EnvSpec
 
@@ -60,15 +62,23 @@ INSTRUCTIONS = {
 }
 
 
-class ManiSkillSim(SimEnv):
-    """See `maniskill.make`. ``terminated`` is ManiSkill's "fail": success is reported, and ends nothing by itself.
-
-    Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
-    engine's caches; ``options={"reconfigure": True}`` builds the scene anew and makes the episode exact (some 20 ms, more with cameras).
+class ManiSkillBase(SimEnv):
+    """A ManiSkill task, however many scenes there are: how it is made, what its spec says, its pictures. ``terminated`` is ManiSkill's
+    "fail": success is reported, and ends nothing by itself. A subclass makes the environments (`_build`).
     """
 
+    snapshots: SnapshotKind
+    steps_together = False
+
     def __init__(
-        self, task: str, num_envs: int, render: bool, render_size: int, camera_size: int | None, kwargs: Mapping[str, Any]
+        self,
+        task: str,
+        num_envs: int,
+        render: bool,
+        render_size: int,
+        camera_size: int | None,
+        kwargs: Mapping[str, Any],
+        backend: str = "physx_cpu",
     ) -> None:
         registered = registered_tasks()[task]
         made: dict[str, Any] = {"obs_mode": "state", **kwargs}
@@ -79,39 +89,33 @@ class ManiSkillSim(SimEnv):
         if self._render:
             require_vulkan(task)
             made |= {"render_mode": "rgb_array", "human_render_camera_configs": {"width": render_size, "height": render_size}}
-            if not observes_pictures:  # only `film_from` uses the task's own cameras
+            if not observes_pictures and not self.steps_together:  # only `film_from` uses the task's own cameras
                 made.setdefault("sensor_configs", {"width": render_size, "height": render_size})
             if camera_size is not None:
                 made["sensor_configs"] = {"width": camera_size, "height": camera_size, **made.get("sensor_configs", {})}
-            made.setdefault("render_backend", "cpu")
+            made.setdefault("render_backend", backend.replace("physx_", ""))
         else:
             made["render_backend"] = "none"
-        made |= {"sim_backend": "physx_cpu", "num_envs": 1}
+        made["sim_backend"] = backend
         import torch
 
         self._torch = torch
         contacts_of_their_own()
-        fast_tensors()
-        quick_torch()
-        quick_rebuild()
         # Inference mode from the first tensor on: nothing here is ever differentiated, and each small operation gets cheaper.
         with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about its own spaces' precision
             try:
-                self._build(registered, made, num_envs)
+                first = self._build(registered, made, num_envs)
             except (UserError, UnsupportedTask):
                 raise
             except FileNotFoundError as error:
                 raise MissingAssetsError(assets_message(task, [str(error.filename)])) from error
             except Exception as error:  # a wrong argument surfaces as any of a dozen types
                 raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
-            first = self._first
-            observation, info = first.reset(seed=0)
+            observation, info = first.reset(seed=0 if first.num_envs == 1 else list(range(first.num_envs)))
         self.cameras = cameras(observation)
         """Names of the cameras of an image mode; the parts of the first one carry no name: "rgb", "rgb.<second camera>"."""
         self._robots = action_splits(first.single_action_space)
-        self._elapsed = [0] * num_envs
-        self._infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
         self._limit: int | None = registered.max_episode_steps
         self.spec = SimSpec(
             task=task,
@@ -122,14 +126,53 @@ class ManiSkillSim(SimEnv):
             instruction=INSTRUCTIONS.get(task),
             reports_success="success" in info,
             can_render=self._render,
-            snapshots="exact",
+            snapshots=self.snapshots,
+            steps_together=self.steps_together,
         )
 
-    def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> None:
-        """Make the environments of a registered task, and what saves and restores the episode of each."""
+    def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
+        """Make the environments of a registered task; returns one that is reset to see what it shows."""
+        raise NotImplementedError
+
+    def _by_robot(self, rows: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Actions [n, A] as the task takes them: with several robots by their names."""
+        return {robot: rows[:, columns] for robot, columns in self._robots.items()} if self._robots else rows
+
+    def _require_pictures(self) -> None:
+        if not self._render:
+            raise UserError(
+                f"ManiSkill task '{self.spec.task}' was made without rendering: pass render=True (configuration: +sim.kwargs.render=true)."
+            )
+
+
+class ManiSkillSim(ManiSkillBase):
+    """See `maniskill.make`.
+
+    Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
+    engine's caches; ``options={"reconfigure": True}`` builds the scene anew and makes the episode exact (some 20 ms, more with cameras).
+    """
+
+    snapshots = "exact"
+
+    def __init__(
+        self, task: str, num_envs: int, render: bool, render_size: int, camera_size: int | None, kwargs: Mapping[str, Any]
+    ) -> None:
+        self._elapsed = [0] * num_envs
+        self._infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
+        super().__init__(task, num_envs, render, render_size, camera_size, kwargs)
+
+    def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
+        fast_tensors()
+        quick_torch()
+        quick_rebuild()
+        made["num_envs"] = 1
+        return self._build_each(registered, made, num_envs)
+
+    def _build_each(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
+        """Make the environments, and what saves and restores the episode of each."""
         self.envs: list[BaseEnv] = [registered.make(**made) for _ in range(num_envs)]
         self._states: Sequence[EpisodeState | GraftedState] = [EpisodeState(env, self._render) for env in self.envs]
-        self._first = self.envs[0]
+        return self.envs[0]
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         builds = bool((options or {}).get("reconfigure")) or self.envs[0].reconfiguration_freq != 0
@@ -140,15 +183,12 @@ class ManiSkillSim(SimEnv):
                 self._write(out, i, observation)
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         self._step(env_ids, actions, out, observed=True)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         self._step(env_ids, actions, out, observed=False)
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
         with self._torch.inference_mode():
             for i in env_ids:
                 self._write(out, i, self.envs[i].get_obs(self._infos[i]))
@@ -158,10 +198,9 @@ class ManiSkillSim(SimEnv):
         with self._torch.inference_mode():
             rows = self._torch.tensor(actions)  # a copy: the rows may lie in shared memory, and controllers keep their last action
             for row, i in enumerate(env_ids):
-                action = rows[row : row + 1]
-                moved = {robot: action[:, columns] for robot, columns in self._robots.items()} if self._robots else action
+                action = self._by_robot(rows[row : row + 1])
                 with observing(self.envs[i], observed):
-                    observation, reward, _, _, info = self.envs[i].step(moved)
+                    observation, reward, _, _, info = self.envs[i].step(action)
                 self._elapsed[i] += 1
                 if observed:
                     self._write(out, i, observation)
@@ -175,10 +214,7 @@ class ManiSkillSim(SimEnv):
 
     def render(self, env_id: int) -> np.ndarray:
         """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""
-        if not self._render:
-            raise UserError(
-                f"ManiSkill task '{self.spec.task}' was made without rendering: pass render=True (configuration: +sim.kwargs.render=true)."
-            )
+        self._require_pictures()
         with self._torch.inference_mode():
             return self.envs[env_id].render().numpy()[0]
 
@@ -187,7 +223,6 @@ class ManiSkillSim(SimEnv):
         return film_cameras(self.envs[env_id]) if self._render else []
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `SimEnv`."""
         require_camera(camera, self.film_cameras(env_id))
         with self._torch.inference_mode():
             return film_from(self.envs[env_id], camera)

@@ -155,7 +155,6 @@ class MultiTaskSim(SimEnv):
             self._observe(i, task, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for row, i in enumerate(env_ids):
             task, sim = self._current(i)
             own = self._rows[i]
@@ -164,14 +163,12 @@ class MultiTaskSim(SimEnv):
             out.success[i], out.info[i] = own.success[0], {**(own.info[0] or {}), "task": task}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for i in env_ids:
             task, sim = self._current(i)
             sim.observe([0], self._rows[i])
             self._observe(i, task, out)
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`."""
         task, sim = self._current(env_id)
         return encode_state({"task": self.spec.task, "of": task, "episode": sim.snapshot(0)})
 
@@ -188,11 +185,9 @@ class MultiTaskSim(SimEnv):
         return self._current(env_id)[1].render(0)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `SimEnv`."""
         return self._current(env_id)[1].film_cameras(0)
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `SimEnv`."""
         return self._current(env_id)[1].film_from(0, camera)
 
     def close(self) -> None:

@@ -133,7 +133,6 @@ class MjcfSim(MujocoSim):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         model = self.model
         for i, controls in zip(env_ids, actions, strict=True):
             data = self.data[i]

@@ -246,7 +246,6 @@ class MujocoSim(SimEnv):
         self._elapsed = [0] * len(self.data)
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for i in env_ids:
             self._observe(i, out)
 
@@ -254,16 +253,13 @@ class MujocoSim(SimEnv):
         return self._drawing.frame(self.data[env_id], self._render_camera, self._render_size, self._render_size)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `SimEnv`."""
         return self._drawing.cameras()
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `SimEnv`."""
         self._drawing.check_camera(camera)
         return self._drawing.frame(self.data[env_id], camera, self._render_size, self._render_size)
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`."""
         return encode_state({"task": self.spec.task, **self._saved(env_id)})
 
     def restore(self, env_id: int, data: bytes) -> None:
@@ -273,11 +269,9 @@ class MujocoSim(SimEnv):
         self._take_up(env_id, tree)
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
-        """See `SimEnv`."""
         return MujocoPhysics(self.model, self.data[env_id]).get()
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """See `SimEnv`."""
         MujocoPhysics(self.model, self.data[env_id]).set(state)
 
     def close(self) -> None:

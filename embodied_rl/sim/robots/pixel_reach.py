@@ -88,7 +88,6 @@ class PixelReach(MujocoSim):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
             data = self.data[i]
             data.ctrl[:] = command

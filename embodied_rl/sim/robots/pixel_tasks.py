@@ -131,7 +131,6 @@ class PixelTasks(MujocoSim):
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
             data, before = self.data[i], self.distance(i)
             data.ctrl[:] = command

@@ -229,7 +229,6 @@ class RobosuiteSim(SimEnv):
             self._write(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):  # a copy: controllers keep their goal
             env = self.envs[i]
             with self._random[i].active():
@@ -241,7 +240,6 @@ class RobosuiteSim(SimEnv):
             out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
         for i in env_ids:
             self._write(i, out)
 
@@ -249,11 +247,9 @@ class RobosuiteSim(SimEnv):
         return self._picture(env_id, self._render_camera, self._render_size, self._render_size)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `SimEnv`."""
         return self._drawing(env_id).cameras()
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        """See `SimEnv`."""
         self._drawing(env_id).check_camera(camera)
         return self._picture(env_id, camera, self._render_size, self._render_size)
 

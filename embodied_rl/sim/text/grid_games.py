@@ -126,7 +126,6 @@ class GridSim(SimEnv):
         return list(MOVES)[int(np.random.default_rng(seed).integers(len(MOVES)))]
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`."""
         return encode_state({"task": self.spec.task, "steps": int(self._steps[env_id]), "game": self._games[env_id].state()})
 
     def restore(self, env_id: int, data: bytes) -> None:

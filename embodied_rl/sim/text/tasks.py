@@ -117,14 +117,12 @@ class TaskSim(SimEnv):
         )
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        """See `SimEnv.reset`."""
         for env_id, seed in zip(env_ids, seeds, strict=True):
             text, _ = self._tasks[env_id].reset(int(seed))
             self._returns[env_id] = 0.0
             out.observation["text"][env_id] = text
 
     def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv.step`."""
         for env_id, action in zip(env_ids, actions, strict=True):
             text, reward, terminated, truncated, info = self._tasks[env_id].step(str(action))
             self._returns[env_id] += float(reward)
@@ -141,7 +139,6 @@ class TaskSim(SimEnv):
         return self._tasks[env_id].sample_random_action()
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`."""
         state = self._tasks[env_id].get_state()
         return encode_state({"task": self.spec.task, "return": float(self._returns[env_id]), "state": state})
 

@@ -168,7 +168,7 @@ class ManiSkillBatchSim(ManiSkillSim):
         UnsupportedTask: the task cannot be stepped as a batch.
     """
 
-    def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> None:
+    def _build_each(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
         self._first = registered.make(**made)  # an environment by itself, whose scenes are grafted into the batch
         self._batch = make_batched(registered, num_envs, made)
         self._grafts = Grafts(self._batch, self._first, self._render)
@@ -179,6 +179,7 @@ class ManiSkillBatchSim(ManiSkillSim):
         """Of all environments, from the step that was not observed."""
         if not self._grafts.frequency:
             self._batch.begin((0,), (0,), {})  # as its first environment would be asked for its spec
+        return self._first
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         asked = dict(options or {})
@@ -200,7 +201,6 @@ class ManiSkillBatchSim(ManiSkillSim):
             self._elapsed[i] = 0
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """See `SimEnv`."""
         rows = list(env_ids)
         with torch.inference_mode():
             self._write_rows(out, rows, self._batch.look(rows, self._info), rows)
@@ -215,11 +215,8 @@ class ManiSkillBatchSim(ManiSkillSim):
         full = np.zeros((len(self.envs), given.shape[1]), np.float32)
         full[rows] = given
         with torch.inference_mode():
-            batch: torch.Tensor | dict[str, torch.Tensor] = torch.from_numpy(full)
-            if self._robots:
-                batch = {robot: torch.from_numpy(full)[:, columns] for robot, columns in self._robots.items()}
             with observing(self._batch, observed):
-                observation, reward, info = self._batch.advance(rows, batch)
+                observation, reward, info = self._batch.advance(rows, self._by_robot(torch.from_numpy(full)))
             if observed:
                 self._write_rows(out, rows, observation, rows)
             else:
