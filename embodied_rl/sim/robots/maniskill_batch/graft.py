@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from mani_skill.envs.sapien_env import BaseEnv
     from mani_skill.envs.scene import ManiSkillScene
 
-    from embodied_rl.sim.robots.maniskill_batch.sim import BatchedTask
 
 # ---- rows of the Python state of a batch ------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class Grafts:
         renders: they were made with a rendering device.
     """
 
-    def __init__(self, env: BatchedTask, donor: BaseEnv, renders: bool) -> None:
+    def __init__(self, env: BaseEnv, donor: BaseEnv, renders: bool) -> None:
         self.env, self.donor = env, donor
         self.frequency = int(donor.reconfiguration_freq)
         """How many episodes an environment by itself plays in one scene; 0: any number."""
@@ -302,7 +301,7 @@ class EnvView:
     Methods are called with this environment acting and drawn, and no other.
     """
 
-    def __init__(self, env: BatchedTask, i: int) -> None:
+    def __init__(self, env: BaseEnv, i: int) -> None:
         self._of_view = _Rows(env, i)
         self._viewed = env
 
@@ -321,7 +320,7 @@ class EnvView:
 class _Rows:
     """What the views of one environment share."""
 
-    def __init__(self, env: BatchedTask, i: int) -> None:
+    def __init__(self, env: BaseEnv, i: int) -> None:
         self.env, self.i, self.num_envs = env, i, env.num_envs
         self.made: dict[int, tuple[Any, _View]] = {}
 
