@@ -174,7 +174,7 @@ def test_a_bad_data_set_is_one_line(tmp_path: Path, text: str, told: str) -> Non
 )
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        questions.make_arithmetic(1, **options)
+        SimFactory("embodied_rl.sim.text.questions:make_arithmetic", kwargs=options).make(1)
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_a_bad_problem_is_one_line(tmp_path: Path, row: dict[str, Any], told: st
     with pytest.raises(UserError, match=r"score='al' is not a choice\. Did you mean 'all'"):
         code_tasks.make(1, score="al", sandbox="prlimit")
     with pytest.raises(UserError, match="Did you mean 'timeout_s'"):
-        code_tasks.make(1, timeout=3, sandbox="prlimit")
+        SimFactory("embodied_rl.sim.text.code_tasks:make", kwargs={"timeout": 3, "sandbox": "prlimit"}).make(1)
 
 
 # ---- a judge --------------------------------------------------------------------------------------------------------
