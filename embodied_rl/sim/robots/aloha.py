@@ -48,8 +48,8 @@ class AlohaSim(MujocoSim):
     Snapshots are exact.
 
     Args:
-        num_envs: environments in this process.
         task: "AlohaTransferCube-v0" or "AlohaInsertion-v0".
+        num_envs: environments in this process.
         observation: "state" is ``state`` [35] or [42]: joint positions 14 and velocities 14 (grippers normalised), then the objects'
             poses, position and quaternion; "pixels" the camera as ``rgb``; "pixels_agent_pos" the same and ``agent_pos`` [14].
         camera: observed camera: "top", "angle", "front_close", "left_pillar" or "right_pillar".
@@ -67,8 +67,8 @@ class AlohaSim(MujocoSim):
 
     def __init__(
         self,
-        num_envs: int,
         task: str,
+        num_envs: int,
         observation: str = "state",
         camera: str = "top",
         image_height: int = 240,
