@@ -10,6 +10,7 @@ from embodied_rl.errors import UserError, did_you_mean
 
 COMMANDS = {
     "train": "train a policy",
+    "tune": "search values of the configuration, a training run for each trial",
     "evaluate": "play a checkpoint on held-out seeds, or compare two",
     "render": "film episodes of a checkpoint",
     "record": "store episodes of a checkpoint, an expert or chance",

@@ -14,9 +14,18 @@ START, END = "<!-- tables: written by scripts/config_tables.py -->\n", "<!-- end
 
 
 def tables() -> str:
-    """The tables as Markdown."""
+    """A list of the sections, then the tables, as Markdown. Each key has an anchor of its name: ``configuration.md#algorithm.gamma``."""
     head = "| Key | Type | Bounds | Default | |\n|---|---|---|---|---|\n"
-    return "\n".join(f"### {group or 'The run'}\n\n{head}{''.join(map(_row, keys))}" for group, keys in described_keys().items())
+    groups = described_keys()
+    seen: set[str] = set()
+    sections, links = [], []
+    for group, keys in groups.items():
+        rows = [_row(key, is_first=key.name not in seen) for key in keys]
+        linked = next((key.name for key in keys if key.name not in seen), keys[0].name)
+        seen |= {key.name for key in keys}
+        links.append(f"[{group or 'the run'}](#{linked})")
+        sections.append(f"### {group or 'The run'}\n\n{head}{''.join(rows)}")
+    return "\n".join([f"{' · '.join(links)}\n", *sections])
 
 
 def rewritten(page: str) -> str:
@@ -26,10 +35,12 @@ def rewritten(page: str) -> str:
     return f"{before}{START}\n{tables()}\n{END}{after}"
 
 
-def _row(key: Key) -> str:
+def _row(key: Key, *, is_first: bool) -> str:
+    """Of keys that several kinds of policies have, the first has the anchor."""
+    anchor = f'<a id="{key.name}"></a>' if is_first else ""
     kind = key.kind if key.bounds else key.kind.replace("|", "\\|")
     default = key.default if key.default == "required" else f"`{key.default}`"
-    return f"| `{key.name}` | {kind} | {key.bounds} | {default} | {key.text.replace('``', '`')} |\n"
+    return f"| {anchor}`{key.name}` | {kind} | {key.bounds} | {default} | {key.text.replace('``', '`')} |\n"
 
 
 if __name__ == "__main__":

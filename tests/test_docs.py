@@ -25,8 +25,12 @@ def test_configuration_page_is_what_the_code_says() -> None:
     page = script.PAGE.read_text(encoding="utf-8")
     assert script.rewritten(page) == page, "run: .venv/bin/python scripts/config_tables.py"
     # Some rows by hand, so that an empty table is noticed.
-    assert "| `algorithm.gamma` | float | between 0 and 1 | `0.99` |" in page
-    assert "| `sim.num_workers` | int or 'auto' or null | between 1 and 65,536 | `'auto'` |" in page
+    assert '| <a id="algorithm.gamma"></a>`algorithm.gamma` | float | between 0 and 1 | `0.99` |' in page
+    assert "`sim.num_workers` | int or 'auto' or null | between 1 and 65,536 | `'auto'` |" in page
+    anchors, links = re.findall(r'<a id="([^"]+)">', page), re.findall(r"\]\(#([^)]+)\)", page)
+    assert len(anchors) == len(set(anchors)) > 300
+    assert len(links) > 30
+    assert set(links) <= set(anchors)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ FLOORS: dict[str, set[str]] = {
 """{room: rooms it may import}. A room is a package or module directly below embodied_rl."""
 
 COMMAND_LINES = {"commands", "train", "evaluate", "render", "record", "replay", "offline_eval", "catalog", "doctor", "report", "plan"}
-COMMAND_LINES |= {"serve_envs", "serve_agent", "__main__"}
+COMMAND_LINES |= {"serve_envs", "serve_agent", "tune", "__main__"}
 """The roof: they may import everything, each other too; nobody below may import them."""
 
 TORCH_FREE = (

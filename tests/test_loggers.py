@@ -27,7 +27,7 @@ from embodied_rl.loggers import make_loggers
 from embodied_rl.loggers.base import LoggerGroup
 from embodied_rl.loggers.console import ConsoleLogger, Limits, metrics_table, time_shares
 from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
-from embodied_rl.loggers.meanings import FIGURES, MEANINGS, Meaning, derived, explain_text, meaning_of
+from embodied_rl.loggers.meanings import FIGURES, MEANINGS, Meaning, derived, explain_text, meaning_of, with_aliases
 from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
 from embodied_rl.loggers.tensorboard import TensorBoardLogger
 from embodied_rl.progress import clock_text, progress_bar
@@ -207,32 +207,43 @@ def test_wandb_offline_keeps_metrics_and_video(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.new("RGB", (32, 32)).save(video)
+    kept = tmp_path / "step_000000100"
+    kept.mkdir()
+    (kept / "config.yaml").write_text("seed: 7\n")
     program = (
         "import sys; from pathlib import Path; from embodied_rl.config import LoggerConfig; from embodied_rl.loggers import make_loggers\n"
         "run = Path(sys.argv[1])\n"
         "with make_loggers(LoggerConfig(names=('wandb',), wandb_project='arm'), run, {'seed': 7}, 1000) as group:\n"
         "    group.log(100, {'episode/success': 0.5}); group.log_video(100, Path(sys.argv[2]))\n"
+        "    group.log_checkpoint(100, Path(sys.argv[3]))\n"
         "with make_loggers(LoggerConfig(names=('wandb',), wandb_project='arm'), run, {'seed': 7}, 1000, resume_step=50) as group:\n"
         "    group.log(60, {'episode/success': 0.75})\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run"), str(video)], check=True, timeout=280, env=environment)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "run"), str(video), str(kept)], check=True, timeout=280, env=environment)
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
     assert len({file.stem for file in files}) == 1, "a resumed run continues the same W&B run"
     history: list[dict[str, Any]] = []
     project = set()
+    artefacts: list[tuple[str, list[str], list[str]]] = []
     for file in sorted(files, key=lambda file: file.stat().st_mtime):
         for data in wandb_records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.HasField("run"):
                 project.add(record.run.project)
+            if record.HasField("artifact"):
+                artefacts.append(
+                    (record.artifact.type, sorted(record.artifact.aliases), [e.path for e in record.artifact.manifest.contents])
+                )
             if record.HasField("history"):
                 history.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item})
     assert project == {"arm"}
     assert [(row["step"], row["episode/success"]) for row in history if "episode/success" in row] == [(100, 0.5), (60, 0.75)]
+    assert [row["rollout/success_rate"] for row in history if "episode/success" in row] == [0.5, 0.75], "under the field's name too"
     assert [row["step"] for row in history if "video" in row] == [100]
+    assert artefacts == [("model", ["latest", "step-100"], ["config.yaml"])]
     assert len(list(files[0].parent.parent.rglob("media/videos/*.gif"))) == 1
 
 
@@ -498,3 +509,16 @@ def test_a_narrow_terminal_has_a_table_that_fits() -> None:
         assert any("reward per step" in line for line in lines)
     with_three = [line for line in lines if line.count("│") == 4]
     assert with_three, "where there is room, three groups stand side by side"
+
+
+def test_the_names_of_the_field_are_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    for name, meaning in MEANINGS.items():
+        assert (f"| `{name}` | `{meaning.alias}` | {meaning.text} |" in page) == bool(meaning.alias), name
+    shown = with_aliases({"episode/return": 6.0, "episode/length": 15.0, "train/my_loss": 2.0})
+    assert shown["rollout/ep_rew_mean"] == 6.0
+    assert shown["rollout/ep_len_mean"] == 15.0
+    assert shown["episode/reward_per_step"] == pytest.approx(0.4)
+    assert set(shown) == {
+        "episode/return", "episode/length", "episode/reward_per_step", "rollout/ep_rew_mean", "rollout/ep_len_mean", "train/my_loss",
+    }  # fmt: skip

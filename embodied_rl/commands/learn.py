@@ -67,7 +67,7 @@ class Run:
         source = self.path / SOURCE_FOLDER
         if source.is_dir() and str(source.resolve()) not in sys.path:
             sys.path.insert(0, str(source.resolve()))
-        return _run([*more, *overrides, f"resume={self.path}"], source)
+        return trained([*more, *overrides, f"resume={self.path}"], source)
 
     def load_policy(self) -> LoadedPolicy:
         """The trained policy, to be asked for actions."""
@@ -109,7 +109,7 @@ def learn(
         stem = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name.rpartition(":")[2])
         run_dir = next_free(Path("runs") / stem / f"{datetime.now():%Y%m%d-%H%M%S}-seed{seed}")
     words = [*_sim_words(sim, Path(run_dir)), f"policy={policy}", f"algorithm={algorithm}", f"total_steps={total_steps}", f"seed={seed}"]
-    return _run([*words, *given, f"run_dir={run_dir}"], Path(run_dir) / SOURCE_FOLDER)
+    return trained([*words, *given, f"run_dir={run_dir}"], Path(run_dir) / SOURCE_FOLDER)
 
 
 def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
@@ -127,10 +127,10 @@ def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
     return ["sim=custom", f"sim.target={sim}"] if ":" in sim else [f"sim={sim}"]
 
 
-def _run(words: list[str], source: Path) -> Run:
-    """Train as the command line would, and say how to type it."""
+def trained(words: list[str], source: Path | None = None) -> Run:
+    """Train as the command line would with these words; `source` is a folder whose modules the simulators need. Raises as `learn`."""
     from embodied_rl.commands.train import train
     from embodied_rl.config.compose import load_train_config
 
-    variable = f"PYTHONPATH={shlex.quote(str(source))} " if source.is_dir() else ""
+    variable = f"PYTHONPATH={shlex.quote(str(source))} " if source is not None and source.is_dir() else ""
     return Run(train(load_train_config(words), overrides=words, command=variable + command_line("train", words)))

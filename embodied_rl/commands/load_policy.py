@@ -37,7 +37,7 @@ class LoadedPolicy:
         """A new episode begins: a policy that remembers forgets the last one. The first call of `predict` needs none."""
         self._num_rows = 0
 
-    def predict(self, observation: Any) -> Any:
+    def predict(self, observation: object) -> Any:
         """The action for an observation, or the actions of a batch.
 
         Args:
@@ -70,7 +70,7 @@ class LoadedPolicy:
         """End what was started to act."""
         self._generator.close()
 
-    def _batch(self, observation: Any) -> tuple[dict[str, np.ndarray], int | None]:
+    def _batch(self, observation: object) -> tuple[dict[str, np.ndarray], int | None]:
         """({key: [n, …]}, n), or None for n where it is a single observation."""
         if not isinstance(observation, Mapping):
             if len(self.keys) != 1:
@@ -87,10 +87,12 @@ class LoadedPolicy:
             raise UserError(f"The parts of an observation must be of the same batch, got {told}. Expected: {self.expects}.")
         return parts, sizes.pop()
 
-    def _part(self, key: str, value: Any) -> tuple[np.ndarray, int | None]:
+    def _part(self, key: str, value: object) -> tuple[np.ndarray, int | None]:
         part = self.spec.observation[key]
         if not isinstance(part, TensorSpec):
-            rows = [value] if isinstance(value, str) or not isinstance(value, list | tuple | np.ndarray) else list(value)
+            rows = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+            if part.kind == "text" and (wrong := [row for row in rows if not isinstance(row, str)]):
+                raise UserError(f"{shown(key)} must be a text, got {type(wrong[0]).__name__}. Expected: {self.expects}.")
             column = np.empty(len(rows), object)
             column[:] = rows
             return column, None if rows and rows[0] is value else len(rows)

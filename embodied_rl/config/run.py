@@ -112,9 +112,9 @@ class VideoConfig(Config, place="video"):
 @dataclass(frozen=True)
 class LoggerConfig(Config, place="logger"):
     names: tuple[str, ...] = ("console", "jsonl", "tensorboard", "plot")
-    """console, jsonl, tensorboard, wandb and plot, those of installed packages, and ``package.module:Class`` of your own."""
+    """console, jsonl, tensorboard, plot, wandb, mlflow, trackio, those of installed packages, ``package.module:Class`` of your own."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{logger of your own: arguments of its class}, by its name, or by the class of a ``package.module:Class``."""
+    """{mlflow, trackio or logger of your own: arguments of its class}, by its name, or by the class of a ``package.module:Class``."""
     wandb_project: str = "embodied_rl"
     """Of Weights & Biases."""
     wandb_mode: Literal["online", "offline"] = "offline"
@@ -122,7 +122,7 @@ class LoggerConfig(Config, place="logger"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = ("console", "jsonl", "tensorboard", "wandb", "plot", *installed_targets("loggers"))
+        known = ("console", "jsonl", "tensorboard", "wandb", "plot", "mlflow", "trackio", *installed_targets("loggers"))
         for index, name in enumerate(self.names):
             if ":" not in name and name not in known:
                 raise UserError(f"logger.names[{index}]={shown(name)} is not a choice.{did_you_mean(name, known)}")

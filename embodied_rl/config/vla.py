@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from embodied_rl.bounds import Bounds, Chunk, Layers, LoraRank, Positive, PositiveTemperature, Size, Tokens
 from embodied_rl.config.building import Config, require
@@ -111,6 +111,8 @@ class OpenVLAPolicyConfig(Config, place="policy"):
     """LoRA's product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Names of the linear layers that get LoRA; all-linear: every one of the language model and, unless frozen, of vision and projector."""
+    vision: tuple[dict[str, Any], ...] = ()
+    """Shapes of the two vision transformers (width, depth, num_heads, mlp_width, …) where config.json names others than OpenVLA's own."""
     freeze_vision: bool = False
     """Leave the vision transformers as they are."""
     gradient_checkpointing: bool = False
@@ -120,6 +122,7 @@ class OpenVLAPolicyConfig(Config, place="policy"):
         super().__post_init__()
         require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
         require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
+        require(len(self.vision) in (0, 2), "policy.vision", "the shapes of two vision transformers", self.vision)
         require(len(self.lora_targets) >= 1, "policy.lora_targets", "at least one name", self.lora_targets)
         check_instruction(self.instruction)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,12 +23,15 @@ LOGGERS = Registry(
     {
         "console": "embodied_rl.loggers.console:ConsoleLogger",
         "jsonl": "embodied_rl.loggers.jsonl:JsonlLogger",
+        "mlflow": "embodied_rl.loggers.mlflow:MlflowLogger",
         "plot": "embodied_rl.loggers.plot:PlotLogger",
         "tensorboard": "embodied_rl.loggers.tensorboard:TensorBoardLogger",
+        "trackio": "embodied_rl.loggers.trackio:TrackioLogger",
         "wandb": "embodied_rl.loggers.wandb:WandbLogger",
     },
 )
-_BUILT_IN = frozenset(LOGGERS.built_in)
+_BUILT_IN = frozenset(LOGGERS.built_in) - {"mlflow", "trackio"}
+"""Those that take keys of the configuration; all others take ``logger.options``, as a logger of the user's own does."""
 _OFFERED = ("run_dir", "run_config", "total_steps", "resume_step")
 
 
@@ -88,6 +92,32 @@ class Logger(ABC):
     def close(self) -> None:
         """Write what is pending. Nothing is logged afterwards."""
         ...
+
+
+Watcher = Callable[[int, Mapping[str, float]], object]
+"""Gets what loggers get, in the process that trains; what it raises ends the run."""
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Runs that begin in this block hand their metrics to `watcher` too."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+class _Watched(Logger):
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._watcher(step, metrics)
+
+    def close(self) -> None:
+        return
 
 
 class LoggerGroup(Logger):
@@ -165,7 +195,9 @@ def make_loggers(
     except BaseException:
         LoggerGroup(loggers).close()
         raise
-    return LoggerGroup(loggers)
+    watcher = _watcher.get()
+    # The last one: what it raises leaves nothing unwritten.
+    return LoggerGroup([*loggers, *([] if watcher is None else [_Watched(watcher)])])
 
 
 def _made(cls: type[Logger], run: LoggedRun, options: Mapping[str, Any] | None = None) -> Logger:

@@ -171,6 +171,6 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics`, and those that stable-baselines3 has a name for under that name too, so that its users' boards show them."""
+    """`derived` metrics, and those that stable-baselines3 has a name for under that name too, so that its users' boards show them."""
     aliases = {meaning.alias: metrics[name] for name, meaning in MEANINGS.items() if meaning.alias and name in metrics}
-    return {**aliases, **metrics}
+    return {**aliases, **derived(metrics)}

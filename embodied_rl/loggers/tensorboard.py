@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from embodied_rl.errors import MissingExtraError
 from embodied_rl.files import append_whole, cannot_write, next_free
 from embodied_rl.loggers.base import Logger
+from embodied_rl.loggers.meanings import with_aliases
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -47,7 +48,7 @@ class TensorBoardLogger(Logger):
             self._write(Event(wall_time=time.time(), step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
+        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in with_aliases(metrics).items()])
 
     def log_video(self, step: int, path: Path) -> None:
         """Show an mp4 or a GIF in TensorBoard's "Images", which plays GIFs. An mp4 is shown as the GIF beside it, or made one.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.files import write_atomic
 from embodied_rl.loggers.base import LoggedRun, Logger
+from embodied_rl.loggers.meanings import with_aliases
 
 if TYPE_CHECKING:
     from embodied_rl.config import LoggerConfig
@@ -54,12 +55,18 @@ class WandbLogger(Logger):
         return cls(run.run_dir, config.wandb_project, config.wandb_mode, run.run_config, run.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
+        self._run.log({"step": step, **with_aliases(metrics)})
 
     def log_video(self, step: int, path: Path) -> None:
         # By path: arrays would need moviepy.
         if path.suffix in (".mp4", ".gif"):
             self._run.log({"step": step, "video": self._wandb.Video(str(path), format="gif" if path.suffix == ".gif" else "mp4")})
+
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """Keep the checkpoint as an artefact of type ``model`` with the alias ``step-N``; offline it waits for `wandb sync`."""
+        artefact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"step": step})
+        artefact.add_dir(str(path.resolve()))
+        self._run.log_artifact(artefact, aliases=["latest", f"step-{step}"])
 
     def close(self) -> None:
         self._run.finish()

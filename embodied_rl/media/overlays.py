@@ -114,7 +114,7 @@ def _wrapped(text: str, frame: np.ndarray) -> list[str]:
     lines = textwrap.wrap(" ".join(text.split()), letters)
     kept = lines[:_INSTRUCTION_LINES]
     if len(lines) > _INSTRUCTION_LINES:
-        kept[-1] = f"{kept[-1]}…"
+        kept[-1] = f"{kept[-1].rstrip(' .,;:')} …"
     return kept
 
 

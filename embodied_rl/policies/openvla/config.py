@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean, shown
 from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
@@ -165,6 +165,25 @@ class OpenVLAConfig:
             raise UserError(f"'{directory}/config.json' has no entry {error}. Is it the config.json of an OpenVLA checkpoint?") from error
 
 
+def shapes_of(given: Sequence[Mapping[str, Any]]) -> tuple[ViTShape, ViTShape] | None:
+    """`policy.vision` as shapes; None for none. Raises UserError where a shape lacks an entry or has one that is not known."""
+    if not given:
+        return None
+    known = {one.name: one for one in fields(ViTShape)}
+    for index, shape in enumerate(given):
+        place = f"policy.vision[{index}]"
+        for name, value in shape.items():
+            if name not in known:
+                raise UserError(f"{place}.{name} is not known.{did_you_mean(str(name), known)}")
+            kind = bool if known[name].type == "bool" else int
+            if type(value) is not kind or value < 0:
+                raise UserError(f"{place}.{name} must be {'true or false' if kind is bool else 'a whole number'}, got {shown(value)}.")
+        if missing := [name for name, one in known.items() if one.default is MISSING and name not in shape]:
+            raise UserError(f"{place} lacks {', '.join(missing)}.")
+    first, second = given
+    return ViTShape(**first), ViTShape(**second)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises UserError when the file is missing or holds something else."""
     try:
@@ -186,7 +205,9 @@ def _vision(raw: Mapping[str, Any], directory: Path) -> tuple[ViTShape, ViTShape
     unknown = [name for name in names if name not in VIT_SHAPES]
     if unknown or len(names) != 2:
         problem = f"vision transformer '{unknown[0]}' is not known.{did_you_mean(unknown[0], VIT_SHAPES)}" if unknown else f"got {names}."
-        raise UserError(f"'{directory}/config.json': two vision transformers are expected; {problem}")
+        shape = "{width: 1024, depth: 24, num_heads: 16, mlp_width: 4096, num_registers: 4, layer_scale: true}"
+        give = f"Shapes of others are given by 'policy.vision=[{shape}, …]'."
+        raise UserError(f"'{directory}/config.json': two vision transformers are expected; {problem} {give}")
     return VIT_SHAPES[names[0]], VIT_SHAPES[names[1]]
 
 

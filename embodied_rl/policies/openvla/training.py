@@ -11,6 +11,7 @@ from torch import nn
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.policies.openvla.build import load_vla_policy
+from embodied_rl.policies.openvla.config import shapes_of
 from embodied_rl.policies.openvla.oft import OFTConfig
 from embodied_rl.policies.openvla.policy import VLAOptions, VLAPolicy
 from embodied_rl.types import SimSpec
@@ -46,7 +47,8 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
         )
     values = config.value if isinstance(config, OpenVLAOFTPolicyConfig) else "chunk"
     dtype = _DTYPES[config.dtype]
-    policy = load_vla_policy(config.path, spec, options, oft=oft, value_head=config.value_head, values=values, dtype=dtype)
+    vision = shapes_of(config.vision)
+    policy = load_vla_policy(config.path, spec, options, oft=oft, value_head=config.value_head, values=values, dtype=dtype, vision=vision)
     if policy.chunk_size != config.chunk_size:
         raise UserError(f"'{config.path}' holds OpenVLA-OFT (chunks of {policy.chunk_size} steps): set policy.name=openvla_oft.")
     choose_trained(policy, config)

@@ -167,9 +167,11 @@ def draw_board(text: str, colours: Mapping[str, tuple[int, int, int]], size: int
     for y, row in enumerate(rows):
         for x, letter in enumerate(row):
             box = (x * tile + 1, y * tile + 1, (x + 1) * tile - 2, (y + 1) * tile - 2)
-            draw.rectangle(box, fill=colours.get(letter, (128, 128, 128)))
+            ground = colours.get(letter, (128, 128, 128))
+            draw.rectangle(box, fill=ground)
             if letter.isalpha():
-                draw.text(((x + 0.5) * tile, (y + 0.5) * tile), letter, fill=(20, 20, 20), font=font, anchor="mm")
+                ink = (20, 20, 20) if sum(ground) > 300 else (240, 240, 240)
+                draw.text(((x + 0.5) * tile, (y + 0.5) * tile), letter, fill=ink, font=font, anchor="mm")
     return np.asarray(image, np.uint8).copy()
 
 

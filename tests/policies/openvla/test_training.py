@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.openvla.config import shapes_of
 from embodied_rl.policies.openvla.model import OpenVLA
 from embodied_rl.policies.openvla.oft import PARTS, OFTConfig, OpenVLAOFT
 from embodied_rl.policies.openvla.policy import VLAPolicy
@@ -30,6 +32,7 @@ from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 from tests.policies.openvla.conftest import FIXTURES, VISION
+from tests.test_load_policy import batch_of, played, train_points
 from tests.vla.toys import QUIET, SIM, PointSim
 
 SPOON = "put the spoon on the towel"
@@ -118,6 +121,26 @@ OFT = (
     *("algorithm.groups.group_size=2", "algorithm.groups.groups_per_step=1", "algorithm.num_epochs=1", "algorithm.minibatch_size=64"),
     *("algorithm.aggregation=seq-mean-token-mean", "sim.max_episode_steps=4"),
 )
+
+
+@pytest.mark.slow
+def test_openvla_plays_as_the_run_was_evaluated(checkpoint: Path, tmp_path: Path) -> None:
+    """Of a folder as it is published, whose config.json names vision transformers and gives no shapes: they are given by key."""
+    shapes = ", ".join(str(asdict(shape)).replace("'", "").lower() for shape in VISION)
+    run = train_points(
+        tmp_path, "policy=openvla", "policy.lora_rank=2", "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2",
+        "total_steps=2", f"policy.path={checkpoint}", "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24", "policy.dtype=float32",
+        f"policy.vision=[{shapes}]", "algorithm.ratio=token", "algorithm.rollout_steps=3", "algorithm.minibatch_size=6",
+    )  # fmt: skip
+    policy = run.load_policy()
+    episode = run.results["episodes"][0]
+    assert played(policy, episode["seed"]) == pytest.approx(episode["return"], abs=1e-5)
+    rows, batch = batch_of(16, count=2)
+    answers = policy.predict(batch)
+    assert answers.shape == (2, 7)
+    np.testing.assert_allclose(answers, [policy.predict(row) for row in rows], atol=1e-5)
+    with pytest.raises(UserError, match=r"The observation lacks 'rgb'"):
+        policy.predict({"state": np.zeros(1), "instruction": "go left"})
 
 
 @pytest.mark.parametrize("kind", [pytest.param(OPENVLA, id="openvla ppo"), pytest.param(OFT, id="oft grpo")])
@@ -298,3 +321,18 @@ def test_a_folder_of_oft_is_not_taken_for_openvla(folder: Path, tmp_path: Path) 
     OpenVLAProcessor.from_pretrained(folder).save(tmp_path)
     with pytest.raises(UserError, match=r"holds OpenVLA-OFT \(chunks of 2 steps\): set policy\.name=openvla_oft"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"width": 32}, r"policy.vision\[0\] lacks depth, num_heads, mlp_width"),
+        ({"width": 32, "depht": 3}, r"policy.vision\[0\].depht is not known. Did you mean 'depth'\?"),
+        ({"width": "32"}, r"policy.vision\[0\].width must be a whole number, got '32'"),
+    ],
+)
+def test_a_malformed_shape_is_one_line(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        shapes_of([given, asdict(VISION[1])])
+    assert shapes_of([asdict(shape) for shape in VISION]) == VISION
+    assert shapes_of([]) is None

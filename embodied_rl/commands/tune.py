@@ -1,0 +1,227 @@
+"""``python -m embodied_rl.tune``: search values of the configuration with Optuna; trials that evaluate poorly end early."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodied_rl.bounds import PlayedEpisodes, Seed
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command
+from embodied_rl.commands.printing import terminal_width, wrapped
+from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+
+Value = str | int | float | bool
+
+COMMAND = Command(
+    name="tune",
+    summary=(
+        "Search values of the configuration with Optuna, a training run for each trial. What is searched is written as Hydra writes "
+        "it: choice(a,b,c), range(1,10), interval(0.9,0.999), tag(log,interval(1e-5,1e-2)). All other keys and groups are those of "
+        "train. A study goes on where it ended when the same command is typed again."
+    ),
+    arguments=(
+        Argument("trials", PlayedEpisodes, "runs of the study, those of earlier calls included", 20),
+        Argument("study", WrittenFolder, "folder for the study and its runs", "runs/tune"),
+        Argument("prune", bool, "end trials whose interim evaluation is below the median of earlier ones at that step", True),
+        Argument("sampler_seed", Seed, "of what the sampler draws", 0),
+    ),
+    examples=(
+        "experiment=cartpole 'algorithm.learning_rate=tag(log,interval(1e-4,1e-2))' 'algorithm.num_epochs=choice(2,4,8)' trials=10",
+        "experiment=fetch_reach 'algorithm.gamma=interval(0.8,0.99)' study=runs/gamma evaluation.every_steps=2000",
+    ),
+)
+
+
+class Pruned(Exception):
+    """An interim evaluation was so poor that the trial ends here."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """What is searched of one key: choices, or numbers from `low` to `high`."""
+
+    key: str
+    choices: tuple[Value, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    step: int | None = None
+    """Whole numbers, so far apart."""
+    log: bool = False
+
+    def draw(self, trial: Trial) -> Value:
+        """The trial's value."""
+        if self.choices:
+            return trial.suggest_categorical(self.key, self.choices)
+        if self.step is not None:
+            return trial.suggest_int(self.key, int(self.low), int(self.high), step=self.step)
+        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
+
+    def word(self, value: Value) -> str:
+        """The override, as one types it."""
+        return (
+            f"{self.key}={str(value).lower() if isinstance(value, bool) else format(value, '.6g') if isinstance(value, float) else value}"
+        )
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[Range]]:
+    """(overrides that are the same in all trials, what is searched).
+
+    Raises:
+        UserError: nothing is searched, or a search is malformed.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    fixed, ranges = [], []
+    for word in words:
+        key, _, text = word.partition("=")
+        if not text.startswith(("choice(", "range(", "interval(", "tag(")):
+            fixed.append(word)
+            continue
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise UserError(f"{shown(key)} is searched in {shown(text)}, which cannot be read ({brief(error)}).") from error
+        ranges.append(_range(key, override.value()))
+    if not ranges:
+        raise UserError("Nothing is searched. Give a key choices or a range, e.g. 'algorithm.learning_rate=tag(log,interval(1e-4,1e-2))'.")
+    return fixed, ranges
+
+
+def _range(key: str, sweep: object) -> Range:
+    from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, RangeSweep
+
+    if isinstance(sweep, ChoiceSweep) and all(isinstance(value, str | int | float) for value in sweep.list):
+        return Range(key, choices=tuple(sweep.list))
+    if isinstance(sweep, IntervalSweep) and sweep.start is not None and sweep.end is not None and sweep.start < sweep.end:
+        low, high, log = float(sweep.start), float(sweep.end), "log" in sweep.tags
+        if not log or low > 0:
+            return Range(key, low=low, high=high, log=log)
+    if isinstance(sweep, RangeSweep) and isinstance(sweep.start, int) and isinstance(sweep.stop, int) and isinstance(sweep.step, int):
+        last = len(range(sweep.start, sweep.stop, sweep.step)) - 1
+        if last >= 0 and sweep.step > 0:
+            return Range(key, low=sweep.start, high=sweep.start + last * sweep.step, step=sweep.step)
+    raise UserError(
+        f"{shown(key)} cannot be searched so: choices are words and numbers, intervals ascend (above 0 with tag(log,…)), ranges are whole."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    run_command(lambda: _main(arguments))
+
+
+def _main(argv: Sequence[str]) -> None:
+    own = {argument.name for argument in COMMAND.arguments}
+    is_own = [word.partition("=")[0] in own or word.startswith("-") for word in argv]
+    values, _ = COMMAND.parse([word for word, mine in zip(argv, is_own, strict=True) if mine])
+    fixed, ranges = split_words([word for word, mine in zip(argv, is_own, strict=True) if not mine])
+    for key in ("run_dir", "resume"):
+        if any(word.startswith(f"{key}=") for word in fixed):
+            raise UserError(f"{key}= is the study's to set: runs lie in study={values['study']}.")
+    folder = Path(values["study"])
+    study = _open(folder, values["prune"], values["sampler_seed"])
+    finished = _search(study, folder, fixed, ranges, values["trials"])
+    _tell(study, folder, fixed, ranges, finished)
+
+
+def _open(folder: Path, prune: bool, seed: int) -> Study:
+    """The study of a folder, begun or gone on with. Raises MissingExtraError."""
+    try:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("Command 'tune'", "tune", error) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=3) if prune else optuna.pruners.NopPruner()
+    study = optuna.create_study(storage=storage, study_name="study", direction="maximize", pruner=pruner, load_if_exists=True)
+    # What a study that goes on draws must not repeat what it drew before.
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
+    return study
+
+
+def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[Range], trials: int) -> list[Path]:
+    """Run what is left of the trials; the folders of those that this call finished.
+
+    Raises:
+        UserError: the first trial of a study already makes no sense.
+    """
+    from optuna.trial import TrialState
+
+    finished = []
+    while len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))) < trials:
+        trial = study.ask()
+        chosen = [one.word(one.draw(trial)) for one in ranges]
+        trial.set_user_attr("overrides", chosen)
+        print(f"# trial {trial.number + 1} of {trials}: {shlex.join(chosen)}", flush=True)
+        try:
+            score = _run(trial, [*fixed, *chosen], folder / f"trial{trial.number:04d}")
+        except Pruned as end:
+            study.tell(trial, state=TrialState.PRUNED)
+            print(f"Ended early: {end}.", flush=True)
+            continue
+        except (UserError, NonFiniteError) as error:
+            study.tell(trial, state=TrialState.FAIL)
+            if trial.number == 0:
+                raise
+            print("\n".join(wrapped(f"Failed: {brief(error)}", terminal_width(), 2)), flush=True)
+            continue
+        if score is None:
+            study.tell(trial, state=TrialState.FAIL)
+            print("Interrupted. The same command goes on with the study.")
+            break
+        study.tell(trial, score)
+        finished.append(folder / f"trial{trial.number:04d}")
+    return finished
+
+
+def _run(trial: Trial, words: Sequence[str], run_dir: Path) -> float | None:
+    """Success in the final evaluation, or the return where there is none; None for a run that was interrupted. Raises Pruned."""
+    from embodied_rl.commands.learn import Run, trained
+    from embodied_rl.loggers.base import watched
+
+    def watch(step: int, metrics: Mapping[str, float]) -> None:
+        score = metrics.get("eval/success", metrics.get("eval/return"))
+        if score is not None:
+            trial.report(float(score), step)
+            if trial.should_prune():
+                raise Pruned(f"its interim evaluation gave {score:.4g} after {step:,} steps, below the median of earlier trials")
+
+    with watched(watch):
+        run: Run = trained([*words, f"run_dir={run_dir}", "video.enabled=no"])
+    if not (run.path / "results.json").is_file():
+        return None
+    results = run.results
+    return float(results["return_mean"] if results["success"] is None else results["success"])
+
+
+def _tell(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[Range], finished: Sequence[Path]) -> None:
+    from optuna.trial import TrialState
+
+    from embodied_rl.reporting import sweep_table
+    from embodied_rl.reports.page import MAX_RUNS, write_report
+
+    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    ended = len(study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)))
+    if not done:
+        print(f"\nNo trial of {folder} was finished.")
+        return
+    folders = [folder / f"trial{trial.number:04d}" for trial in sorted(done, key=lambda trial: -(trial.value or 0.0))]
+    there = [path for path in folders if path.is_dir()]
+    print(f"\n{sweep_table(there)}")
+    best = study.best_trial
+    print(f"\n{len(done)} trials finished, {ended} ended early. The best, trial {best.number + 1}: {best.value:.4g}")
+    if finished and there:
+        print(f"  report      {write_report(there[:MAX_RUNS], folder / 'report.html')}")
+    print(f"  train it    {shlex.join(['python', '-m', 'embodied_rl.train', *fixed, *best.user_attrs['overrides']])}")

@@ -1,0 +1,8 @@
+"""``python -m embodied_rl.tune``: see `embodied_rl.commands.tune`."""
+
+from embodied_rl.commands.tune import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()
