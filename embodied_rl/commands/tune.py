@@ -96,10 +96,13 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[Range]]:
 
 
 def _range(key: str, sweep: object) -> Range:
-    from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, RangeSweep
+    from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, QuotedString, RangeSweep
 
-    if isinstance(sweep, ChoiceSweep) and all(isinstance(value, str | int | float) for value in sweep.list):
-        return Range(key, choices=tuple(sweep.list))
+    if isinstance(sweep, ChoiceSweep):
+        choices = [value.with_quotes() if isinstance(value, QuotedString) else value for value in sweep.list]
+        plain = tuple(value for value in choices if isinstance(value, str | int | float))
+        if len(plain) == len(choices):
+            return Range(key, choices=plain)
     if isinstance(sweep, IntervalSweep) and sweep.start is not None and sweep.end is not None and sweep.start < sweep.end:
         low, high, log = float(sweep.start), float(sweep.end), "log" in sweep.tags
         if not log or low > 0:
