@@ -64,7 +64,14 @@ PENDULUM = Task(
      "algorithm.learning_rate=1e-3", "algorithm.rollout_steps=128"), 80_000, 4_000,
     36_000, (16_000, 28_000, 40_000, 52_000, 64_000, 76_000),
 )  # fmt: skip
-TASKS = {"cartpole": CARTPOLE, "pendulum": PENDULUM}
+REACHER = Task(
+    "Reacher-v5, 50 steps", "Reacher-v5", 50, (-0.7, 0.0),
+    ("experiment=cartpole", "sim=pendulum", "sim.task=Reacher-v5", "sim.max_episode_steps=50", "policy.normalize_observation=true",
+     "algorithm.gamma=0.95", "algorithm.learning_rate=1e-3", "algorithm.rollout_steps=128"), 120_000, 8_000,
+    40_000, (24_000, 72_000, 104_000),
+)  # fmt: skip
+"""A robot's arm of two joints in MuJoCo that reaches for a target."""
+TASKS = {"cartpole": CARTPOLE, "pendulum": PENDULUM, "reacher": REACHER}
 
 
 @dataclass(frozen=True)
@@ -293,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where checkpoints and results lie; tasks that are there are not computed again")
-    parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=sorted(TASKS), default=["cartpole", "pendulum"])
     parser.add_argument("--episodes", type=int, default=200, help="of one recording")
     parser.add_argument("--recordings", type=int, default=10)
     parser.add_argument("--fitted", type=int, default=3, help="recordings that values are fitted to as well, which takes most of the time")

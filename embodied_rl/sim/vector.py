@@ -207,12 +207,15 @@ class ManagerVectorEnv(VectorEnv):
 
     def _masked(self, reset_mask: Any, reconfigure: bool = False) -> np.ndarray:
         """The slots that a mask names. Raises UserError and WrongMaskError."""
-        told = f"{reset_mask.dtype} {list(reset_mask.shape)}" if isinstance(reset_mask, np.ndarray) else type(reset_mask).__name__
-        wanted = f"options['reset_mask'] must be a numpy array [{self.num_envs}] of bool with at least one True, got {told}."
-        if not isinstance(reset_mask, np.ndarray) or reset_mask.dtype != bool:
-            raise WrongMaskError(wanted)
-        if reset_mask.shape != (self.num_envs,) or not reset_mask.any():
-            raise UserError(wanted)
+        if not isinstance(reset_mask, np.ndarray):
+            raise WrongMaskError(f"`options['reset_mask']` must be a numpy array, got {type(reset_mask).__name__}.")
+        if reset_mask.dtype != bool:
+            raise WrongMaskError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {reset_mask.dtype}.")
+        if reset_mask.shape != (self.num_envs,):
+            raise UserError(f"`options['reset_mask']` must have shape `({self.num_envs},)`, got {reset_mask.shape}.")
+        if not reset_mask.any():
+            wanted = "must contain a boolean array with at least one True value"
+            raise UserError(f"`options['reset_mask']` {wanted}, got reset_mask={reset_mask}.")
         if reconfigure:
             raise UserError("reset takes the option 'reconfigure' for all slots together: leave 'reset_mask' out.")
         return np.flatnonzero(reset_mask)
@@ -273,7 +276,8 @@ class ManagerVectorEnv(VectorEnv):
             done = batch.done
             for key, part in batch.observation.items():
                 self._current[key][going] = shown[key][going] = part
-                shown[key][going[done]] = batch.final_observation[key][done]
+                if done.any():  # texts of no episode's end are not there
+                    shown[key][going[done]] = batch.final_observation[key][done]
             reward[going], terminated[going], truncated[going] = batch.reward, batch.terminated, batch.truncated
             infos = self._infos(batch, going)
         self._over = terminated | truncated

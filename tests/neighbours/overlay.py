@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,32 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied-rl-tests"
 
 
-def overlay(*packages: str) -> Path:
+def overlay(*packages: str, options: tuple[str, ...] = (), prepare: Callable[[Path], None] | None = None) -> Path:
     """A folder with exactly these packages, ``name==version`` each, and none of what they ask for; kept for the next run.
 
-    What they ask for beyond this list must be in the environment already. Skips the test, with pip's last line, where the registry does not
-    have one of them.
+    What they ask for beyond this list must be in the environment already. `options` are pip's; `prepare` is called with the folder once.
+    Skips the test, with pip's last line, where the registry does not have one of them.
     """
-    folder = _CACHE / hashlib.sha256("\n".join((sys.version, *packages)).encode()).hexdigest()[:16]
+    folder = _CACHE / hashlib.sha256("\n".join((sys.version, *packages, *options)).encode()).hexdigest()[:16]
     if not (folder / ".whole").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder), *packages]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--upgrade",
+            "--target",
+            str(folder),
+            *options,
+            *packages,
+        ]
         installed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if installed.returncode:
             pytest.skip(f"{packages[0]} cannot be installed here: {(installed.stderr.strip() or 'pip failed').splitlines()[-1]}")
+        if prepare is not None:
+            prepare(folder)
         (folder / ".whole").touch()
     return folder
 

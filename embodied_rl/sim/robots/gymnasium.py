@@ -158,6 +158,21 @@ def _render_modes(entry_point: EnvCreator | str | None) -> list[str]:
     return creator.metadata.get("render_modes", []) if isinstance(creator, type) and issubclass(creator, gymnasium.Env) else []
 
 
+def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
+    """Raises UserError where an environment shows other parts than the first, or takes other actions: one slab holds all of them."""
+
+    def shown(env: gymnasium.Env) -> list[tuple[Any, ...]]:
+        return [(part.path, part.spec) for part in observation_parts(env.observation_space)]
+
+    first = envs[0]
+    for number, env in enumerate(envs[1:], start=1):
+        told = "environments of one simulator must have the same"
+        if env.observation_space != first.observation_space and shown(env) != shown(first):
+            raise UserError(f"The {told} observations: environment 0 has {first.observation_space}, {number} has {env.observation_space}.")
+        if env.action_space != first.action_space and action_spec(env.action_space) != action_spec(first.action_space):
+            raise UserError(f"The {told} actions: environment 0 has {first.action_space}, {number} has {env.action_space}.")
+
+
 class GymnasiumSim(SimEnv):
     """A list of gymnasium environments stepped one after the other in this process.
 
@@ -176,7 +191,7 @@ class GymnasiumSim(SimEnv):
             says "replay": the state of an unknown environment may be anywhere.
 
     Raises:
-        UserError: an observation or action space that cannot be adapted.
+        UserError: an observation or action space that cannot be adapted, or that differs from one environment to the next.
     """
 
     def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:
@@ -189,6 +204,7 @@ class GymnasiumSim(SimEnv):
         success_key, self._draws_while_stepping = self._probe(first)
         self._success_key = success_key
         parts = observation_parts(first.observation_space)
+        _check_alike(self.envs)
         registered = first.spec
         self.spec = SimSpec(
             task=task or (registered.id if registered is not None else type(first.unwrapped).__name__),

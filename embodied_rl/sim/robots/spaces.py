@@ -262,12 +262,19 @@ def row_of(value: Any, i: int) -> Any:
     return value[i]
 
 
+class LoneActionError(UserError, TypeError):
+    """One action where a row for each environment is needed: gymnasium's callers expect a TypeError."""
+
+
 def action_rows(space: gymnasium.Space, actions: Any, num_envs: int) -> np.ndarray | list[str]:
     """Actions [num_envs] of environments whose action space is `space` as rows [num_envs, A], or as texts.
 
     Raises:
+        LoneActionError: one number in place of a row for each environment.
         UserError: another number of actions, or of another kind or size.
     """
+    if isinstance(actions, int | float | np.number):
+        raise LoneActionError(f"A step takes {num_envs} actions of {space}, got {_told(actions)}.")
     try:
         if isinstance(space, spaces.Text):
             texts = list(actions)

@@ -318,3 +318,16 @@ def test_factory_from_a_target() -> None:
     sim = SimFactory("gymnasium.envs.classic_control.pendulum:PendulumEnv").make(2)
     assert sim.spec.task == "PendulumEnv"
     assert sim.spec.max_episode_steps is None
+
+
+def test_environments_that_differ_are_refused() -> None:
+    """One slab holds them all; other bounds of observations are no other observations."""
+    plain = [gymnasium.make("CartPole-v1") for _ in range(2)]
+    longer = gymnasium.wrappers.FrameStackObservation(gymnasium.make("CartPole-v1"), 2)
+    with pytest.raises(UserError, match=r"(?s)must have the same observations: environment 0 has Box\(.*\(4,\).*, 2 has .*\(2, 4\)"):
+        GymnasiumSim([*plain, longer])
+    slower = gymnasium.wrappers.RescaleAction(gymnasium.make("Pendulum-v1"), -1.0, 1.0)
+    with pytest.raises(UserError, match=r"must have the same actions: environment 0 has Box\(-2.0, 2.0"):
+        GymnasiumSim([gymnasium.make("Pendulum-v1"), slower])
+    bounded = gymnasium.wrappers.RescaleObservation(gymnasium.make("Pendulum-v1"), -1.0, 1.0)
+    assert GymnasiumSim([gymnasium.make("Pendulum-v1"), bounded]).spec.observation["state"].shape == (3,)
