@@ -32,6 +32,7 @@ class EmbodiedRLPolicy(PreTrainedPolicy):
         shapes = {name: tuple(feature.shape) for name, feature in config.input_features.items()}
         parts = {key: self.inner.spec.observation[key] for key in self.inner.keys}
         read = {key: part for key, part in parts.items() if isinstance(part, TensorSpec)}
+        self._parts = read
         self._features = {key: feature for feature, key in match_features(shapes, read, config.keys).items()}
         if lacking := [key for key in read if key not in self._features]:
             told = f"Say which it is: --policy.keys={{FEATURE: {lacking[0]}}}."
@@ -51,7 +52,7 @@ class EmbodiedRLPolicy(PreTrainedPolicy):
 
     def predict_action_chunk(self, batch: dict[str, Any], **_: Any) -> Tensor:
         """[B, K, A] in the units of the simulator that the policy was trained in."""
-        observation = {key: _as_ours(batch[feature], self.inner.spec.observation[key]) for key, feature in self._features.items()}
+        observation = {key: _as_ours(batch[feature], self._parts[key]) for key, feature in self._features.items()}
         if "instruction" in self.inner.keys:
             observation["instruction"] = np.array(batch[TASK], object)
         action = torch.from_numpy(np.asarray(self.inner.predict(observation)))

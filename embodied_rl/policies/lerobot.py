@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation, instructions_of
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -79,8 +79,7 @@ class LeRobotPolicy(Policy):
             instruction: None: the observation's, or the simulator's own.
 
         Raises:
-            MissingExtraError: LeRobot is not installed.
-            UserError: no such folder, a policy that looks back, parts that do not fit, or a processor that names code.
+            UserError: LeRobot is not installed, no such folder, a policy that looks back, parts that do not fit, or a processor that names code.
         """
         super().__init__()
         self.spec, self._fixed = spec, instruction
@@ -90,7 +89,7 @@ class LeRobotPolicy(Policy):
             from lerobot.configs.policies import PreTrainedConfig
             from lerobot.policies.factory import get_policy_class, make_pre_post_processors
         except ImportError as error:
-            raise MissingExtraError("A policy of LeRobot", "lerobot", error) from error
+            raise UserError(f"A policy of LeRobot needs LeRobot, which cannot be imported here ({error}): pip install lerobot") from error
         config = PreTrainedConfig.from_pretrained(str(folder))
         if config.n_obs_steps != 1:
             raise UserError(f"The policy in '{folder}' looks back over {config.n_obs_steps} observations (n_obs_steps): only 1 is played.")

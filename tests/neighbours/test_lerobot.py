@@ -75,7 +75,8 @@ for episode, length in enumerate((4, 6)):
         data.add_frame({
             "observation.state": np.array([episode, step], np.float32), "action": np.array([step, -step], np.float32) / 8,
             "observation.images.top": np.full((32, 48, 3), 20 * step + 60 * episode, np.uint8),
-            "next.reward": np.array([step + 1], np.float32), "next.done": np.array([step == length - 1]), "task": ["sort", "stack"][episode],
+            "next.reward": np.array([step + 1], np.float32), "next.done": np.array([step == length - 1]),
+            "task": ["sort", "stack"][episode],
         })
     data.save_episode()
 data.finalize()
@@ -112,8 +113,9 @@ kind, folder = sys.argv[1:]
 small = {
     "act": {"dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4,
             "chunk_size": 6, "n_action_steps": 3, "pretrained_backbone_weights": None},
-    "diffusion": {"n_obs_steps": 1, "horizon": 8, "n_action_steps": 3, "down_dims": (16, 32), "n_groups": 4, "spatial_softmax_num_keypoints": 4,
-                  "diffusion_step_embed_dim": 16, "num_inference_steps": 2, "pretrained_backbone_weights": None},
+    "diffusion": {"n_obs_steps": 1, "horizon": 8, "n_action_steps": 3, "down_dims": (16, 32), "n_groups": 4,
+                  "spatial_softmax_num_keypoints": 4, "diffusion_step_embed_dim": 16, "num_inference_steps": 2,
+                  "pretrained_backbone_weights": None},
 }[kind]
 read = {"observation.image": PolicyFeature(FeatureType.VISUAL, (3, 96, 96)), "observation.state": PolicyFeature(FeatureType.STATE, (2,))}
 config = make_policy_config(kind, input_features=read, output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))}, device="cpu",
@@ -202,12 +204,16 @@ print(json.dumps(returns))
 def test_a_policy_of_ours_plays_in_lerobots_evaluation(tmp_path: Path) -> None:
     """``lerobot-eval`` on gym-pusht: the same returns as the checkpoint's actions by hand."""
     train = "import sys\nfrom embodied_rl.commands.train import main\nif __name__ == '__main__':\n    main(sys.argv[1:])\n"
-    words = ("sim=pusht", "sim.kwargs.observation=keypoints", "policy=mixed", "total_steps=64", "algorithm.rollout_steps=16", "sim.num_slots=2",
-             "sim.num_workers=1", "video.enabled=no", "logger=quiet", "evaluation.num_episodes=2", "sim.max_episode_steps=8")  # fmt: skip
+    words = [
+        *("sim=pusht", "sim.kwargs.observation=keypoints", "sim.max_episode_steps=8", "sim.num_slots=2", "sim.num_workers=1"),
+        *("policy=mixed", "total_steps=64", "algorithm.rollout_steps=16", "evaluation.num_episodes=2", "video.enabled=no", "logger=quiet"),
+    ]
     run_with(None, train, *words, f"run_dir={tmp_path / 'run'}", timeout_s=500)
-    arguments = ("--policy.discover_packages_path=embodied_rl.lerobot", "--policy.type=embodied_rl", f"--policy.checkpoint={tmp_path / 'run'}",
-                 "--policy.device=cpu", "--env.type=pusht", "--env.obs_type=environment_state_agent_pos", "--env.episode_length=7", "--seed=3",
-                 "--eval.n_episodes=2", "--eval.batch_size=2", "--eval.use_async_envs=false", f"--output_dir={tmp_path / 'eval'}")  # fmt: skip
+    arguments = [
+        *("--policy.discover_packages_path=embodied_rl.lerobot", "--policy.type=embodied_rl", f"--policy.checkpoint={tmp_path / 'run'}"),
+        *("--policy.device=cpu", "--env.type=pusht", "--env.obs_type=environment_state_agent_pos", "--env.episode_length=7", "--seed=3"),
+        *("--eval.n_episodes=2", "--eval.batch_size=2", "--eval.use_async_envs=false", f"--output_dir={tmp_path / 'eval'}"),
+    ]
     run_with(lerobot(), EVALUATE, *arguments, timeout_s=500)
     told = json.loads((tmp_path / "eval" / "eval_info.json").read_text())
     ours = json.loads(run_with(None, OURS, str(tmp_path / "run"), "3", "4").splitlines()[-1])

