@@ -79,7 +79,7 @@ class LeRobotPolicy(Policy):
             instruction: None: the observation's, or the simulator's own.
 
         Raises:
-            UserError: LeRobot is not installed, no such folder, a policy that looks back, parts that do not fit, or a processor that names code.
+            UserError: no LeRobot, no such folder, a policy that looks back, parts that do not fit, or a processor that names code.
         """
         super().__init__()
         self.spec, self._fixed = spec, instruction
