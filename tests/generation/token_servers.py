@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Handler = Callable[["Exchange"], None]
 
@@ -141,18 +143,30 @@ def vllm_server(folder: Path, *arguments: str) -> Iterator[str]:
     options = ["--model", str(folder), "--served-model-name", "toy", "--dtype", "float32", "--enforce-eager", *arguments]
     options += ["--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
+    with tempfile.TemporaryFile() as said, _running(command, environment, said) as process:
         deadline = time.monotonic() + 400
         while True:
-            assert process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server did not come up"
+            if process.poll() is not None or time.monotonic() > deadline:
+                said.seek(0)
+                raise AssertionError(f"vLLM's server did not come up: {said.read().decode(errors='replace')[-3000:]}")
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
                     break
             except OSError:
                 time.sleep(1)
         yield f"http://127.0.0.1:{port}/v1"
+
+
+@contextlib.contextmanager
+def _running(command: list[str], environment: dict[str, str], output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A server and the processes of its own, which one that is killed would leave behind."""
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
     finally:
         process.terminate()
-        process.wait(60)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from embodied_rl.rollout.program_runner import Played
 from embodied_rl.serving.agents.captured import CapturedSession
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.neighbours.overlay import overlay
 from tests.short_run import last_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,9 +46,27 @@ def small(run_dir: Path, *more: str, program: list[str] = ONCE) -> TrainConfig:
     return load_train_config([*SMALL, *program, f"run_dir={run_dir}", *more])
 
 
-@pytest.mark.parametrize("program", [ONCE, STAYS], ids=["once", "stays"])
-def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: list[str]) -> None:
-    config = small(tmp_path, program=program)
+def an_agent_of_others() -> list[str]:
+    """An agent of OpenAI's Agents SDK, unchanged; the package lies beside the environment, and the program sees it there."""
+    folder = overlay("openai-agents==0.24.0", "griffelib==2.4.1", "websockets==16.1.1")
+    return [
+        f"sim.kwargs.function='{AGENT / 'painter.py'}:play'",
+        f"sim.kwargs.env={{PYTHONPATH: '{folder}:{ROOT}'}}",
+        f"sim.kwargs.readable=['{folder}']",
+        "agent.max_new_tokens=100",
+    ]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(lambda: ONCE, id="once"),
+        pytest.param(lambda: STAYS, id="stays"),
+        pytest.param(an_agent_of_others, id="openai-agents", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: Callable[[], list[str]]) -> None:
+    config = small(tmp_path, program=program())
     with Trainer(config, tmp_path, command="test") as trainer:
         method: Any = trainer.method
         seen: dict[Any, Played] = {}

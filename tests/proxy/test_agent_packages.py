@@ -6,6 +6,7 @@ Scripted answers show that a package's loop runs; a real model shows that what m
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,7 +50,9 @@ LANGCHAIN = (
 SMOLAGENTS = ("smolagents==1.26.0",)
 OPENAI_AGENTS = ("openai-agents==0.24.0", "griffelib==2.4.1", "websockets==16.1.1")
 LITELLM = ("litellm==1.106.2", "openai==2.54.0", "fastuuid==0.14.0", "importlib_metadata==8.9.0", "huggingface_hub==1.33.0")
-HEAD = "import json, sys\nbase_url = sys.argv[1]\n"
+HEAD = "import json, sys\nbase_url = sys.argv[2]\n"
+FROM_FILE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+"""Packages read the source of the functions that they make tools of."""
 
 
 def sampled(proxy: AgentProxy, tokenizer: ChatTokenizer) -> list[str]:
@@ -60,14 +63,18 @@ def sampled(proxy: AgentProxy, tokenizer: ChatTokenizer) -> list[str]:
 
 def played(packages: tuple[str, ...], proxy: AgentProxy, program: str) -> Any:
     """What an agent's program prints in its last line, as JSON."""
-    return json.loads(run_with(overlay(*packages), HEAD + program, proxy.base_url, timeout_s=600.0).strip().splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "program.py")
+        file.write_text(HEAD + program)
+        printed = run_with(overlay(*packages), FROM_FILE, str(file), proxy.base_url, timeout_s=600.0)
+    return json.loads(printed.strip().splitlines()[-1])
 
 
 @contextmanager
 def a_model(folder: Path) -> Iterator[AgentProxy]:
     """A tiny random model behind the proxy: what it says makes sense only where it must."""
     policy = build_language_policy(LanguageConfig(model=str(folder), dtype="float32"))
-    with serving(TorchTokens(policy.generation_model(), tokenizer=policy.tokenizer), policy.tokenizer, max_new_tokens=60) as proxy:
+    with serving(TorchTokens(policy.generation_model(), tokenizer=policy.tokenizer), policy.tokenizer, max_new_tokens=150) as proxy:
         yield proxy
 
 
