@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 SPLITS = {"train": "train", "valid_seen": "valid_seen", "valid_unseen": "valid_unseen"}
 TASK_TYPES = (
@@ -100,8 +100,8 @@ def game_files(folder: Path, split: str, task: str) -> list[Path]:
     return found
 
 
-class HouseGame:
-    """One household. Implements `TextGame`."""
+class HouseGame(TextGame):
+    """One household."""
 
     def __init__(self, training: Sequence[Path], held_out: Sequence[Path], show_commands: bool) -> None:
         self._training, self._held_out, self._show_commands = training, held_out, show_commands
@@ -112,7 +112,6 @@ class HouseGame:
         self._state: Any = None
 
     def reset(self, seed: int) -> str:
-        """See `TextGame.reset`."""
         if seed >= HELD_OUT_START:
             path = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
         else:
@@ -123,7 +122,7 @@ class HouseGame:
         return self._text()
 
     def step(self, action: str) -> TextTurn:
-        """See `TextGame.step`: reward 1 for a task that is done."""
+        """Reward 1 for a task that is done."""
         command = " ".join(action.split())
         valid = command in (self._state["admissible_commands"] or [])
         self._state, _, done = self._env.step(command)
@@ -131,12 +130,11 @@ class HouseGame:
         return TextTurn(self._text(), float(won), terminated=bool(done) or won, success=won, info={"valid": valid})
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """See `TextGame.sample_action`: one of the possible commands."""
+        """One of the possible commands."""
         commands = sorted(self._state["admissible_commands"])
         return commands[int(random.integers(len(commands)))]
 
     def close(self) -> None:
-        """See `TextGame.close`."""
         if self._env is not None:
             self._env.close()
 

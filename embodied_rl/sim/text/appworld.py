@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 DATASETS = ("train", "dev", "test_normal", "test_challenge")
 _FETCH = 'pip install "embodied-rl[appworld]" && appworld install && appworld download data'
@@ -83,8 +83,8 @@ def task_ids(appworld: Any, dataset: str) -> list[str]:
     return found
 
 
-class AppGame:
-    """One supervisor's world. Implements `TextGame`."""
+class AppGame(TextGame):
+    """One supervisor's world."""
 
     def __init__(
         self, appworld: Any, training: Sequence[str], held_out: Sequence[str], partial_reward: bool, max_turns: int, experiment: str
@@ -95,7 +95,6 @@ class AppGame:
         self._turns = 0
 
     def reset(self, seed: int) -> str:
-        """See `TextGame.reset`."""
         if seed >= HELD_OUT_START:
             task = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
         else:
@@ -107,7 +106,7 @@ class AppGame:
         return f"{INSTRUCTION}\nYour supervisor is {who}.\nTask: {self._world.task.instruction}"
 
     def step(self, action: str) -> TextTurn:
-        """See `TextGame.step`: an action is a block of code, with or without a Markdown fence."""
+        """An action is a block of code, with or without a Markdown fence."""
         self._turns += 1
         output = str(self._world.execute(code_of(action)))
         done = bool(self._world.task_completed())
@@ -120,11 +119,10 @@ class AppGame:
         return TextTurn(output, reward, terminated=done, truncated=not done, success=success, info={"passed": float(share)})
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """See `TextGame.sample_action`: looks into the documentation."""
+        """Looks into the documentation."""
         return "print(apis.api_docs.show_app_descriptions())"
 
     def close(self) -> None:
-        """See `TextGame.close`."""
         if self._world is not None:
             self._world.close()
             self._world = None

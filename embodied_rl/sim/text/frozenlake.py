@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.text.grid_games import MOVES, Cell, GridSim, Outcome, add, board_of, choose_size, largest, look_around, way_to
+from embodied_rl.sim.text.grid_games import (
+    MOVES,
+    Cell,
+    GridGame,
+    GridSim,
+    Outcome,
+    add,
+    board_of,
+    choose_size,
+    largest,
+    look_around,
+    way_to,
+)
 
 INSTRUCTION = "P is you. Walk over the ice (.) to G and keep out of the holes (H). Answer with one word: up, down, left or right."
 COLOURS = {".": (214, 234, 248), "H": (52, 73, 94), "G": (130, 224, 170), "P": (245, 176, 65)}
@@ -73,8 +85,8 @@ def make(
     )
 
 
-class FrozenLake:
-    """One lake. Reward 1 at the goal, `hole_reward` in a hole, which ends the game, and 0 elsewhere. Implements `GridGame`."""
+class FrozenLake(GridGame):
+    """One lake. Reward 1 at the goal, `hole_reward` in a hole, which ends the game, and 0 elsewhere."""
 
     def __init__(
         self,
@@ -106,7 +118,6 @@ class FrozenLake:
         raise UserError(f"FrozenLake: no map with a way was found for hole_share={self._hole_share}. Lower it.")
 
     def step(self, word: str) -> Outcome:
-        """See `GridGame.step`."""
         if word not in MOVES:
             return Outcome(0.0, False, False, valid=False)
         move = MOVES[word]
@@ -120,7 +131,6 @@ class FrozenLake:
         return Outcome(self._hole_reward if drowned else float(arrived), arrived or drowned, arrived, valid=True)
 
     def text(self) -> str:
-        """See `GridGame.text`."""
         letters = np.where(self._holes, "H", ".").astype("<U1")
         letters[self._goal] = "G"
         letters[self._player] = "P"
@@ -131,11 +141,9 @@ class FrozenLake:
         return f"{look_around(board_of(self.text()), self._player)} goal {way_to(self._player, self._goal)}"
 
     def state(self) -> dict[str, Any]:
-        """See `GridGame.state`."""
         return {"holes": self._holes, "player": self._player, "goal": self._goal, "random": self._random.bit_generator.state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `GridGame.set_state`."""
         self._holes, self._player, self._goal = state["holes"], tuple(state["player"]), tuple(state["goal"])
         self._random.bit_generator.state = state["random"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,32 +35,32 @@ class Outcome:
     """False: the word was no move; nothing happened."""
 
 
-class GridGame(Protocol):
-    """One game: five methods, and the simulator around it does the rest."""
+class GridGame(ABC):
+    """One game; the simulator around it does the rest."""
 
+    @abstractmethod
     def reset(self, seed: int) -> None:
         """Begin the game that this seed means."""
-        ...
 
+    @abstractmethod
     def step(self, word: str) -> Outcome:
         """Play one word of `MOVES`; any other word leaves everything as it is."""
-        ...
 
+    @abstractmethod
     def text(self) -> str:
         """The board, a line for each row."""
-        ...
 
     def hint(self) -> str:
-        """What lies around the player and where the goal is, in one line with spaces."""
-        ...
+        """What lies around the player and where the goal is, in one line with spaces; empty where the board says all."""
+        return ""
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Everything that the rest of the game depends on (`embodied_rl.sim.snapshots.encode_state`)."""
-        ...
 
+    @abstractmethod
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` gave."""
-        ...
 
 
 class GridSim(SimEnv):

@@ -8,8 +8,9 @@ import re
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +24,15 @@ _NOT_MOVES = re.compile(r"game|player.*", re.IGNORECASE)
 _TRIES, _WAIT_S = 4, 1.0
 
 
-class Opponent(Protocol):
+class Opponent(ABC):
     """One player of the other side."""
 
-    def begin(self, seed: int) -> None:
+    def begin(self, seed: int) -> None:  # noqa: B027  # a default
         """A new episode."""
-        ...
 
-    def act(self, observation: str) -> str: ...
+    @abstractmethod
+    def act(self, observation: str) -> str:
+        """Its next action."""
 
 
 def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
@@ -77,38 +79,33 @@ def random_move(observation: str, random: np.random.Generator) -> str:
     return moves[int(random.integers(len(moves)))] if moves else ""
 
 
-class RandomOpponent:
-    """Plays any move that its observation offers. Implements `Opponent`."""
+class RandomOpponent(Opponent):
+    """Plays any move that its observation offers."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
 
     def begin(self, seed: int) -> None:
-        """See `Opponent.begin`: the same seed gives the same moves."""
+        """The same seed gives the same moves."""
         self._random = np.random.default_rng([seed, 1])
 
     def act(self, observation: str) -> str:
-        """See `Opponent.act`."""
         return random_move(observation, self._random)
 
 
-class ScriptedOpponent:
-    """A function of the observation. Implements `Opponent`."""
+class ScriptedOpponent(Opponent):
+    """A function of the observation."""
 
     def __init__(self, target: str) -> None:
         """Raises UserError where there is no such function."""
         self._play = load_target(target)
 
-    def begin(self, seed: int) -> None:
-        """See `Opponent.begin`."""
-
     def act(self, observation: str) -> str:
-        """See `Opponent.act`."""
         return str(self._play(observation))
 
 
-class OpenAIOpponent:
-    """A model behind a server that speaks OpenAI's chat completions. Implements `Opponent`."""
+class OpenAIOpponent(Opponent):
+    """A model behind a server that speaks OpenAI's chat completions."""
 
     def __init__(
         self,
@@ -124,9 +121,6 @@ class OpenAIOpponent:
             raise UserError(f"opponent_options.base_url must begin with http:// or https://, got '{base_url}'.")
         self._url, self._key, self._timeout_s = f"{base_url.rstrip('/')}/chat/completions", os.environ.get(api_key_env), timeout_s
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-
-    def begin(self, seed: int) -> None:
-        """See `Opponent.begin`."""
 
     def act(self, observation: str) -> str:
         """See `Opponent.act`. Raises ConnectionError when the server does not answer after some tries: the episode is then no result."""

@@ -21,7 +21,7 @@ import numpy as np
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 # ---- search by BM25 (Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework: BM25 and Beyond") -----------
 
@@ -174,8 +174,8 @@ def make(
     )
 
 
-class SearchGame:
-    """One asker. Implements `TextGame`."""
+class SearchGame(TextGame):
+    """One asker."""
 
     def __init__(self, index: Bm25, training: Sequence[Question], held_out: Sequence[Question], reward: str, num_results: int) -> None:
         self._index, self._training, self._held_out = index, training, held_out
@@ -183,7 +183,7 @@ class SearchGame:
         self.question = training[0]
 
     def reset(self, seed: int) -> str:
-        """See `TextGame.reset`: the seed chooses the question; held-out seeds take the held-out ones in turn."""
+        """The seed chooses the question; held-out seeds take the held-out ones in turn."""
         if seed >= HELD_OUT_START:
             self.question = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
         else:
@@ -191,7 +191,6 @@ class SearchGame:
         return f"{INSTRUCTION}\nQuestion: {self.question.text}"
 
     def step(self, action: str) -> TextTurn:
-        """See `TextGame.step`."""
         found = _TAG.search(action)
         if found is None:
             return TextTurn(f"No <search> and no <answer> was found. {INSTRUCTION}", info={"kind": "invalid"})
@@ -205,15 +204,12 @@ class SearchGame:
         return TextTurn(f"The answer was {self.question.answers[0]}.", reward, terminated=True, success=exact == 1.0, info=told)
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """See `TextGame.sample_action`: a search for two words of the question, or an answer by chance."""
+        """A search for two words of the question, or an answer by chance."""
         if random.random() < 0.3:
             chosen = self._training[int(random.integers(len(self._training)))]
             return f"<answer>{chosen.answers[0]}</answer>"
         words = self.question.text.split()
         return f"<search>{' '.join(words[int(place)] for place in random.integers(len(words), size=2))}</search>"
-
-    def close(self) -> None:
-        """See `TextGame.close`."""
 
     def _results(self, query: str) -> str:
         best = self._index.best(query, self._num_results)

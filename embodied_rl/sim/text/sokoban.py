@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.text.grid_games import MOVES, Cell, GridSim, Outcome, add, board_of, choose_size, largest, look_around, way_to
+from embodied_rl.sim.text.grid_games import (
+    MOVES,
+    Cell,
+    GridGame,
+    GridSim,
+    Outcome,
+    add,
+    board_of,
+    choose_size,
+    largest,
+    look_around,
+    way_to,
+)
 
 INSTRUCTION = (
     "P is you (S on a goal). Push every box (X, V on a goal) onto a goal (O); you cannot pull, and # is a wall. "
@@ -111,8 +123,8 @@ def push(level: Level, position: Position, move: Cell) -> Position | None:
     return (there, (boxes - {there}) | {beyond}) if level.free(beyond, boxes) else None
 
 
-class Sokoban:
-    """One warehouse. Reward 1 when every box is on a goal, where the game ends. Implements `GridGame`."""
+class Sokoban(GridGame):
+    """One warehouse. Reward 1 when every box is on a goal, where the game ends."""
 
     def __init__(
         self, size: int | Sequence[int] = 6, num_boxes: int = 1, wall_share: float = 0.1, num_pulls: int = 6, box_reward: float = 0.0
@@ -134,7 +146,6 @@ class Sokoban:
         raise UserError(f"Sokoban: no level of size {size} with {self._num_boxes} boxes was found. Take a larger one or fewer walls.")
 
     def step(self, word: str) -> Outcome:
-        """See `GridGame.step`."""
         if word not in MOVES:
             return Outcome(0.0, False, False, valid=False)
         before = len(self._position[1] & self._level.goals)
@@ -144,7 +155,6 @@ class Sokoban:
         return Outcome(self._box_reward * (stored - before) + float(solved), solved, solved, valid=True)
 
     def text(self) -> str:
-        """See `GridGame.text`."""
         return write(self._level, self._position)
 
     def hint(self) -> str:
@@ -160,12 +170,10 @@ class Sokoban:
         return f"{around} box {way_to(player_at, box)} goal {way_to(box, goal)}"
 
     def state(self) -> dict[str, Any]:
-        """See `GridGame.state`."""
         player_at, boxes = self._position
         return {"walls": self._level.walls, "goals": sorted(self._level.goals), "player": player_at, "boxes": sorted(boxes)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `GridGame.set_state`."""
         self._level = Level(state["walls"], frozenset(tuple(cell) for cell in state["goals"]))
         self._position = tuple(state["player"]), frozenset(tuple(cell) for cell in state["boxes"])
 

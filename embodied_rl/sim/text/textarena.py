@@ -19,7 +19,7 @@ import numpy as np
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
 from embodied_rl.registry import load_target
 from embodied_rl.sim.text.opponents import make_opponent, random_move
-from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 if TYPE_CHECKING:
     from textarena import Env
@@ -123,8 +123,8 @@ def make(
     )
 
 
-class ArenaGame:
-    """One game. Implements `TextGame`."""
+class ArenaGame(TextGame):
+    """One game."""
 
     def __init__(
         self,
@@ -144,7 +144,6 @@ class ArenaGame:
         self._text = ""
 
     def reset(self, seed: int) -> str:
-        """See `TextGame.reset`."""
         self._seat = seed % self._players if self._seat_rule == "alternate" else int(self._seat_rule)
         # TextArena's wrappers keep what the players of the last episode saw, and show it in the next one.
         self._env = _made(self._task, self._kwargs)
@@ -156,7 +155,6 @@ class ArenaGame:
         return self._text
 
     def step(self, action: str) -> TextTurn:
-        """See `TextGame.step`."""
         done, _ = self._env.step(action=action)
         if not (done or self._let_others_play()):
             return TextTurn(self._text)
@@ -173,11 +171,8 @@ class ArenaGame:
         )
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """See `TextGame.sample_action`: one of the moves that the observation offers."""
+        """One of the moves that the observation offers."""
         return random_move(self._text, random)
-
-    def close(self) -> None:
-        """See `TextGame.close`."""
 
     def _let_others_play(self) -> bool:
         """Until it is our turn, whose observation is kept; True where the game ended before."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 if TYPE_CHECKING:
     from textworld import GameState
@@ -80,8 +80,8 @@ def make(
     )
 
 
-class WorldGame:
-    """One player. Implements `TextGame`."""
+class WorldGame(TextGame):
+    """One player."""
 
     def __init__(self, num_rooms: int, num_objects: int, quest_length: int, num_games: int | None, show_commands: bool) -> None:
         textworld = import_textworld()
@@ -97,7 +97,6 @@ class WorldGame:
         """The shortest solution of the running game, as its maker knows it."""
 
     def reset(self, seed: int) -> str:
-        """See `TextGame.reset`."""
         number = seed if self._num_games is None or seed >= HELD_OUT_START else seed % self._num_games
         self._env.load(str(self._file(number)))
         self.walkthrough = list(self._env._game.metadata.get("walkthrough") or [])
@@ -105,7 +104,6 @@ class WorldGame:
         return self._text(f"Task: {self._state['objective']}\n{describe(self._state['facts'])}")
 
     def step(self, action: str) -> TextTurn:
-        """See `TextGame.step`."""
         command = " ".join(action.split())
         valid = command in (self._state["admissible_commands"] or [])
         self._state, score, done = self._env.step(command)
@@ -121,12 +119,11 @@ class WorldGame:
         )
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """See `TextGame.sample_action`: one of the possible commands."""
+        """One of the possible commands."""
         commands = sorted(self._state["admissible_commands"])
         return commands[int(random.integers(len(commands)))]
 
     def close(self) -> None:
-        """See `TextGame.close`."""
         self._env.close()
         self._folder.cleanup()
 

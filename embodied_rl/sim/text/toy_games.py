@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.sim.text.grid_games import GridSim, Outcome, draw_board
+from embodied_rl.sim.text.grid_games import GridGame, GridSim, Outcome, draw_board
 
 WORDS = {
     "FrozenLake-v1": ("left", "down", "right", "up"),
@@ -89,8 +89,8 @@ class ToySim(GridSim):
         return draw_board("\n".join(board), self._colours, self._render_size) if board else _draw_lines(lines, self._render_size)
 
 
-class ToyGame:
-    """One game. Implements `embodied_rl.sim.text.grid_games.GridGame`."""
+class ToyGame(GridGame):
+    """One game."""
 
     def __init__(self, task: str, kwargs: Mapping[str, Any]) -> None:
         import gymnasium
@@ -103,11 +103,9 @@ class ToyGame:
         self._env.reset(seed=0)
 
     def reset(self, seed: int) -> None:
-        """See `GridGame.reset`."""
         self._env.reset(seed=seed)
 
     def step(self, word: str) -> Outcome:
-        """See `GridGame.step`."""
         if word not in self._words:
             return Outcome(0.0, False, False, False)
         _, reward, terminated, _, _ = self._env.step(self._words.index(word))
@@ -130,19 +128,13 @@ class ToyGame:
         letters[divmod(int(self._env.s), columns)] = "P"
         return "\n".join("".join(row) for row in letters)
 
-    def hint(self) -> str:
-        """Nothing: these games are played from what they show."""
-        return ""
-
     def state(self) -> dict[str, Any]:
-        """See `GridGame.state`."""
         own = vars(self._env)
         kept = {name: own[name] for name in _STATE if name in own}
         plain = {name: [int(card) for card in value] if isinstance(value, list) else int(value) for name, value in kept.items()}
         return {**plain, "random": self._env.np_random.bit_generator.state}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `GridGame.set_state`."""
         for name in _STATE:
             if name in state:
                 setattr(self._env, name, state[name])

@@ -5,9 +5,10 @@ An adapter writes a `TextGame`; batches, limits and randomness are here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,20 +33,23 @@ class TextTurn:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-class TextGame(Protocol):
+class TextGame(ABC):
     """One environment. It may draw from the process's generators (`random`, `numpy.random`): `TextSim` keeps a state of them for each."""
 
+    @abstractmethod
     def reset(self, seed: int) -> str:
         """Begin the episode that this seed means; what is seen first."""
-        ...
 
-    def step(self, action: str) -> TextTurn: ...
+    @abstractmethod
+    def step(self, action: str) -> TextTurn:
+        """Play one action."""
 
+    @abstractmethod
     def sample_action(self, random: np.random.Generator) -> str:
         """A random action; the episode is left as it is. Raises UserError where none can be drawn."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027  # a default
+        """Let go of what it holds."""
 
 
 class TextSim(SimEnv):

@@ -12,7 +12,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.sim.text.turns import TextSim, TextTurn
+from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 _FETCH = (
     "git clone https://github.com/princeton-nlp/WebShop && cd WebShop && ./setup.sh -d small (or -d all), then put the folder on "
@@ -66,8 +66,8 @@ def import_webshop() -> Any:
         raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH) from error
 
 
-class ShopGame:
-    """One customer. Implements `TextGame`."""
+class ShopGame(TextGame):
+    """One customer."""
 
     def __init__(self, cls: Any, options: dict[str, Any], show_actions: bool) -> None:
         try:
@@ -77,7 +77,7 @@ class ShopGame:
         self._show_actions = show_actions
 
     def reset(self, seed: int) -> str:
-        """See `TextGame.reset`: held-out seeds take the first 500 goals in turn, others one of the rest."""
+        """Held-out seeds take the first 500 goals in turn, others one of the rest."""
         goals = len(self._env.server.goals)
         border = min(HELD_OUT_GOALS, goals // 2)
         if seed >= HELD_OUT_START:
@@ -93,7 +93,7 @@ class ShopGame:
         return TextTurn(self._text(observation), float(reward), terminated=bool(done), success=float(reward) >= 1.0, info=dict(info or {}))
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """See `TextGame.sample_action`: something that can be clicked, or a search for the instruction."""
+        """Something that can be clicked, or a search for the instruction."""
         available = self._env.get_available_actions()
         if available["has_search_bar"]:
             return f"search[{self._env.get_instruction_text()}]"
@@ -101,7 +101,6 @@ class ShopGame:
         return f"click[{clickables[int(random.integers(len(clickables)))]}]"
 
     def close(self) -> None:
-        """See `TextGame.close`."""
         self._env.close()
 
     def _text(self, observation: str) -> str:
