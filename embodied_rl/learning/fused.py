@@ -10,6 +10,8 @@ Shapes: n rows of a minibatch, A action dimensions, D inputs; weights [out, in] 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -147,6 +149,37 @@ class FusedMlp:
             delta = behind
 
 
+class Faster:
+    """Which of two ways to do the same is faster: each is tried in turn, and the one with the lower median is kept for a while."""
+
+    def __init__(self, num_tries: int = 8, keep_for: int = 4000) -> None:
+        """
+        Args:
+            num_tries: of each way; one more before them is not counted.
+            keep_for: times that the faster is used before both are tried again: what else the machine does changes.
+        """
+        self._num_tries, self._keep_for = num_tries, keep_for
+        self._seconds: tuple[list[float], list[float]] = ([], [])
+        self._kept = 0
+        self.second = False
+        """Whether to take the second way now."""
+
+    def took(self, seconds: float) -> None:
+        """The way that `second` named took so long."""
+        if self._kept > 0:
+            self._kept -= 1
+            if self._kept == 0:
+                self.second = False
+            return
+        first, second = self._seconds
+        (second if self.second else first).append(seconds)
+        self.second = not self.second
+        if len(second) > self._num_tries:
+            self.second, self._kept = statistics.median(second[1:]) < statistics.median(first[1:]), self._keep_for
+            first.clear()
+            second.clear()
+
+
 class FusedExecutor(Executor):
     """Takes PPO's steps on rollouts for what `supports` accepts."""
 
@@ -155,7 +188,8 @@ class FusedExecutor(Executor):
     def __init__(self, policy: ActorCritic, config: AlgorithmConfig, *, side_by_side: bool = False) -> None:
         """
         Args:
-            side_by_side: compute the critic's gradients in a second thread while this one computes the actor's.
+            side_by_side: compute the critic's gradients in a second thread while this one computes the actor's, where measuring says
+                that it pays. Every number is the same.
         """
         assert isinstance(policy.head, DiagonalGaussian)
         super().__init__(policy, config, torch.device("cpu"))
@@ -168,6 +202,7 @@ class FusedExecutor(Executor):
         # Sleeping hand-overs rather than the matrix library's spinning threads: these do no harm where cores are busy.
         # numpy's warnings are off in each thread by itself; see `step`.
         self._helper = ThreadPoolExecutor(1, "critic", initializer=np.seterr, initargs=("ignore",)) if side_by_side else None
+        self._threads = Faster()
         self._rows: list[np.ndarray] = []
         self._minibatch: list[np.ndarray] = []
 
@@ -207,9 +242,13 @@ class FusedExecutor(Executor):
         features, action, log_prob, advantage, returns, value = (column[:n] for column in self._minibatch)
         # The figures report what is not finite; numpy's warnings would only repeat it.
         with np.errstate(all="ignore"):
-            pending = self._helper.submit(self._critic_gradients, features, returns, value) if self._helper else None
+            helper = self._helper if self._threads.second else None
+            started = time.perf_counter()
+            pending = helper.submit(self._critic_gradients, features, returns, value) if helper else None
             policy_loss, entropy, kl, clipped = self._actor_gradients(features, action, log_prob, advantage)
             critic_loss = pending.result() if pending else self._critic_gradients(features, returns, value)
+            if self._helper:
+                self._threads.took(time.perf_counter() - started)
             norm = math.sqrt(float(np.dot(self.flat.gradient, self.flat.gradient)))
             loss = policy_loss + config.value_coef * critic_loss - config.entropy_coef * entropy
             figures = {"loss": loss, "policy_loss": policy_loss, "value_loss": critic_loss, "entropy": entropy}

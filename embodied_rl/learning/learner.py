@@ -33,7 +33,7 @@ from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.packing import TokenSequence
 
 WIDE_LAYER = 128
-"""From this width on, a second thread for the critic is worth its hand-overs."""
+"""From this width on, autograd's operations are worth more than one thread."""
 VERY_WIDE_LAYER = 512
 """From this width on, single matrix products are worth more than one thread."""
 _REFERENCE = "reference."
@@ -310,7 +310,7 @@ def make_learner(
         allow_fused
         and config.value_loss == "mse"
         and isinstance(objective, RolloutObjective)
-        and (fused := _fused(objective, policy, config, device, widest, num_threads)) is not None
+        and (fused := _fused(objective, policy, config, device, num_threads)) is not None
     ):
         executor = fused
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
@@ -322,9 +322,7 @@ def make_learner(
     return Learner(policy, config, objective, executor, num_threads)
 
 
-def _fused(
-    objective: RolloutObjective, policy: Any, config: AlgorithmConfig, device: torch.device, widest: int, num_threads: int
-) -> Executor | None:
+def _fused(objective: RolloutObjective, policy: Any, config: AlgorithmConfig, device: torch.device, num_threads: int) -> Executor | None:
     """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
     if config.loss != "ppo_clip":
         return None
@@ -335,4 +333,4 @@ def _fused(
 
     if not FusedExecutor.supports(policy, device):
         return None
-    return FusedExecutor(policy, config, side_by_side=num_threads >= 2 and widest >= WIDE_LAYER)
+    return FusedExecutor(policy, config, side_by_side=num_threads >= 2)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
-from embodied_rl.learning.fused import FusedExecutor
+from embodied_rl.learning.fused import Faster, FusedExecutor
 from embodied_rl.learning.learner import Learner, Minibatches, scheduled
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.methods.rollout import rollout_values
@@ -46,7 +46,7 @@ def both(config: AlgorithmConfig, **policy: Any) -> tuple[tuple[ActorCritic, dic
         ({"normalize_advantage": "minibatch", "lr_schedule": "linear", "max_grad_norm": 1e9}, {"normalize_observation": True}),
         ({"entropy_coef": 0.05, "clip_low": 0.05}, {"activation": "relu", "hidden_sizes": (24,)}),
         ({}, {"hidden_sizes": ()}),
-        ({}, {"hidden_sizes": (128, 16)}),  # wide enough for the critic's own thread
+        ({}, {"hidden_sizes": (128, 16)}),
     ],
 )
 def test_hand_derived_gradients_equal_autograd(algorithm: dict[str, Any], policy: dict[str, Any]) -> None:
@@ -250,3 +250,29 @@ def test_moved_parameters_are_tied_again() -> None:
     for learner in (straight, moved):
         update(learner)
     assert all(torch.equal(a, b) for a, b in zip(straight.policy.parameters(), moved.policy.parameters(), strict=True))
+
+
+def test_the_critics_own_thread_changes_no_bit() -> None:
+    def train(second: bool | None) -> dict[str, torch.Tensor]:
+        learner = rollout_learner(make_policy(), CONFIG, num_threads=2)
+        assert isinstance(learner.executor, FusedExecutor)
+        if second is not None:
+            learner.executor._threads.second = second
+            learner.executor._threads.took = lambda seconds: None  # type: ignore[method-assign]
+        update(learner, 0)
+        return parameters(learner.policy)
+
+    alone, beside, measured = train(second=False), train(second=True), train(second=None)
+    assert all(torch.equal(alone[name], beside[name]) and torch.equal(alone[name], measured[name]) for name in alone)
+
+
+@pytest.mark.parametrize("second_s", [0.5, 2.0])
+def test_the_faster_of_two_ways_is_kept_and_asked_for_again(second_s: float) -> None:
+    ways = Faster(num_tries=3, keep_for=5)
+    taken = []
+    for number in range(21):
+        taken.append(ways.second)
+        slow = 100.0 if number in (0, 1, 2) else 0.0  # what is compiled at first, and one that was kept from its core
+        ways.took((second_s if ways.second else 1.0) + slow)
+    tried, kept = [False, True] * 4, [second_s < 1.0] * 5
+    assert taken == [*tried, *kept, *tried]
