@@ -80,7 +80,9 @@ def run_contender(name: str, overrides: list[str]) -> None:
         # As `python -m embodied_rl.train` does, and before torch is loaded; the peers keep their own defaults.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from embodied_rl.compose import load_train_config
+    from embodied_rl.sim.rendering import configure_rendering
 
+    configure_rendering()  # before MuJoCo is loaded: the peers draw in this process, or in its children
     with tempfile.TemporaryDirectory() as folder:
         workers = ["sim.num_workers=1"] if name == OURS_ONE else []
         config = load_train_config([*overrides, *workers, f"total_steps={NEVER}", f"run_dir={folder}"])
@@ -141,7 +143,8 @@ def _sb3(config: TrainConfig, gate: Gate, processes: bool, threads: int | None =
     envs = vec_env(config, processes)
     try:
         model = PPO(env=envs, **ppo_arguments(config))
-        envs.step = timed(envs.step, lambda seconds: gate.add("environment", seconds))
+        stepped: Any = model.env  # what the library has put around ours, too: pictures' channels come first
+        stepped.step = timed(stepped.step, lambda seconds: gate.add("environment", seconds))
         model.train = timed(model.train, lambda seconds: gate.add("update", seconds))  # type: ignore[method-assign]
         gate.tell(threads=torch.get_num_threads(), processes=1 + (config.sim.num_slots if processes else 0))
         model.learn(total_timesteps=NEVER, callback=AtTheGate())
