@@ -15,7 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -144,8 +147,29 @@ def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
     return apply_placement(Placement.from_dict(placement)).to_dict()
 
 
-def _serve(channel: Channel, sims: list[SimEnv], applied: dict[str, Any], released: threading.Event) -> None:
-    channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), "placement": applied})
+@contextlib.contextmanager
+def _own_warnings() -> Iterator[list[str]]:
+    """What this package warns of in the block: the manager passes it on, for this process's output is read after a fault only."""
+    said: list[str] = []
+    show, package = warnings.showwarning, Path(__file__).parents[1]
+
+    def keep(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+    ) -> None:
+        if category is UserWarning and Path(filename).is_relative_to(package):
+            said.append(str(message))
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = keep
+    try:
+        yield said
+    finally:
+        warnings.showwarning = show
+
+
+def _serve(channel: Channel, sims: list[SimEnv], told: dict[str, Any], released: threading.Event) -> None:
+    channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), **told})
     message, _, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
     fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
     slab, assignment = Slab(Layout(fields, message["num_bytes"]), fd), message["assignment"]
@@ -197,14 +221,15 @@ def main() -> None:
         try:
             applied = _take_place(setup["placement"])
             # One for each run of slots: runs of several groups are stepped apart.
-            sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
+            with _own_warnings() as said:
+                sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
             limit_threads(setup["threads"])  # of pools that do not read the environment's variables
         except UserError as error:
             channel.answer({"kind": "user_error", "message": str(error)})
         except Exception:
             channel.answer(_fault(FaultKind.RAISED, traceback.format_exc(), {}))
         else:
-            _serve(channel, sims, applied, released)
+            _serve(channel, sims, {"placement": applied, "warnings": said}, released)
     except ChannelClosed:
         pass
     except (ChannelGarbled, KeyError, TypeError, ValueError, OSError):  # on its way to its slots

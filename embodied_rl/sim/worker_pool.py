@@ -101,6 +101,8 @@ class WorkerPool:
         self._were_spares: list[WorkerProcess] = []
         self.applied: list[dict[str, Any]] = [{} for _ in self.runs]
         """What each worker says about its cores and memory nodes."""
+        self._said: set[str] = set()
+        """What simulators warned of."""
         self.built_s = 0.0
         """Seconds from the start of the processes until all had built their simulators."""
         self._spins = plan.num_workers < available_cores()
@@ -147,12 +149,19 @@ class WorkerPool:
         self.refill_spares()
 
     def receive_spec(self, index: int) -> SimSpec:
-        """A worker's first message. Raises SimFault or UserError."""
-        spec, applied = self.workers[index].receive(self.plan.start_timeout_s, "build its simulator", _read_spec)
+        """A worker's first message. What its simulator warned of while it was built is passed on, each text once.
+
+        Raises SimFault or UserError.
+        """
+        spec, applied, said = self.workers[index].receive(self.plan.start_timeout_s, "build its simulator", _read_spec)
         self.applied[index] = applied
         problems = applied.get("problems")
         if problems and index == 0:
             warnings.warn(f"Placement of the simulators: {'; '.join(map(str, problems))}.", stacklevel=2)
+        for text in said:
+            if text not in self._said:
+                self._said.add(text)
+                warnings.warn(text, stacklevel=2)
         return spec
 
     def share(self, index: int, *, awaits_resume: bool = False) -> None:
@@ -257,8 +266,8 @@ class WorkerPool:
         return worker
 
 
-def _read_spec(message: Mapping[str, Any], payload: bytes) -> tuple[SimSpec, dict[str, Any]]:
-    return SimSpec.from_dict(message["spec"]), dict(message["placement"])
+def _read_spec(message: Mapping[str, Any], payload: bytes) -> tuple[SimSpec, dict[str, Any], list[str]]:
+    return SimSpec.from_dict(message["spec"]), dict(message["placement"]), [str(text) for text in message["warnings"]]
 
 
 def split_slots(slots: range, parts: int) -> list[range]:

@@ -90,3 +90,12 @@ def test_a_task_that_raises_costs_its_own_slot(batched: bool) -> None:
         assert any("left the table" in record.detail for record in manager.fault_records)
         assert aborted[1] >= 1
         assert aborted[0] == aborted[2] == 0
+
+
+def test_why_environments_are_stepped_one_by_one_is_said_once_for_all_workers() -> None:
+    factory = SimFactory("embodied_rl.sim.robots.maniskill:make", "PushCube-v1", {"batched": True}, "maniskill")
+    with pytest.warns(UserWarning, match="stepped one environment at a time") as said, EnvManager(factory, 2, num_workers=2):
+        pass
+    assert [str(each.message) for each in said] == [
+        "ManiSkill task 'PushCube-v1' is stepped one environment at a time: a batch of one is no batch."
+    ]
