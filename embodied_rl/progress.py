@@ -7,6 +7,7 @@ moves is one display, a run's table (`show_board`) with the bars below it: two d
 from __future__ import annotations
 
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,6 +175,11 @@ def run_clock(started: float) -> Iterator[None]:
         yield
     finally:
         _began, _display.to_stdout = before
+
+
+def wrapped_lines(text: str, width: int, indent: int = 0) -> list[str]:
+    """Lines of at most `width` characters, where no word is longer; all but the first are indented."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
 def clock_text(seconds: float | None) -> str:

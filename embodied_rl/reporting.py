@@ -149,15 +149,15 @@ def shows_progress(config: TrainConfig) -> bool:
     return "console" in config.logger.names
 
 
-def plan_text(config: TrainConfig, run_dir: Path) -> str:
-    """What a run is going to do, in the lines that come before anything is started."""
+def plan_text(config: TrainConfig, run_dir: Path) -> tuple[str, str]:
+    """What a run is going to do, and where: the lines that come before anything is started."""
     task = f"domains {', '.join(config.domains)}" if config.domains else f"{config.sim.name} ({config.sim.task or config.sim.target})"
     ends = [f"at most {config.total_steps:,} steps"]
     ends += [f"until success {config.stop_at_success:.0%}"] if config.stop_at_success is not None else []
     ends += [f"until return {config.stop_at_return:g}"] if config.stop_at_return is not None else []
     ends += [f"at most {config.max_minutes:g} minutes"] if config.max_minutes is not None else []
     first = f"Training {config.policy.name} with {config.algorithm.name} in {task}, seed {config.seed}: {', '.join(ends)}."
-    return f"{first}\nRun folder: {run_dir}"
+    return first, f"Run folder: {run_dir}"
 
 
 def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, device: str, num_slots: int, num_workers: int) -> str:

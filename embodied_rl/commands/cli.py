@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from embodied_rl.bounds import bounds_of
-from embodied_rl.commands.printing import columns, terminal_width, wrapped
+from embodied_rl.commands.printing import columns, terminal_width
 from embodied_rl.errors import NonFiniteError, UserError, brief, did_you_mean, shown
+from embodied_rl.progress import wrapped_lines
 
 _USERS_FILES = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP}
 """What is wrong with a file or folder that the user named, where nothing closer to it has said so."""
@@ -222,7 +223,7 @@ class Command:
         rows += [(f"{prefix}KEY=VALUE", text) for prefix, text in (self.prefixes or {}).items()]
         width = terminal_width()
         words = " ".join([self.name, *(a.name.upper() for a in self.paths), *(["…"] if self.many_paths else []), "key=value …"])
-        lines = [f"usage: python -m embodied_rl.{words}", "", *wrapped(self.summary, width), "", "arguments:", *columns(rows, width)]
+        lines = [f"usage: python -m embodied_rl.{words}", "", *wrapped_lines(self.summary, width), "", "arguments:", *columns(rows, width)]
         if self.examples:
             lines += ["", "examples:", *(f"  python -m embodied_rl.{self.name} {example}" for example in self.examples)]
         return "\n".join(lines)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed, Size
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, run_command
-from embodied_rl.commands.printing import print_tables, terminal_width, wrapped
+from embodied_rl.commands.printing import print_tables, terminal_width
+from embodied_rl.progress import wrapped_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -241,7 +242,7 @@ def _explain(found: Plan, measured: Measurement | None) -> None:
     import yaml
 
     for one in found.refused:
-        print("\n".join(wrapped(f"Left out: {one.reason}", terminal_width())))
+        print("\n".join(wrapped_lines(f"Left out: {one.reason}", terminal_width())))
     if measured is not None:
         print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.")
     text = yaml.safe_dump({"hybrid": {"placement": found.best.placement.to_dict()}}, sort_keys=False, default_flow_style=None)

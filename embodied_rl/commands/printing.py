@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from embodied_rl.progress import wrapped_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,17 +18,12 @@ def terminal_width() -> int:
     return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
-def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of at most `width` characters, where no word is longer; all but the first are indented."""
-    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
-
-
 def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     """Names and what they mean side by side in lines of at most `width` characters; a long name has a line for itself."""
     left = min(max(len(name) for name, _ in rows), width // 3)
     lines = []
     for name, text in rows:
-        room = wrapped(text, width - left - 4)
+        room = wrapped_lines(text, width - left - 4)
         if len(name) > left:
             lines.append(f"  {name}")
             name = ""
@@ -65,8 +61,8 @@ def _cells(table: Table) -> list[list[str]]:
 
 def _as_rows(table: Table, width: int) -> list[str]:
     headings, *rows = _cells(table)
-    lines = wrapped(str(table.title or ""), width)
+    lines = wrapped_lines(str(table.title or ""), width)
     for name, *cells in rows:
         told = ", ".join(f"{heading} {cell}" for heading, cell in zip(headings[1:], cells, strict=True) if cell)
-        lines += [f"{part}" for part in wrapped(f"  {name or headings[0]}: {told}", width, 6)]
+        lines += [f"{part}" for part in wrapped_lines(f"  {name or headings[0]}: {told}", width, 6)]
     return lines

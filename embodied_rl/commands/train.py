@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied_rl.commands.cli import command_line, run_command
-from embodied_rl.progress import progress_bar, run_clock
+from embodied_rl.commands.printing import terminal_width
+from embodied_rl.progress import progress_bar, run_clock, wrapped_lines
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
 
         if shows_progress(config):
             # What follows imports torch, which takes seconds.
-            print(plan_text(config, run_dir), flush=True)
+            what, where = plan_text(config, run_dir)
+            print("\n".join([*(wrapped_lines(what, terminal_width()) if sys.stdout.isatty() else [what]), where]), flush=True)
         with progress_bar("loading PyTorch", shown=shows_progress(config)):
             from embodied_rl.roles.failures import RoleLost
         for num_restarts in itertools.count():

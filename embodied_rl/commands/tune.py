@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from embodied_rl.bounds import PlayedEpisodes, Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command
-from embodied_rl.commands.printing import terminal_width, wrapped
+from embodied_rl.commands.printing import terminal_width
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
+from embodied_rl.progress import wrapped_lines
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -178,7 +179,7 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
             study.tell(trial, state=TrialState.FAIL)
             if trial.number == 0:
                 raise
-            print("\n".join(wrapped(f"Failed: {brief(error)}", terminal_width(), 2)), flush=True)
+            print("\n".join(wrapped_lines(f"Failed: {brief(error)}", terminal_width(), 2)), flush=True)
             continue
         if score is None:
             study.tell(trial, state=TrialState.FAIL)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from embodied_rl.loggers.base import LoggedRun, Logger
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, derived, meaning_of
-from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, show_board, spoke
+from embodied_rl.progress import LINE_INTERVAL_S, clock_text, end_board, show_board, spoke, wrapped_lines
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -102,7 +102,9 @@ class ConsoleLogger(Logger):
             self._print_line()
 
     def message(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        # Between words on a terminal; into a file as it is.
+        lines = wrapped_lines(text, self._console.width) if self._console.is_terminal else [text]
+        self._console.print("\n".join(lines), markup=False)
 
     def training_ended(self) -> None:
         if self._pending and not self._is_shown:
@@ -134,7 +136,8 @@ class ConsoleLogger(Logger):
     def _board(self) -> Group:
         from rich.console import Group
 
-        caption = [f"[dim]{self._caption}[/dim]"] if self._caption and "episode/return" in self._latest else []
+        told = self._caption if "episode/return" in self._latest else ""
+        caption = [f"[dim]{line}[/dim]" for line in wrapped_lines(told, min(self._console.width, 100))]
         return Group(self._bar(), metrics_table(self._latest, self._console.width), *caption)
 
     def _bar(self) -> Table:

@@ -44,6 +44,10 @@ class TextTask(Protocol):
         ...
 
 
+PLACEHOLDER = "package.module:Class"
+"""What configs/sim/text_task.yaml names."""
+
+
 def make(
     num_envs: int,
     environment: str,
@@ -64,6 +68,11 @@ def make(
     Raises:
         UserError: the class cannot be loaded or made, or lacks a method.
     """
+    if environment == PLACEHOLDER:
+        raise UserError(
+            "sim=text_task plays a text environment of your own (docs/text_environments.md): name it, "
+            "sim.kwargs.environment=my_package.my_module:MyTask, and type: policy=language generation=tokens_torch algorithm=grpo"
+        )
     maker = load_target(environment)
 
     def one() -> TextTask:
