@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,26 @@ def test_a_language_agent_answers_texts(tmp_path: Path) -> None:
     assert isinstance(policy.predict(text), str)
     policy.reset()
     assert len(policy.predict([text, text, text])) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_a_class_of_a_notebook_cell_is_sent_to_the_simulator_processes(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    from traitlets.config import Config
+
+    (env,) = re.findall(r"```python\n# my_package/my_module.py\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    imports, _, cell = env.partition("\n\n\n")
+    use = f"run = embodied_rl.learn(Docking, total_steps=256, overrides={[*SETTINGS, 'sim.max_episode_steps=20']}, run_dir='run')\n"
+    asked = "print(run.load_policy().predict([[0.5, 0.0], [0.1, 0.2]]).shape, len(run.metrics['step']))"
+    cells = [nbformat.v4.new_code_cell(text) for text in (imports + "\nimport embodied_rl", cell, use, asked)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    with tempfile.TemporaryDirectory(dir="/tmp") as sockets:  # as in test_examples: not over TCP, and of a short name
+        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
+        folder = {"metadata": {"path": str(tmp_path)}}
+        nbclient.NotebookClient(notebook, timeout=280, startup_timeout=240, config=config, resources=folder).execute()
+    (output,) = notebook.cells[-1].outputs
+    assert output["text"] == "(2, 1) 1\n"
+    (module,) = (tmp_path / "run" / "source").glob("docking_*.py")
+    assert "class Docking(gymnasium.Env):" in module.read_text(encoding="utf-8")

@@ -393,3 +393,32 @@ def test_mathematics_that_do_not_fit_are_one_line(overrides: list[str], reason: 
     done = run_command("sim=cartpole", *overrides, "run_dir=run", cwd=tmp_path, expect=2)
     assert reason in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_plugins_of_hydra_are_found(tmp_path: Path) -> None:
+    """A launcher in a package `hydra_plugins.telling`, as pip would install one, starts the runs of a sweep."""
+    plugin = tmp_path / "site" / "hydra_plugins" / "telling"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").touch()
+    (plugin / "launcher.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from hydra._internal.core_plugins.basic_launcher import BasicLauncher\n"
+        "from hydra.core.config_store import ConfigStore\n\n\n"
+        "class TellingLauncher(BasicLauncher):\n"
+        "    def launch(self, job_overrides, initial_job_idx):\n"
+        "        print('launched', len(job_overrides), flush=True)\n"
+        "        return super().launch(job_overrides, initial_job_idx)\n\n\n"
+        "@dataclass\n"
+        "class Conf:\n"
+        "    _target_: str = 'hydra_plugins.telling.launcher.TellingLauncher'\n\n\n"
+        "ConfigStore.instance().store(group='hydra/launcher', name='telling', node=Conf, provider='telling')\n",
+        encoding="utf-8",
+    )
+    words = ["-m", "hydra/launcher=telling", "sim=cartpole", *QUICK, "total_steps=256", "seed=1,2"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "embodied_rl.train", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "launched 2\n" in done.stdout
+    assert len(list(tmp_path.glob("runs/cartpole/*/results.json"))) == 2
