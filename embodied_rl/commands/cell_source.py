@@ -10,7 +10,7 @@ import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from embodied_rl.errors import UserError, shown
@@ -48,7 +48,7 @@ def _source_with_names(thing: Callable[..., Any]) -> str:
     values: dict[str, str] = {}
     definitions: dict[str, str] = {}
 
-    def need(definition: Any) -> None:
+    def need(definition: Callable[..., Any]) -> None:
         if definition.__qualname__ in definitions:
             return
         source = _definition(definition)
@@ -59,11 +59,11 @@ def _source_with_names(thing: Callable[..., Any]) -> str:
         del definitions[definition.__qualname__]
         definitions[definition.__qualname__] = source
 
-    def take(name: str, value: Any) -> None:
-        home, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    def take(name: str, value: object) -> None:
+        home, own = (getattr(value, part, None) for part in ("__module__", "__qualname__"))
         if isinstance(value, ModuleType):
             imports[name] = f"import {value.__name__} as {name}"
-        elif home == "__main__" and own == name and (inspect.isclass(value) or inspect.isfunction(value)):
+        elif home == "__main__" and own == name and isinstance(value, type | FunctionType):
             need(value)
         elif isinstance(home, str) and isinstance(own, str) and home != "__main__" and "." not in own and "<" not in own:
             imports[name] = f"from {home} import {own} as {name}"
@@ -77,7 +77,7 @@ def _source_with_names(thing: Callable[..., Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _definition(thing: Any) -> str:
+def _definition(thing: Callable[..., Any]) -> str:
     """The source of a class or function; of a cell from the lines that Python keeps for tracebacks."""
     code = thing.__code__ if inspect.isfunction(thing) else next(filter(None, map(_code_of, vars(thing).values())), None)
     lines = linecache.getlines(code.co_filename) if code is not None else []

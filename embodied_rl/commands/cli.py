@@ -41,7 +41,7 @@ def run_command(body: Callable[[], object]) -> None:
     except UserError as error:
         fail(str(error), 2)
     except NonFiniteError as error:
-        fail("\n".join([str(error), *getattr(error, "__notes__", [])]), 1)
+        fail("\n".join([str(error), *vars(error).get("__notes__", [])]), 1)
     except KeyboardInterrupt:
         fail("Interrupted.", 130)
     except BrokenPipeError:

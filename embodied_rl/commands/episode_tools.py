@@ -126,7 +126,7 @@ def describe(recording: Recording) -> dict[str, Any]:
     optional = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
     return {
         "path": str(recording.path),
-        "format": getattr(recording, "format", "native"),
+        "format": recording.format,
         "task": spec.task,
         "instruction": spec.instruction,
         "simulator": {key: info.sim[key] for key in _SAME_SIM if info.sim.get(key) is not None},
@@ -145,21 +145,16 @@ def describe(recording: Recording) -> dict[str, Any]:
         "observation": {key: part.to_dict() for key, part in spec.observation.items()},
         "action": spec.action.to_dict(),
         "control_hz": spec.control_hz,
-        "fields": [] if first is None else [name for name in optional if getattr(first, name) is not None],
+        "fields": [] if first is None else [name for name in optional if vars(first)[name] is not None],
         "states": [] if first is None else sorted(first.state or {}),
         "snapshots": 0 if first is None else len(first.snapshots),
         "images": {} if first is None else {camera: list(pictures.shape[1:]) for camera, pictures in first.images.items()},
-        "notes": [vars(note) for note in _notes(recording)],
+        "notes": [vars(note) for note in recording.notes],
     }
 
 
 def _range(values: np.ndarray) -> dict[str, Any]:
     return {"min": values.min().item(), "max": values.max().item()} if len(values) else {}
-
-
-def _notes(recording: Recording) -> tuple[FieldNote, ...]:
-    found: tuple[FieldNote, ...] = getattr(recording, "notes", ())
-    return found
 
 
 def _info(values: dict[str, Any]) -> None:
@@ -397,7 +392,7 @@ def _convert(values: dict[str, Any]) -> None:
     with open_recording(values["path"]) as source:
         if values["video"] == "raw" and values["format"] != "native":
             raise UserError("video=raw is for format=native; lerobot stores pictures as mp4 or png, the others always exactly.")
-        read, written = _notes(source), convert(source, output, values["format"], values["video"])
+        read, written = source.notes, convert(source, output, values["format"], values["video"])
         count = len(source)
     if values["json"]:
         print(json.dumps({"episodes": count, "read": [vars(note) for note in read], "written": [vars(note) for note in written]}, indent=1))

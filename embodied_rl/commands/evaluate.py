@@ -202,7 +202,7 @@ def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same
     from embodied_rl.resuming import load_policy
 
     check_compatible(checkpoint, spec, same_task=same_task)
-    base = base_of(checkpoint, getattr(checkpoint.config.policy, "model", None), verify=False)
+    base = base_of(checkpoint, vars(checkpoint.config.policy).get("model"), verify=False)
     module = read_language_policy(checkpoint.config, checkpoint.path, base=base)
     if policy == "random":
         return make_random_agent(checkpoint.config.agent, module, spec, seed)

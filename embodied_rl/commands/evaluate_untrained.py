@@ -43,7 +43,9 @@ class Untrained:
         """Where the policy's weights are read from; None: nowhere."""
         if self.kind in ("random", "openai"):
             return None
-        return getattr(self.config.policy, "path", None) or getattr(self.config.policy, "model", None)
+        named = vars(self.config.policy)
+        folder: str | None = named.get("path") or named.get("model")
+        return folder
 
     @property
     def label(self) -> str:
@@ -171,7 +173,7 @@ def _generator(player: Untrained, manager: Simulators) -> Iterator[Generator]:
     from embodied_rl.learning.devices import resolve_device
     from embodied_rl.policies.build import build_policy
 
-    policy: Any = build_policy(config.policy, spec)
+    policy = build_policy(config.policy, spec)
     policy.to(resolve_device(config.hybrid.device))
     policy.train(False)
     generator = TorchGenerator(policy)

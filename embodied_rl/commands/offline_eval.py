@@ -318,7 +318,7 @@ def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str
     print(f"{time.perf_counter() - started:.1f} s. Figures and report: {folder / DOCUMENT_FILE}, {folder / REPORT_FILE}")
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """The same with null for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _finite(part) for key, part in value.items()}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embodied_rl.config.placement import ClusterConfig, WorkloadConfig
+    from embodied_rl.hybrid.placement import Cluster
     from embodied_rl.planning.measuring import Measurement
     from embodied_rl.planning.search import Plan
 
@@ -190,7 +191,7 @@ def _save(path: Path, workload: WorkloadConfig) -> None:
     write_atomic(path, yaml.safe_dump(dataclasses.asdict(workload), sort_keys=False))
 
 
-def document_of(found: Plan, workload: WorkloadConfig, cluster: Any, measured: Measurement | None, command: str) -> dict[str, Any]:
+def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measured: Measurement | None, command: str) -> dict[str, Any]:
     """What the JSON holds."""
     import dataclasses
 
@@ -208,7 +209,7 @@ def document_of(found: Plan, workload: WorkloadConfig, cluster: Any, measured: M
     }
 
 
-def tables(found: Plan, workload: WorkloadConfig, cluster: Any, rows: int) -> list[Table]:
+def tables(found: Plan, workload: WorkloadConfig, cluster: Cluster, rows: int) -> list[Table]:
     """The fastest placements, the best of each kind among them."""
     from rich import box
     from rich.table import Table

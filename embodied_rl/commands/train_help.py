@@ -20,7 +20,7 @@ _CHOSEN = ("experiment", "sim", "policy", "algorithm", "generation", "hybrid", "
 
 def _value(composed: Mapping[str, Any], name: str) -> str:
     """What a configuration has for a dotted key, as one types it; empty where it has none."""
-    here: Any = composed
+    here: object = composed
     for part in name.split("."):
         if not isinstance(here, Mapping) or part not in here:
             return ""

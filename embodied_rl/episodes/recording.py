@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from embodied_rl.episodes.blocks import EpisodeBlock, block_of, cut_by_steps
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import SimSpec
+
+if TYPE_CHECKING:
+    from embodied_rl.episodes.formats.notes import FieldNote
 
 BLOCK_STEPS = 2**14
 """Steps that `Recording.blocks` reads at once."""
@@ -94,6 +97,11 @@ class Recording(ABC):
 
     Readers of files derive from it and give `episode`; `step` is worth giving too where an episode is not read lazily.
     """
+
+    format: ClassVar[str] = "native"
+    """Whose files they are."""
+    notes: tuple[FieldNote, ...] = ()
+    """What of other projects' files was read, derived or lost."""
 
     def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable) -> None:
         self.path, self.info, self.table = path, info, table

@@ -79,8 +79,8 @@ def marks_of(run: RunData) -> list[tuple[float, str, str]]:
     timed = [(row["step"], float(row[_WALL])) for row in run.metrics if isinstance(row.get(_WALL), int | float)]
     steps, walls = [step for step, _ in timed], [wall for _, wall in timed]
 
-    def minute(step: Any) -> float:
-        return float(np.interp(float(step), steps, walls)) / 60
+    def minute(step: float) -> float:
+        return float(np.interp(step, steps, walls)) / 60
 
     marks = []
     for row in run.metrics:
