@@ -70,7 +70,7 @@ EXAMPLES = (
     ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from its own episodes"),
     # agent programs
     ("program_without_words", "sim=agent_program algorithm=grpo", "set policy=language"),
-    ("program_apart", f"{PROGRAM} {APART}", "served by the process that trains: set hybrid=local or fsdp2"),
+    ("program_apart", f"{PROGRAM} hybrid=ray", "a proxy on their own machine, and with Ray the model that answers may be on another"),
     ("program_recorded", f"{PROGRAM} record.share=0.5", "record.share writes steps of a simulator"),
     ("program_warm_start", f"{PROGRAM} algorithm.warm_start={{player:a:b}}", "set algorithm.warm_start=null"),
     # language agents
@@ -105,11 +105,6 @@ EXAMPLES = (
     ("domains_offload", f"{DOMAINS} hybrid.offload=[optimizer]", "hybrid.offload is not offered in a run with several domains"),
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording is not offered in a run with several domains"),
     ("domains_share", f"{DOMAINS} algorithm.initialized.share=0.1", "algorithm.initialized.share is not offered in a run with several"),
-    (
-        "domains_sharding",
-        f"{GROUPS} video.enabled=no {POLE} hybrid=fsdp2",
-        "divides the run's language policy, and every domain has its own policy: set hybrid=local",
-    ),
     ("domains_film", f"{DOMAINS} video.enabled=auto", "set video.enabled=no"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language'"),
     (

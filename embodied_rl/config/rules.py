@@ -275,8 +275,9 @@ _PROGRAMS = (
     ),
     Rule(
         "program_apart",
-        lambda run: run.of_program and run.hybrid.plays_apart,
-        "Agent programs are served by the process that trains: set hybrid=local or fsdp2.",
+        lambda run: run.of_program and run.on_ray,
+        "Agent programs talk to a proxy on their own machine, and with Ray the model that answers may be on another: set "
+        "hybrid=local, fsdp2 or disaggregated.",
     ),
     Rule(
         "program_recorded",
@@ -417,11 +418,6 @@ _DOMAINS = (
             ("recording", lambda run: run.config.recording),
             ("algorithm.initialized.share", lambda run: run.algorithm.initialized.share > 0),
         )
-    ),
-    Rule(
-        "domains_sharding",
-        lambda run: run.config.domains and run.hybrid.sharding is not None and not run.texts,
-        "hybrid.sharding divides the run's language policy, and every domain has its own policy: set hybrid=local.",
     ),
     Rule(
         "domains_film",

@@ -27,6 +27,7 @@ from embodied_rl.config.algorithm import AlgorithmConfig
 from embodied_rl.config.building import Config, build, require
 from embodied_rl.config.domains import DomainConfig, PlayerConfig, merged
 from embodied_rl.config.hybrid import HybridConfig
+from embodied_rl.config.language import LanguageConfig
 from embodied_rl.config.policy import AnyPolicyConfig
 from embodied_rl.config.sim import SimConfig
 from embodied_rl.errors import UserError, did_you_mean, shown
@@ -211,6 +212,12 @@ class TrainConfig(Config):
             backend = "torch"
         generation = dataclasses.replace(self.generation, backend=backend, mix={})
         return dataclasses.replace(self, sim=domain.sim, policy=policy, agent=agent, algorithm=algorithm, generation=generation, domains={})
+
+    @property
+    def language(self) -> LanguageConfig:
+        """The policy, of a run whose policy speaks."""
+        assert isinstance(self.policy, LanguageConfig), "policy.name=language says so"
+        return self.policy
 
     @property
     def decisions_per_iteration(self) -> int:

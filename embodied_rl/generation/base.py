@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.types import ActionLayout, ActionSpec, Observation
 
 
@@ -61,6 +62,11 @@ class Generator:
     def publish(self, version: int) -> None:
         """Take the policy's present weights as `version`."""
         self.version = version
+
+    @property
+    def cache(self) -> TokenCache | None:
+        """The key-value cache of its token backend, which may be let go; None: it has none."""
+        return None
 
     def begin(self, slots: Iterable[int]) -> None:
         """The next observations of these slots are the first ones of new episodes."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.hybrid.engine import HybridEngine, TrainedCopy
 from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 from embodied_rl.learning.learner import Learner
@@ -69,12 +68,14 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
     return HybridEngine(policy, generator, trained=method.trained_copy, residency=residency)
 
 
-def _cache_of(generator: Any) -> Hooks:
+def _cache_of(generator: Generator) -> Hooks:
     """A token backend's key-value cache; nothing of it is kept on the host."""
-    backend = getattr(generator, "backend", generator)
-    if not (isinstance(backend, TokenCache) and backend.can_free_memory):
+    backend = generator.cache
+    if backend is None or not backend.can_free_memory:
         why = "keeps no cache that could be let go (vLLM gives its own back on GPUs only)"
-        raise UserError(f"hybrid.offload=[kv_cache]: {type(backend).__name__} {why}. Leave it out, or use generation=tokens_torch.")
+        raise UserError(
+            f"hybrid.offload=[kv_cache]: {type(backend or generator).__name__} {why}. Leave it out, or use generation=tokens_torch."
+        )
 
     def release() -> int:
         backend.release_memory()

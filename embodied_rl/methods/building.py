@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
-from embodied_rl.methods.language_player import Speaking, make_agent, make_agent_generator, make_backend, make_language_policy
+from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
 from embodied_rl.methods.streams import LANGUAGE, Stream, StreamGenerators, make_queue, make_starts
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import TrainedModule, layout_of
@@ -106,9 +107,12 @@ class Acting:
         """Of the stream's own policy."""
         raise NotImplementedError
 
-    def tokens(self, config: TrainConfig) -> TokenBackend:
-        """Samples with the language policy's weights, as `config.generation` says; asked for once for each kind. Raises UserError."""
+    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
+        """Samples with the language policy's weights, as `config.generation` says; asked for once for each name. Raises UserError."""
         raise NotImplementedError
+
+    def weights_go_through(self, name: str, backend: TokenBackend) -> None:
+        """The backend `name` has a thread of its own, which takes its weights from `backend`."""
 
 
 class ActingHere(Acting):
@@ -124,7 +128,7 @@ class ActingHere(Acting):
         policy = self._policies[stream.policy]
         return make_generator(stream.config.generation, policy), layout_of(policy)
 
-    def tokens(self, config: TrainConfig) -> TokenBackend:
+    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         """See `Acting.tokens`."""
         assert self._language is not None, "there is a language policy"
         return make_backend(config.generation, self._language, self._run_dir, seed=config.seed)
@@ -135,17 +139,22 @@ class Playing:
     """What was given to the streams of a process."""
 
     backends: dict[str, TokenBackend]
-    """{kind: backend} of those that sample with the policy's weights."""
+    """{name: backend} of those that sample with the policy's weights, and take them."""
     close: Callable[[], None]
     """Ends tools and backends."""
 
 
 def let_play(
-    streams: Sequence[Stream], acting: Acting, queue: GroupQueue, simulators: Callable[[Stream], Simulators] | None = None
+    streams: Sequence[Stream],
+    acting: Acting,
+    queue: GroupQueue,
+    run_dir: Path,
+    simulators: Callable[[Stream], Simulators] | None = None,
 ) -> Playing:
     """Give every stream its generator and its collector, which fills `queue`.
 
     Args:
+        run_dir: gets what agent programs failed of (`PROGRAM_FAULTS`).
         simulators: what a robot's collector plays in, in place of the stream's own.
 
     Raises:
@@ -162,12 +171,17 @@ def let_play(
             assert acting.speaking is not None, "there is a language policy"
             agent = stream.agent = make_agent(stream.config.agent, acting.speaking, stream.spec)  # its errors come before an engine
             stack.callback(agent.close)
+            if is_program(stream.config.sim):
+                served = _let_programs_play(stream, agent, acting, queue, run_dir)
+                stack.callback(served.close)
+                backends[stream.name] = served.backend
+                continue
             if not kind:
                 backend = _others_backend(stream, agent, acting.speaking)
                 stack.callback(backend.close)
             else:
                 if kind not in backends:
-                    backends[kind] = acting.tokens(with_backend(stream.config, kind))
+                    backends[kind] = acting.tokens(kind, with_backend(stream.config, kind))
                     stack.callback(backends[kind].close)
                     shared[kind] = SharedTokens(backends[kind])
                 backend = backends[kind] if kinds.count(kind) == 1 else shared[kind].view()
@@ -207,26 +221,31 @@ def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: 
         stream.generator = AgentGenerator(agent, backend, acting.weights, seed=stream.config.seed if stream.domain else 0)
 
 
-def _let_programs_play(stream: Stream, policy: LanguagePolicy, queue: GroupQueue, run_dir: Path) -> None:
-    """Of a run whose episodes are agent programs: the proxy that serves them, and their collector."""
-    config, programs = stream.config, cast(ProgramManager, stream.manager)
-    served = cast(ProgramGenerator, make_agent_generator(config, policy, stream.spec, run_dir))
-    stream.generator, stream.agent = served, served.agent
+def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: GroupQueue, run_dir: Path) -> ProgramGenerator:
+    """Of a stream whose episodes are agent programs: the proxy that serves them, with its own backend, and their collector."""
+    config, manager, speaking = stream.config, stream.manager, acting.speaking
+    assert isinstance(manager, ProgramManager), "what stands for programs' simulators"
+    assert speaking is not None, "there is a language policy"
+    backend = acting.tokens(stream.name, config)
+    served = ProgramGenerator(agent, speaking.tokenizer, backend, acting.weights, secrets.token_urlsafe(24))
+    acting.weights_go_through(stream.name, served.backend)
+    stream.generator = served
     stream.collector = ProgramCollector(
-        served.runner(programs.options),
+        served.runner(manager.options),
         queue,
         served.tokenizer,
-        num_slots=programs.num_slots,
+        num_slots=manager.num_slots,
         seed=config.seed,
         sampling=served.sampling(config.agent.temperature),
         greedy_member=_greedy_member(config),
         faults_file=run_dir / PROGRAM_FAULTS,
     )
+    return served
 
 
 def _kind_of(stream: Stream) -> str:
-    """Where the stream's tokens are sampled; empty: nowhere, or by another model."""
-    if stream.config.policy.name != "language":
+    """Where the stream's tokens are sampled; empty: nowhere, by another model, or by a backend of its own."""
+    if stream.config.policy.name != "language" or is_program(stream.config.sim):
         return ""
     if stream.other is None:
         return stream.config.generation.backend
@@ -284,13 +303,9 @@ def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, ch
         stream.starts = make_starts(stream.config, stream.manager.spec)
     policies, language = _policies(config, streams, run_dir, checkpoint, base)
     queue, first = make_queue(config, streams), streams[0]
-    if is_program(first.config.sim) and language is not None:
-        _let_programs_play(first, language, queue, run_dir)
-        generator = first.generator
-    else:
-        playing = let_play(streams, ActingHere(policies, language, run_dir), queue)
-        # That of a run's only stream, which knows its backend, as it is.
-        generator = _all_generators(streams, language, playing) if first.domain else first.generator
+    playing = let_play(streams, ActingHere(policies, language, run_dir), queue, run_dir)
+    # That of a run's only stream, which knows its backend, as it is.
+    generator = _all_generators(streams, language, playing) if first.domain else first.generator
     assert generator is not None, "all streams play here"
     return _learning(config, streams, policies, language, run_dir, generator, queue)
 
@@ -345,10 +360,11 @@ def _learning(
     ranks: RankHost | None = None,
 ) -> RunParts:
     learners: dict[str, GroupLearner] = {}
+    divided = _divided(policies, language)
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
         if language is None or policy is not language:
-            learners[name] = EpisodeLearner(_of_domain(own[0]), policy, ranks)
+            learners[name] = EpisodeLearner(own[0].config if name == divided else _whole(own[0].config), policy, ranks)
             continue
         learner = learners[name] = TokenLearner(config, {stream.domain: stream.config for stream in own}, language, ranks)
         if generator is not None:
@@ -360,10 +376,14 @@ def _learning(
     return RunParts(trained, language, method, generator or Generator())
 
 
-def _of_domain(stream: Stream) -> TrainConfig:
-    """Configuration of a named domain's own policy: without sharding, which is of the language policy; such a network is small."""
-    own = stream.config
-    return dataclasses.replace(own, hybrid=dataclasses.replace(own.hybrid, sharding=None)) if stream.domain else own
+def _divided(policies: Mapping[str, Any], language: LanguagePolicy | None) -> str:
+    """Name of the policy that `hybrid.sharding` divides, since a process has one group of ranks: the language policy, or the largest."""
+    return max(policies, key=lambda name: (policies[name] is language, sum(part.numel() for part in policies[name].parameters())))
+
+
+def _whole(config: TrainConfig) -> TrainConfig:
+    """The configuration of a policy that trains in this process."""
+    return dataclasses.replace(config, hybrid=dataclasses.replace(config.hybrid, sharding=None))
 
 
 def _policies(

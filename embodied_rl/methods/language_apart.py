@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import torch
 
 from embodied_rl.config import LanguageConfig, TrainConfig
 from embodied_rl.errors import UserError
@@ -70,36 +71,7 @@ def blank_policy(config: LanguageConfig, folder: Path) -> LanguagePolicy:
     return build_language_policy(dataclasses.replace(config, model=str(folder)), weights=False)
 
 
-class MergingTokens:
-    """A token backend that takes an adapter (the first time with its base model) and merges it. Implements `TokenBackend`."""
-
-    def __init__(self, backend: TokenBackend, policy: LanguagePolicy) -> None:
-        """`policy`: with LoRA; holds what was loaded so far."""
-        self._backend, self._policy = backend, policy
-
-    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; `tensors` are entries of `LanguagePolicy.state_dict`. Raises ValueError for unknown ones."""
-        unknown = self._policy.load_state_dict(dict(tensors), strict=False).unexpected_keys
-        if unknown:
-            raise ValueError(f"the policy has no {unknown[0]}")
-        self._backend.load_weights(version, self._policy.named_weights())
-
-    def __getattr__(self, name: str) -> Any:
-        """All else is the backend's."""
-        return getattr(self._backend, name)
-
-
-def merged_there(config: TrainConfig, backend: TokenBackend, folder: Path) -> TokenBackend:
-    """The backend that `hybrid.publish` needs: with ``adapter``, `MergingTokens` around it. Raises UserError as `blank_policy`."""
-    if config.hybrid.publish != "adapter":
-        return backend
-    assert isinstance(config.policy, LanguageConfig), "the configuration was checked"
-    merging: Any = MergingTokens(backend, blank_policy(config.policy, folder))
-    tokens: TokenBackend = merging
-    return tokens
-
-
-def blank_backend(config: TrainConfig, folder: Path, device: Any) -> TokenBackend:
+def blank_backend(config: TrainConfig, folder: Path, device: torch.device) -> TokenBackend:
     """The token backend of a configuration, with random weights; `load_weights` takes `LanguagePolicy.named_weights` of the whole policy.
 
     Args:
@@ -108,8 +80,7 @@ def blank_backend(config: TrainConfig, folder: Path, device: Any) -> TokenBacken
     Raises:
         UserError: the backend cannot run this model, or is not installed.
     """
-    assert isinstance(config.policy, LanguageConfig), "policy.name says so"
     # What is published has its adapter merged in.
-    plain = dataclasses.replace(config.policy, model=str(folder), adapter=None, lora_rank=0, value_head="none")
+    plain = dataclasses.replace(config.language, model=str(folder), adapter=None, lora_rank=0, value_head="none")
     policy = build_language_policy(plain, device, weights=False)
     return make_backend(config.generation, policy, folder, seed=config.seed)

@@ -52,8 +52,7 @@ def make_language_policy(
         UserError: the simulator does not speak, or the model cannot be loaded.
         MissingExtraError: transformers is not installed.
     """
-    language = config.policy
-    assert isinstance(language, LanguageConfig), "policy.name says so"
+    language = config.language
     for _, speaking in ((config.agent, manager), *further):
         _check_texts(speaking.spec)
     if checkpoint is not None:
@@ -72,8 +71,7 @@ def read_language_policy(
     Raises:
         IncompatibleCheckpointError: the folder or the tensors are not a language policy's.
     """
-    language = config.policy
-    assert isinstance(language, LanguageConfig), "policy.name says so"
+    language = config.language
     if base is not None:
         return build_language_policy(dataclasses.replace(language, model=str(base)))
     folder = checkpoint / MODEL_FOLDER

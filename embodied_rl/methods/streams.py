@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode
@@ -119,38 +119,49 @@ def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], S
     return found
 
 
-def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: Any = None) -> list[Stream]:
+def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: StreamWorker | None = None) -> list[Stream]:
     """Streams that are played in another process; `specs`: of the simulators of all streams, in their order.
 
     `worker`: who plays them (`roles.remote.RemoteWorker`); None: nothing is asked of them here.
     """
     left = list(specs)
     streams = streams_of(config, lambda own, num_slots: SimulatorsElsewhere(left.pop(0)))
-    for stream in streams if worker is not None else ():
-        stream.manager = StreamElsewhere(stream.domain, stream.manager.spec, worker)
+    if worker is not None:
+        for stream in streams:
+            stream.manager = StreamElsewhere(stream.domain, stream.manager.spec, worker)
     return streams
+
+
+class StreamWorker(Protocol):
+    """What plays streams in another process, as it is asked about a domain."""
+
+    def texts(self, domain: str) -> list[str]: ...
+
+    def demonstrate(self, domain: str) -> list[AgentEpisode]: ...
+
+    def evaluate_in(self, domain: str, num_episodes: int, first_seed: int) -> list[EpisodeSummary]: ...
 
 
 class StreamElsewhere(SimulatorsElsewhere):
     """The simulators of a stream that another process plays."""
 
-    def __init__(self, domain: str, spec: SimSpec, worker: Any) -> None:
+    def __init__(self, domain: str, spec: SimSpec, worker: StreamWorker) -> None:
         super().__init__(spec)
         self.domain, self._worker = domain, worker
 
     def texts(self) -> list[str]:
         """What the first observations say."""
-        return list(self._worker.texts(self.domain))
+        return self._worker.texts(self.domain)
 
     def demonstrate(self) -> list[AgentEpisode]:
         """Successful episodes of a warm start's scripted player."""
-        return list(self._worker.demonstrate(self.domain))
+        return self._worker.demonstrate(self.domain)
 
     def evaluate(
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
         """Held-out episodes, with the weights that were published last."""
-        return list(self._worker.evaluate_in(self.domain, num_episodes, first_seed))
+        return self._worker.evaluate_in(self.domain, num_episodes, first_seed)
 
 
 class DomainSimulators(Simulators):

@@ -10,20 +10,24 @@ from typing import Any
 
 import torch
 
-from embodied_rl.config import LanguageConfig, TrainConfig
+from embodied_rl.config import TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.learning.devices import resolve_device
 from embodied_rl.methods.building import Acting
-from embodied_rl.methods.language_apart import ModelFiles, blank_backend, merged_there, read_model, write_model_files
+from embodied_rl.methods.language_apart import ModelFiles, blank_backend, blank_policy, read_model, write_model_files
 from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import plan_here
 from embodied_rl.roles.multiplexed_tokens import start_token_hosts
 from embodied_rl.types import ActionLayout, SimSpec
+
+Weights = Any
+"""What is published: (name, tensor) pairs, or references to them in Ray's object store."""
 
 
 class OwnPolicy:
@@ -62,14 +66,13 @@ class WorkerActing(Acting):
         if not files:
             yield
             return
-        assert isinstance(self.config.policy, LanguageConfig), "the configuration was checked"
         with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
             self.files, self.folder = files, Path(name)
             write_model_files(files, self.folder)
-            self.speaking = read_model(self.config.policy, self.folder)
+            self.speaking = read_model(self.config.language, self.folder)
             yield
 
-    def load(self, version: int, tensors: Any) -> None:
+    def load(self, version: int, tensors: Weights) -> None:
         """Act with these weights as `version` from now on."""
         raise NotImplementedError
 
@@ -81,6 +84,8 @@ class LoadedActing(WorkerActing):
         super().__init__(config)
         self.policies: dict[str, OwnPolicy] = {}
         self.backends: dict[str, TokenBackend] = {}
+        self._merging: LanguagePolicy | None = None
+        """Holds what was loaded so far, where only an adapter comes (the first time with its base model) and is merged here."""
 
     def policy(self, name: str, config: TrainConfig, spec: SimSpec) -> OwnPolicy:
         """Build the policy `name` for a simulator."""
@@ -92,15 +97,22 @@ class LoadedActing(WorkerActing):
         own = self.policy(stream.policy, stream.config, stream.spec)
         return own.generator, own.layout
 
-    def tokens(self, config: TrainConfig) -> TokenBackend:
+    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         """See `Acting.tokens`. Raises UserError as `blank_backend` does."""
+        backend: TokenBackend
         if config.hybrid.placement.kind == "multiplexed":
             hosts = start_token_hosts(config, self.files, plan_here(config))
-            self.lease, backend = hosts.lease, merged_there(config, hosts, self.folder)
+            self.lease, backend = hosts.lease, hosts
         else:
-            backend = merged_there(config, blank_backend(config, self.folder, resolve_device(config.hybrid.device)), self.folder)
-        self.backends[config.generation.backend] = backend
+            backend = blank_backend(config, self.folder, resolve_device(config.hybrid.device))
+        if config.hybrid.publish == "adapter":
+            self._merging = blank_policy(config.language, self.folder)
+        self.backends[name] = backend
         return backend
+
+    def weights_go_through(self, name: str, backend: TokenBackend) -> None:
+        """See `Acting.weights_go_through`."""
+        self.backends[name] = backend
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `WorkerActing.load`: of a run with several policies their names stand before those of the tensors (`RunPolicies`)."""
@@ -108,8 +120,17 @@ class LoadedActing(WorkerActing):
             if name in self.policies:
                 self.policies[name].load(version, named)
             else:
+                merged = named if self._merging is None else _merged(self._merging, named)
                 for backend in self.backends.values():
-                    backend.load_weights(version, named)
+                    backend.load_weights(version, merged)
+
+
+def _merged(policy: LanguagePolicy, tensors: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+    """What acts after these entries of `LanguagePolicy.state_dict`. Raises ValueError for unknown ones."""
+    unknown = policy.load_state_dict(dict(tensors), strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(f"the policy has no {unknown[0]}")
+    return policy.named_weights()
 
 
 def _by_policy(tensors: Iterable[tuple[str, Any]]) -> dict[str, Iterable[tuple[str, Any]]]:

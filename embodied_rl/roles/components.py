@@ -18,9 +18,10 @@ from embodied_rl.methods import Method, make_method, training_sim
 from embodied_rl.methods.building import build_elsewhere, build_here
 from embodied_rl.methods.language_apart import model_files
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.hosts import this_machine
-from embodied_rl.roles.remote import RemoteCollector, RemoteWorker, WorkerHandle
+from embodied_rl.roles.remote import RemoteWorker, WorkerHandle
 from embodied_rl.roles.worker import make_scorer
 from embodied_rl.roles.worker_process import WorkerProcess
 from embodied_rl.roles.worker_team import WorkerTeam
@@ -116,7 +117,7 @@ def _around_worker(
     own = _here(config)
     with ExitStack() as undo:
         if config.algorithm.groups is None:
-            policy: Any = build_policy(config.policy, spec)
+            policy: TrainedModule = build_policy(config.policy, spec)
             worker.take_policy(policy, {})
             method: Method = make_method(own, worker, policy, worker.generator, run_dir)
             undo.callback(end_ranks, method)
@@ -125,7 +126,7 @@ def _around_worker(
             policy, method = parts.policy, parts.method
             undo.callback(end_ranks, method)
             worker.take_policy(policy, {} if parts.language is None else model_files(parts.language))
-        connected = connect(config, method, worker)
+        connected = worker.connect(method)
         undo.pop_all()
     return RunComponents(policy, worker.generator, connected)
 
@@ -160,21 +161,10 @@ def start_worker(config: TrainConfig) -> RemoteWorker | None:
         from embodied_rl.roles.ray_cluster import prepare
 
         prepare(config.hybrid.ray)
-        from embodied_rl.roles.ray_roles import start_on_ray
+        from embodied_rl.roles.ray_training import RayRun
 
-        return start_on_ray(config)
+        return RayRun(config)
     return RemoteWorker(config, _start_process)
-
-
-def connect(config: TrainConfig, method: Method, worker: RemoteWorker) -> Method:
-    """Tie a method to the worker elsewhere, and with Ray to the actor that trains; returns what the training loop asks."""
-    outer = method
-    if config.hybrid.cluster == "ray":
-        from embodied_rl.roles.ray_training import train_on_ray
-
-        outer = train_on_ray(config, method, worker)
-    method.collector = RemoteCollector(worker, lambda iteration: outer.restart(iteration))
-    return outer
 
 
 def _start_process(config: TrainConfig) -> WorkerHandle:

@@ -32,7 +32,7 @@ def encode_error(error: BaseException) -> dict[str, Any]:
         kind = type(error).__name__
         return {"type": kind if kind in _USER_ERRORS else "UserError", "message": str(error)}
     if isinstance(error, NonFiniteError):
-        return {"type": "NonFiniteError", "message": str(error), "batch": getattr(error, "batch", {})}
+        return {"type": "NonFiniteError", "message": str(error), "batch": error.batch or {}}
     return {"type": "RoleError", "message": "".join(traceback.format_exception(error)).rstrip()}
 
 

@@ -26,7 +26,7 @@ from embodied_rl.sim.batches import Slots
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.types import EpisodeSummary, StepBatch
+from embodied_rl.types import EpisodeSummary, Observation, StepBatch
 
 Key = tuple[int, int]
 """(slot, number of the episode)"""
@@ -180,11 +180,11 @@ def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
     order = np.argsort(slots)
     renamed = dict(zip(batch.slots.tolist(), slots.tolist(), strict=True))
     changed: dict[str, object] = {"slots": slots[order]}
+    parts = vars(batch)
     for name in ("reward", "terminated", "truncated", "success", "aborted", "chunk_reward", "chunk_success", "executed"):
-        part = getattr(batch, name)
-        changed[name] = None if part is None else part[order]
+        changed[name] = None if parts[name] is None else parts[name][order]
     for name in ("observation", "final_observation"):
-        changed[name] = {key: part[order] for key, part in getattr(batch, name).items()}
+        changed[name] = {key: part[order] for key, part in parts[name].items()}
     episodes: list[EpisodeSummary] = [dataclasses.replace(episode, slot=renamed[episode.slot]) for episode in batch.episodes]
     changed["episodes"] = tuple(sorted(episodes, key=lambda episode: episode.slot))
     return dataclasses.replace(batch, **changed)  # type: ignore[arg-type]
@@ -192,8 +192,7 @@ def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
 
 def _empty(manager: Simulators) -> StepBatch:
     """No rows."""
-    observation = {
-        key: np.empty((0, *getattr(part, "shape", ())), getattr(part, "dtype", object)) for key, part in manager.spec.observation.items()
-    }
+    observation: Observation = {key: np.empty(0, object) for key in manager.spec.observation}
+    observation |= {key: np.empty((0, *part.shape), part.dtype) for key, part in manager.spec.tensors.items()}
     flags = np.empty(0, bool)
     return StepBatch(np.empty(0, np.int64), observation, np.empty(0, np.float32), flags, flags, flags, observation, ())

@@ -13,6 +13,10 @@ from embodied_rl.stopping import waiting
 
 Outcome = tuple[str, Any]
 """("value", …), ("error", what `failures.encode_error` gives), or ("lost", which other role ended)."""
+Actor = Any
+"""Handle of an actor: Ray makes its methods when they are called."""
+Reference = Any
+"""To what an actor's method will have returned."""
 _SLICE_S = 0.5
 GONE = (RayActorError, ObjectLostError)
 """What Ray raises for an actor that ended, or for a lost node and its objects."""
@@ -28,7 +32,7 @@ def outcome_of(task: Callable[[], Any]) -> Outcome:
         return "error", encode_error(error)
 
 
-def value_of(reference: Any, role: str, *, can_give_up: bool = True) -> Any:
+def value_of(reference: Reference, role: str, *, can_give_up: bool = True) -> Any:
     """What an actor's method returned. Raises RoleLost, and what was raised there.
 
     Args:

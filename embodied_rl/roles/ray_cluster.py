@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -67,8 +68,9 @@ def needs_of(config: HybridConfig) -> list[Need]:
     num_rewards = 0 if config.reward_worker is None else config.reward_worker.num_workers * players
     needs: list[Need] = []
     actors: list[tuple[Role, int]] = [("env", players), ("generation", players), ("train", num_ranks), ("reward", num_rewards)]
+    all_cpus, all_gpus = dataclasses.asdict(config.ray.cpus), dataclasses.asdict(config.ray.gpus)
     for role, num in actors:
-        cpus, gpus = getattr(config.ray.cpus, role), getattr(config.ray.gpus, role)
+        cpus, gpus = all_cpus[role], all_gpus[role]
         if role == "train":
             # Divided among the ranks; Ray counts in steps of 0.0001.
             cpus, gpus = (math.floor(amount / num_ranks * 1e4 + 1e-6) / 1e4 for amount in (cpus, gpus))

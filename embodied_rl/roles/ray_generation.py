@@ -18,7 +18,7 @@ from embodied_rl.methods.building import with_backend
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.methods.streams import Stream
 from embodied_rl.roles.acting import LoadedActing, WorkerActing
-from embodied_rl.roles.ray_calls import Outcome, outcome_of, value_of
+from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of
 from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 _ROLE = "GenerationWorker"
@@ -48,19 +48,19 @@ class GenerationWorker:
 
         return outcome_of(build)
 
-    def begin_tokens(self, files: ModelFiles, kind: str) -> Outcome:
-        """Build the token backend of a kind (`generation.backend`) for a model."""
+    def begin_tokens(self, files: ModelFiles, name: str, kind: str) -> Outcome:
+        """Build the token backend `name` of a kind (`generation.backend`) for a model."""
 
         def build() -> None:
             _one_thread()
             with self._acting.reading(files):
-                self._acting.tokens(with_backend(self._acting.config, kind))
+                self._acting.tokens(name, with_backend(self._acting.config, kind))
 
         return outcome_of(build)
 
-    def tokens(self, kind: str, what: str, *arguments: Any) -> Outcome:
+    def tokens(self, name: str, what: str, *arguments: object) -> Outcome:
         """What the method `what` of a token backend returns."""
-        return outcome_of(lambda: _OF_TOKENS[what](self._acting.backends[kind], *arguments))
+        return outcome_of(lambda: _OF_TOKENS[what](self._acting.backends[name], *arguments))
 
     def act(self, name: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Outcome:
         """See `Generator.send` and `Generator.recv`."""
@@ -72,7 +72,7 @@ class GenerationWorker:
 
         return outcome_of(answer)
 
-    def load(self, version: int, references: list[Any]) -> Outcome:
+    def load(self, version: int, references: list[Reference]) -> Outcome:
         """Act with the weights that a `RayPublisher` published."""
 
         def take() -> None:
@@ -85,7 +85,7 @@ class GenerationWorker:
 class RayActing(WorkerActing):
     """A `GenerationWorker` as the rollout worker in an `EnvWorker` sees it."""
 
-    def __init__(self, config: TrainConfig, worker: Any) -> None:
+    def __init__(self, config: TrainConfig, worker: Actor) -> None:
         super().__init__(config)
         self._worker = worker
         self._handles: list[RayGenerator | RayTokens] = []
@@ -97,15 +97,14 @@ class RayActing(WorkerActing):
         self._handles.append(generator)
         return generator, layout
 
-    def tokens(self, config: TrainConfig) -> TokenBackend:
+    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         """See `Acting.tokens`."""
-        kind = config.generation.backend
-        value_of(self._worker.begin_tokens.remote(dict(self.files), kind), _ROLE)
-        backend = RayTokens(self._worker, kind)
+        value_of(self._worker.begin_tokens.remote(dict(self.files), name, config.generation.backend), _ROLE)
+        backend = RayTokens(self._worker, name)
         self._handles.append(backend)
         return backend
 
-    def load(self, version: int, tensors: list[Any]) -> None:
+    def load(self, version: int, tensors: list[Reference]) -> None:
         """See `WorkerActing.load`; `tensors` are references of a `RayPublisher`."""
         value_of(self._worker.load.remote(version, tensors), _ROLE)
         for handle in self._handles:
@@ -115,10 +114,10 @@ class RayActing(WorkerActing):
 class RayGenerator(Generator):
     """A robot's policy in a `GenerationWorker`, as a collector sees it."""
 
-    def __init__(self, worker: Any, name: str) -> None:
+    def __init__(self, worker: Actor, name: str) -> None:
         self._worker, self._name = worker, name
         self.version = 0
-        self._asked: deque[Any] = deque()
+        self._asked: deque[Reference] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """See `Generator.send`; what is sent is copied into the object store."""
@@ -142,8 +141,8 @@ class RayTokens(TokenBackend):
     version: int = 0
     """Of the weights that sample now."""
 
-    def __init__(self, worker: Any, kind: str) -> None:
-        self._worker, self._kind = worker, kind
+    def __init__(self, worker: Actor, name: str) -> None:
+        self._worker, self._name = worker, name
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`."""
@@ -173,8 +172,8 @@ class RayTokens(TokenBackend):
     def close(self) -> None:
         """The driver ends the worker."""
 
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        return value_of(self._worker.tokens.remote(self._kind, what, *arguments), _ROLE)
+    def _ask(self, what: str, *arguments: object) -> Any:
+        return value_of(self._worker.tokens.remote(self._name, what, *arguments), _ROLE)
 
 
 def _one_thread() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.exceptions import GetTimeoutError
@@ -31,7 +32,7 @@ from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, listen_o
 from embodied_rl.learning.train_worker import RankServer
 from embodied_rl.methods.language_apart import ModelFiles, write_model_files
 from embodied_rl.roles.failures import RoleLost, decode_error
-from embodied_rl.roles.ray_calls import GONE, Outcome, first_line, outcome_of, value_of
+from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 1.0
@@ -55,7 +56,7 @@ class RankWorker:
         """Meet the other ranks at this address from now on; None: at this actor's node's."""
         return outcome_of(lambda: listen_on(address or self.address()))
 
-    def do(self, message: dict[str, Any], text: bytes, payload: Any) -> Outcome:
+    def do(self, message: dict[str, Any], text: bytes, payload: np.ndarray) -> Outcome:
         """See `RankServer.do`; tensors come as `pack_tensors` gives them, and go as {name: array}."""
         tensors = dict(unpack_tensors(text, torch.from_numpy(payload.copy()))) if len(payload) else {}  # Ray's arrays are read-only
 
@@ -82,7 +83,7 @@ class RankWorker:
 class RayLink:
     """The way to one `RankWorker`. Implements `RankLink`."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Actor) -> None:
         self._actor = actor
         self._sent: list[Any] = []
         """References to what is not known to be done, in order."""
@@ -91,7 +92,7 @@ class RayLink:
         """See `Link.send`."""
         self.send_packed(message, *_packed(tensors))
 
-    def send_packed(self, message: Mapping[str, Any], text: Any, payload: Any) -> None:
+    def send_packed(self, message: Mapping[str, Any], text: bytes | Reference, payload: Tensor | Reference) -> None:
         """`text` and `payload`: of `pack_tensors`, or references to them. Raises ChannelClosed."""
         self._forget_done()
         self._sent.append(self._actor.do.remote(dict(message), text, payload))

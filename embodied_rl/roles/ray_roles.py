@@ -30,10 +30,9 @@ from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.weight_sync import DeltaSource, NamedTensors
 from embodied_rl.hybrid.weight_transports import RayPublisher
-from embodied_rl.roles.ray_calls import GONE, Outcome, first_line, outcome_of, value_of
+from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_generation import GenerationWorker, RayActing
-from embodied_rl.roles.remote import RemoteWorker, WorkerHandle
 from embodied_rl.roles.worker import RolloutWorker, serve
 from embodied_rl.roles.worker_team import WorkerTeam
 from embodied_rl.rollout.groups import WHOLE, Share
@@ -98,7 +97,7 @@ class RayScorer:
 class EnvWorker:
     """Simulators and the collector, which plays on between requests; a separate thread answers the requests."""
 
-    def __init__(self, config: TrainConfig, generation: Any, rewards: list[Any], share: Share = WHOLE) -> None:
+    def __init__(self, config: TrainConfig, generation: Actor, rewards: list[Actor], share: Share = WHOLE) -> None:
         """`share`: of the groups, where others play the rest."""
         self._requests: queue.SimpleQueue[tuple[str, dict[str, Any], Future[Outcome]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(config, generation, rewards, share), daemon=True).start()
@@ -109,7 +108,7 @@ class EnvWorker:
         self._requests.put((what, arguments, answer))
         return answer.result()
 
-    def _run(self, config: TrainConfig, generation: Any, rewards: list[Any], share: Share) -> None:
+    def _run(self, config: TrainConfig, generation: Actor, rewards: list[Actor], share: Share) -> None:
         options = config.hybrid.reward_worker
 
         def make_scoring(_: TrainConfig) -> RayScorer | None:
@@ -137,7 +136,7 @@ class EnvWorker:
             answer.set_result(("value", None))
             raise EOFError
 
-        def reply(value: Any, error: BaseException | None) -> None:
+        def reply(value: object, error: BaseException | None) -> None:
             answer.set_result(("value", value) if error is None else outcome_of(lambda: _raise(error)))
 
         return what, arguments, reply
@@ -153,18 +152,18 @@ class RayWorker:
         self._differences = DeltaSource() if config.hybrid.publish == "changed" else None
         self._timeout_s: float | None = cluster.config.ray.start_timeout_s + config.sim.start_timeout_s
         rewards = config.hybrid.reward_worker
-        generation: Any = ray.remote(GenerationWorker).options(**cluster.options("generation", share.index))
-        self.generation: Any = generation.remote(config)
+        generation: Actor = ray.remote(GenerationWorker).options(**cluster.options("generation", share.index))
+        self.generation: Actor = generation.remote(config)
         again = {"max_restarts": config.hybrid.max_restarts, "max_task_retries": -1}
         self.rewards: list[Any] = []
         for number in range(0 if rewards is None else rewards.num_workers):
             assert rewards is not None
             where = cluster.options("reward", share.index * rewards.num_workers + number)
             self.rewards.append(ray.remote(RewardWorker).options(**where, **again).remote(rewards.target, rewards.kwargs))
-        env: Any = ray.remote(EnvWorker).options(**cluster.options("env", share.index))
-        self.env: Any = env.remote(config, self.generation, self.rewards, share)
+        env: Actor = ray.remote(EnvWorker).options(**cluster.options("env", share.index))
+        self.env: Actor = env.remote(config, self.generation, self.rewards, share)
 
-    def call(self, what: str, **arguments: Any) -> Any:
+    def call(self, what: str, **arguments: object) -> Any:
         """See `WorkerHandle.call`. Raises UserError when the actors do not begin in time."""
         reference = self.env.do.remote(what, arguments)
         if self._timeout_s is not None:
@@ -204,7 +203,7 @@ class RayTeam(WorkerTeam):
         return int(num_bytes)
 
 
-def wait_for_start(cluster: RayCluster, reference: Any, timeout_s: float, role: str) -> None:
+def wait_for_start(cluster: RayCluster, reference: Reference, timeout_s: float, role: str) -> None:
     """Until an actor answers for the first time.
 
     Raises:
@@ -220,20 +219,6 @@ def wait_for_start(cluster: RayCluster, reference: Any, timeout_s: float, role: 
                 f"hybrid.cluster=ray: {role} did not begin within {timeout_s:g} s (hybrid.ray.start_timeout_s + sim.start_timeout_s); "
                 "`ray status` says what it waits for."
             )
-
-
-def start_on_ray(config: TrainConfig) -> RemoteWorker:
-    """A rollout worker out of actors. Raises UserError as `RayCluster` does."""
-    cluster = RayCluster(config.hybrid)
-
-    def start(given: TrainConfig) -> WorkerHandle:
-        if given.hybrid.players == 1:
-            return RayWorker(given, cluster)
-        return RayTeam(given, lambda own, share: RayWorker(own, cluster, share))
-
-    worker = RemoteWorker(config, start, at_close=[cluster.close])
-    worker.cluster = cluster
-    return worker
 
 
 def _raise(error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,22 @@ import ray
 import torch
 from torch import Tensor
 
-from embodied_rl.config import HybridConfig, LanguageConfig, TrainConfig
+from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
 from embodied_rl.learning.rank_hosts import RankHost
+from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.methods import Experience, Method, make_method
 from embodied_rl.methods.building import build_elsewhere
 from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
 from embodied_rl.methods.streams import streams_elsewhere
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import build_policy
-from embodied_rl.roles.ray_calls import Outcome, outcome_of, value_of
+from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
-from embodied_rl.roles.ray_roles import wait_for_start
-from embodied_rl.roles.remote import RemoteWorker
+from embodied_rl.roles.ray_roles import RayTeam, RayWorker, wait_for_start
+from embodied_rl.roles.remote import RemoteCollector, RemoteWorker, WorkerHandle
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.simulators import SimulatorsElsewhere
@@ -35,6 +37,10 @@ from embodied_rl.types import SimSpec
 
 class TrainWorker:
     """The learning half of a method."""
+
+    policy: TrainedModule
+    method: Method
+    """Both are there where nothing went wrong in making them."""
 
     def __init__(
         self,
@@ -51,8 +57,6 @@ class TrainWorker:
             ranks: the `RankWorker` of rank 1, 2, …
         """
         self._publisher = RayPublisher()
-        self.policy: Any = None
-        self.method: Any = None
 
         def build() -> None:
             # What plays, and with it the rest of `hybrid`, is elsewhere.
@@ -109,13 +113,23 @@ class TrainWorker:
         return outcome_of(publish)
 
     @property
-    def _ranks(self) -> Any:
+    def _ranks(self) -> RankExecutor | None:
         """Where `hybrid.sharding` divides the policy over actors; None: it trains in this one."""
         return self.method.sharded
 
     def ask(self, what: str, *arguments: Any) -> Outcome:
         """What the method's `what` returns: its state, or that it takes one."""
-        return outcome_of(lambda: getattr(self.method, what)(*arguments))
+        return outcome_of(lambda: _OF_METHODS[what](self.method, *arguments))
+
+
+_OF_METHODS: dict[str, Callable[..., object]] = {
+    "restart": lambda method, iteration: method.restart(iteration),
+    "state_tensors": lambda method: method.state_tensors(),
+    "load_state_tensors": lambda method, state: method.load_state_tensors(state),
+    "state_dict": lambda method: method.state_dict(),
+    "load_state_dict": lambda method, state: method.load_state_dict(state),
+}
+"""What is asked of a method there."""
 
 
 class TrainedApart(Method):
@@ -131,11 +145,11 @@ class TrainedApart(Method):
         assert worker.policy is not None, "take_policy comes first"
         self._policy = worker.policy
         num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
-        rank: Any = ray.remote(RankWorker)
+        rank: Actor = ray.remote(RankWorker)
         self._ranks = [rank.options(**cluster.options("train", number)).remote(worker.model) for number in range(1, num_ranks)]
-        actor: Any = ray.remote(TrainWorker).options(**cluster.options("train"))
+        actor: Actor = ray.remote(TrainWorker).options(**cluster.options("train"))
         specs = [spec.to_dict() for spec in worker.specs]
-        self._worker: Any = actor.remote(config, worker.num_slots, worker.model, specs, self._ranks)
+        self._worker: Actor = actor.remote(config, worker.num_slots, worker.model, specs, self._ranks)
         try:
             first = self._worker.load.remote(_on_host(self._policy.state_dict()))
             ranks_s = 0.0 if config.hybrid.sharding is None else config.hybrid.sharding.start_timeout_s
@@ -221,7 +235,7 @@ class TrainedApart(Method):
             with contextlib.suppress(Exception):  # whatever became of the cluster: this is the end of the run
                 ray.kill(worker)
 
-    def _ask(self, reference: Any) -> Any:
+    def _ask(self, reference: Reference) -> Any:
         # A trained policy that stayed there would be missing in the checkpoint.
         return value_of(reference, "TrainWorker", can_give_up=False)
 
@@ -235,16 +249,30 @@ class _NoCollector(Collector):
         """There is nothing to begin."""
 
 
-def train_on_ray(config: TrainConfig, method: Method, worker: RemoteWorker) -> TrainedApart:
-    """Give a method's learning half to an actor of the cluster that the rollout worker is on. Raises UserError when it cannot begin."""
-    trained = TrainedApart(config, method, worker, worker.cluster)
-    worker.at_close.append(trained.close)
-    return trained
+class RayRun(RemoteWorker):
+    """Rollout workers that are actors, and with them the actor that trains; they end the cluster with themselves."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Raises UserError as `RayCluster` does."""
+        self._cluster = RayCluster(config.hybrid)
+        super().__init__(config, self._start_actors, at_close=[self._cluster.close])
+
+    def _start_actors(self, config: TrainConfig) -> WorkerHandle:
+        if config.hybrid.players == 1:
+            return RayWorker(config, self._cluster)
+        return RayTeam(config, lambda own, share: RayWorker(own, self._cluster, share))
+
+    def connect(self, method: Method) -> Method:
+        """See `RemoteWorker.connect`: the method's learning half is given to an actor. Raises UserError when it cannot begin."""
+        trained = TrainedApart(self.config, method, self, self._cluster)
+        self.at_close.append(trained.close)
+        method.collector = RemoteCollector(self, trained.restart)
+        return trained
 
 
 def _learner(
     config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, model: ModelFiles, folder: Path, ranks: RankHost
-) -> tuple[Any, Method]:
+) -> tuple[TrainedModule, Method]:
     """(policy with random weights, method). `specs`: of all streams; `model`: of a language policy."""
     run_dir = Path(config.run_dir)
     if config.algorithm.groups is None:
@@ -252,9 +280,8 @@ def _learner(
         return policy, make_method(config, SimulatorsElsewhere(specs[0], num_slots), policy, Generator(), run_dir, ranks)
     language = None
     if model:
-        assert isinstance(config.policy, LanguageConfig), "others have no files"
         write_model_files(model, folder)
-        language = blank_policy(config.policy, folder)
+        language = blank_policy(config.language, folder)
     parts = build_elsewhere(config, streams_elsewhere(config, specs), run_dir, language=language, ranks=ranks)
     return parts.policy, parts.method
 

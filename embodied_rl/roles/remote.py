@@ -14,6 +14,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_sync import is_lora
+from embodied_rl.methods.base import Method
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.roles.failures import RoleLost
@@ -29,7 +30,7 @@ from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout, SimSpec
 class WorkerHandle(Protocol):
     """A rollout worker in a process or in an actor."""
 
-    def call(self, what: str, **arguments: Any) -> Any:
+    def call(self, what: str, **arguments: object) -> Any:
         """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""
         ...
 
@@ -63,8 +64,6 @@ class RemoteWorker(Simulators):
         """Of the last time."""
         self._has_base = False
         """The worker has what never changes."""
-        self.cluster: Any = None
-        """The Ray cluster that it plays on; None without."""
         self.policy: TrainedModule | None = None
         """Whose weights `publish` sends; see `take_policy`."""
         self.model: ModelFiles = {}
@@ -100,6 +99,11 @@ class RemoteWorker(Simulators):
             self._live().call("take_model", files=model)
         except RoleLost as lost:
             self.replace(lost)
+
+    def connect(self, method: Method) -> Method:
+        """Have a method learn from what is played there; returns what the training loop asks."""
+        method.collector = RemoteCollector(self, method.restart)
+        return method
 
     def worker_pids(self) -> list[int]:
         """Of the worker's simulators."""
@@ -142,7 +146,7 @@ class RemoteWorker(Simulators):
         """See `RolloutWorker.evaluate`."""
         return list(self.insist("evaluate", num_episodes=num_episodes, first_seed=first_seed, domain=domain))
 
-    def ask(self, what: str, **arguments: Any) -> Any:
+    def ask(self, what: str, **arguments: object) -> Any:
         """See `WorkerHandle.call`."""
         return self._live().call(what, **arguments)
 
@@ -196,7 +200,7 @@ class RemoteWorker(Simulators):
             return {name: tensor for name, tensor in state.items() if is_lora(name)} if self._has_base else dict(state)
         return dict(self.policy.named_weights())
 
-    def insist(self, what: str, **arguments: Any) -> Any:
+    def insist(self, what: str, **arguments: object) -> Any:
         """`ask`, again of a new worker when one ends."""
         while True:
             try:
@@ -266,18 +270,17 @@ class RemoteCollector(Collector):
 
     def next_rollout(self, version: int) -> Rollout:
         """See `RolloutCollector.next_rollout`."""
-        data = self._play(version).data
-        assert isinstance(data, Rollout)
-        return data
+        rollout = self._play(version).rollout
+        assert rollout is not None, "fixed rollouts"
+        return rollout
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """See `GroupCollector.next_groups`; the queue here learns in the same moment that they are consumed."""
         played = self._play(version)
         assert self._queue is not None, "restart comes first"
         assert played.queue is not None
-        assert isinstance(played.data, list)
         self._queue.mirror(played.queue)
-        return played.data
+        return played.groups
 
     def metrics(self) -> dict[str, float]:
         """How long the trainer waited, what the worker did meanwhile or before, and what publishing took; of the last iteration."""

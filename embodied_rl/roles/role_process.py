@@ -36,7 +36,7 @@ class RoleProcess:
         self._who, self._link = who, Link(self.socket, begins=True)
         self._finalizer = weakref.finalize(self, _end, self._link, self.process)
 
-    def tell(self, what: str, **arguments: Any) -> None:
+    def tell(self, what: str, **arguments: object) -> None:
         """Send a request. Raises RoleLost."""
         message, tensors = pack(arguments)
         try:

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,16 @@ class _Host:
         self._in_flight: set[int] = set()
         self._stands = False
         self._reader: tuple[str, SharedWeightsReader] | None = None
+        self._asked: dict[str, Callable[..., None]] = {
+            "submit": self._submit,
+            "abort": self._abort,
+            "pause": self._pause,
+            "resume": self._resume,
+            "load": self._load,
+            "release_memory": self._release_memory,
+            "restore_memory": self._restore_memory,
+        }
+        """What may be asked, by name."""
 
     def serve(self) -> None:
         """Sample, and do what is asked between two steps, until the other end is gone (ChannelClosed)."""
@@ -183,7 +193,7 @@ class _Host:
             wait_s = None if not self._in_flight else _NAP_S if self._stands else 0.0
             if select.select([self._descriptor], [], [], wait_s)[0]:
                 message, tensors = self._link.recv()
-                getattr(self, f"_{message['do']}")(**unpack(message["with"], tensors))
+                self._asked[message["do"]](**unpack(message["with"], tensors))
             elif not self._stands:
                 self._send(self.backend.poll(1, 0.0))
 

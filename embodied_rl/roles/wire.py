@@ -35,7 +35,7 @@ def register(kind: type[Any]) -> type[Any]:
     return kind
 
 
-def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
+def pack(value: object) -> tuple[Any, dict[str, Tensor]]:
     """What `json` takes, and the arrays beside it.
 
     Numbers, texts, None, lists, tuples, mappings, arrays, torch tensors and the known dataclasses come back as they were; of anything
@@ -45,14 +45,13 @@ def pack(value: Any) -> tuple[Any, dict[str, Tensor]]:
     return _pack(value, parcel), parcel.tensors()
 
 
-def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
+def unpack(value: object, tensors: dict[str, Tensor]) -> Any:
     """What `pack` was given. Raises ValueError for a type that is not known."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value[_KIND]
-    content: Any = value.get("v")
     if kind == "array":
         return tensors[value["n"]].numpy()
     if kind == "small array":
@@ -61,26 +60,26 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "tensor":
         return tensors[value["n"]]
     if kind == "scalar":
-        return np.dtype(value["t"]).type(content)
+        return np.dtype(value["t"]).type(value["v"])
     if kind == "text array":
-        return np.asarray(content, value["t"]).reshape(value["s"])
+        return np.asarray(value["v"], value["t"]).reshape(value["s"])
     if kind == "objects":
-        found: np.ndarray = np.empty(len(content), object)
-        for place, item in enumerate(content):  # one by one: numpy would look into arrays
+        found: np.ndarray = np.empty(len(value["v"]), object)
+        for place, item in enumerate(value["v"]):  # one by one: numpy would look into arrays
             found[place] = unpack(item, tensors)
         return found.reshape(value["s"])
     if kind == "tuple":
-        return tuple(unpack(item, tensors) for item in content)
+        return tuple(unpack(item, tensors) for item in value["v"])
     if kind == "mapping":
-        return {unpack(key, tensors): unpack(item, tensors) for key, item in content}
+        return {unpack(key, tensors): unpack(item, tensors) for key, item in value["v"]}
     if kind == "enum":
-        return _ENUMS[value["t"]][content]
+        return _ENUMS[value["t"]][value["v"]]
     if kind != "object" or value["t"] not in _TYPES:
         raise ValueError(f"a message holds {kind} {value.get('t')!r}, which is not known")
-    return _TYPES[value["t"]](**{name: unpack(item, tensors) for name, item in content.items()})
+    return _TYPES[value["t"]](**{name: unpack(item, tensors) for name, item in value["v"].items()})
 
 
-def _pack(value: Any, parcel: _Parcel) -> Any:
+def _pack(value: object, parcel: _Parcel) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.ndarray):
@@ -92,7 +91,7 @@ def _pack(value: Any, parcel: _Parcel) -> Any:
     if isinstance(value, enum.Enum) and type(value).__name__ in _ENUMS:
         return {_KIND: "enum", "t": type(value).__name__, "v": value.name}
     if dataclasses.is_dataclass(value) and _TYPES.get(type(value).__name__) is type(value):
-        fields = {field.name: _pack(getattr(value, field.name), parcel) for field in dataclasses.fields(value)}
+        fields = {field.name: _pack(vars(value)[field.name], parcel) for field in dataclasses.fields(value)}
         return {_KIND: "object", "t": type(value).__name__, "v": fields}
     if isinstance(value, Mapping):
         return {_KIND: "mapping", "v": [[_pack(key, parcel), _pack(item, parcel)] for key, item in value.items()]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, simulators_of, streams_of
 from embodied_rl.methods.warm_start import play_script
-from embodied_rl.roles.acting import LoadedActing, WorkerActing
+from embodied_rl.roles.acting import LoadedActing, Weights, WorkerActing
 from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import hosted_sim, plan_here
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
@@ -27,9 +28,9 @@ from embodied_rl.roles.wire import register
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.program_manager import make_manager
 from embodied_rl.rollout.scoring import Scorer, ThreadScorer, load_score
 from embodied_rl.sim.faults import FaultRecord
-from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout
@@ -40,13 +41,15 @@ from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout
 class Collected:
     """What was collected for one update, and what its receiver needs to go on should the worker end."""
 
-    data: Rollout | list[EpisodeGroup]
+    groups: list[EpisodeGroup]
+    """Empty: it is a fixed rollout."""
     times: CollectorTimes
     queue: dict[str, Any] | None
-    """Of groups: the queue's state as if `data` were trained on. It comes with the groups, so that none is consumed twice."""
+    """Of groups: the queue's state as if they were trained on. It comes with the groups, so that none is consumed twice."""
     faults: list[FaultRecord]
     """Of simulators, since the last time."""
     metrics: dict[str, float]
+    rollout: Rollout | None = None
     spans: list[Span] = field(default_factory=list)
     """Of hosts, for a timeline."""
 
@@ -113,7 +116,7 @@ class RolloutWorker:
 
     def _start(self, config: TrainConfig, num_slots: int | None) -> Simulators:
         """The simulators of a stream."""
-        return EnvManager.from_config(
+        return make_manager(
             hosted_sim(config, training_sim(config)),
             EpisodeSeeds.training(config.seed),
             num_slots=num_slots,
@@ -153,13 +156,13 @@ class RolloutWorker:
                 self._collector = make_rollout_collector(config, self.manager, first.generator, layout)
                 return
             self.queue = make_queue(config, self.streams, self._share)
-            self._playing = let_play(self.streams, self.acting, self.queue, self._simulators)
+            self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._simulators)
         self.lease = self.lease or self.acting.lease
         self._collector = make_collector(config, self.streams, self.queue)
         self.scorer = self._make_scoring(config)
         self._collector.score_with(self.scorer)
 
-    def load(self, version: int, tensors: Any) -> None:
+    def load(self, version: int, tensors: Weights) -> None:
         """Take weights as `version`; the batch that was played last is settled then, and places are free."""
         self.acting.load(version, tensors)
         self._take_back()
@@ -177,15 +180,16 @@ class RolloutWorker:
 
     def play(self, version: int) -> Collected:
         """Collect for one update of the weights `version`. Raises SimFault and BatchNeverFullError."""
-        data: Rollout | list[EpisodeGroup]
+        groups: list[EpisodeGroup] = []
+        state = rollout = None
         if self.queue is None:
-            data = self.collector.next_rollout(version)
+            rollout = self.collector.next_rollout(version)
         else:
-            data = self.collector.next_groups(version)
+            groups = self.collector.next_groups(version)
             self._lend()
-        state = None if self.queue is None else self.queue.state_dict(settled=True)
+            state = self.queue.state_dict(settled=True)
         spans = [] if self.lease is None else self.lease.spans()
-        return Collected(data, self.collector.times, state, self._new_faults(), self._metrics(), spans)
+        return Collected(groups, self.collector.times, state, self._new_faults(), self._metrics(), rollout, spans)
 
     def demonstrate(self, domain: str) -> list[AgentEpisode]:
         """See `play_script`; what was being played is lost, so that `restart` must follow."""

@@ -47,7 +47,7 @@ class WorkerProcess:
         self._only_changed = config.hybrid.publish == "changed"
         self._role.tell("begin", config=config.to_dict(), share=[share.index, share.count])
 
-    def call(self, what: str, **arguments: Any) -> Any:
+    def call(self, what: str, **arguments: object) -> Any:
         """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""
         self._role.tell(what, **arguments)
         return self._answer()
@@ -109,7 +109,7 @@ class _LinkInbox:
             assert held.version == version, "weights are published before they are announced"
             return {"version": version, "tensors": {name: tensor.clone() for name, tensor in held.tensors.items()}.items()}
 
-    def _answer(self, value: Any, error: BaseException | None) -> None:
+    def _answer(self, value: object, error: BaseException | None) -> None:
         try:
             if error is not None:
                 self._link.send({"error": encode_error(error)})

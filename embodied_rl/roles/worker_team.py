@@ -143,10 +143,9 @@ def joined(parts: Sequence[Collected]) -> Collected:
     """What all of them played, as one worker's: groups by number; times of the one that took longest."""
     groups: list[EpisodeGroup] = []
     for part in parts:
-        assert isinstance(part.data, list), "fixed rollouts have one worker"
-        groups += part.data
+        groups += part.groups
     return Collected(
-        data=sorted(groups, key=lambda group: group.number),
+        groups=sorted(groups, key=lambda group: group.number),
         times=max((part.times for part in parts), key=lambda times: times.simulate_s + times.act_s, default=CollectorTimes()),
         queue=united([part.queue for part in parts if part.queue is not None]),
         faults=[record for part in parts for record in part.faults],

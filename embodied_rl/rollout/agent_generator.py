@@ -18,7 +18,7 @@ from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import texts
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, Generator
-from embodied_rl.generation.tokens import Completion, TokenBackend
+from embodied_rl.generation.tokens import Completion, TokenBackend, TokenCache
 from embodied_rl.stopping import waiting
 from embodied_rl.types import Observation
 
@@ -80,6 +80,11 @@ class AgentGenerator(Generator):
         self.on_answer: Callable[[int, str, Prompt, Completion, Answer], object] | None = None
         """Called with every answer: slot, what was seen, the prompt, its tokens, what they mean. For films and pages of dialogues."""
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
+
+    @property
+    def cache(self) -> TokenCache:
+        """See `Generator.cache`."""
+        return self.backend
 
     def begin(self, slots: Iterable[int]) -> None:
         """New episodes begin in these slots."""

@@ -18,7 +18,6 @@ from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramRunn
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, QueuePump
 from embodied_rl.serving.agents.captured import CapturedSession, CapturedTurn
 from embodied_rl.serving.agents.sessions import SessionSampling
-from embodied_rl.types import EpisodeGroup
 
 _LOOK_S = 0.25
 """How often it is looked whether running programs are still needed."""
@@ -55,20 +54,10 @@ class ProgramCollector(QueuePump):
         self.runner = runner
         self.faults: list[ProgramFault] = []
         """All of the run so far."""
-        self._faults_file, self._faults_written = faults_file, 0
+        self._faults_file = faults_file
         self._tokenizer, self._num_slots, self._sampling, self._greedy_member = tokenizer, num_slots, sampling, greedy_member
         self._turns: dict[Assignment, int] = {}
         self._counts: Counter[str] = Counter()
-
-    def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """See `QueuePump.next_groups`; programs that failed are written down, also where that raises."""
-        try:
-            return super().next_groups(version)
-        finally:
-            if (faults := self.faults[self._faults_written :]) and self._faults_file is not None:
-                with self._faults_file.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps({"iteration": version, **fault.to_dict()}) + "\n" for fault in faults)
-            self._faults_written = len(self.faults)
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Start the programs that the queue asks for, and hand in those that ended. False: none is running, and none is being scored."""
@@ -126,6 +115,9 @@ class ProgramCollector(QueuePump):
         if isinstance(played.outcome, ProgramFault):
             self._counts.update({"failed": 1, f"failed_{played.outcome.kind.value}": 1})
             self.faults.append(played.outcome)
+            if self._faults_file is not None:
+                with self._faults_file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"iteration": self.queue.version, **played.outcome.to_dict()}) + "\n")
             self.queue.failed(whose, str(played.outcome))
             return
         episode = episode_of_session(

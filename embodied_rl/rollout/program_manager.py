@@ -32,13 +32,13 @@ class ProgramGenerator(AgentGenerator):
     """Serves programs through its own agent proxy, which has the backend until `close`."""
 
     def __init__(
-        self, agent: Agent, tokenizer: Any, backend: TokenBackend, weights: Callable[[], Iterable[tuple[str, Any]]], token: str
+        self, agent: Agent, tokenizer: Any, backend: TokenBackend, weights: Callable[[], Iterable[tuple[str, Any]]] | None, token: str
     ) -> None:
         """
         Args:
             tokenizer: the model's `ChatTokenizer`.
             agent: how answers are sampled and how long they may be; its prompts are not used, for programs write their own.
-            weights: what `publish` loads into the backend.
+            weights: what `publish` loads into the backend; None: others load it.
             token: opens sessions; a secret, so that programs have only the sessions that were opened for them.
 
         Raises:

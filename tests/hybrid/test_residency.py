@@ -12,7 +12,8 @@ from torch import nn
 
 from embodied_rl.config import HybridConfig, ShardingConfig
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.base import Generator
+from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.hybrid.engine import HybridEngine
@@ -128,6 +129,17 @@ def test_hooks_are_called_in_turn_and_once() -> None:
         residency.register("weights", Hooks(lambda: 0, lambda: None))  # type: ignore[arg-type]
 
 
+class Answering(Generator):
+    """Has a backend with a cache."""
+
+    def __init__(self, backend: TokenBackend) -> None:
+        self._backend = backend
+
+    @property
+    def cache(self) -> TokenBackend:
+        return self._backend
+
+
 def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
     """Answers in flight go on as if nothing had been, and one may be given up meanwhile."""
     backends = pytest.importorskip("embodied_rl.generation.torch_tokens", reason="the extra 'language' is not installed")
@@ -137,7 +149,7 @@ def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
     def run(config: HybridConfig) -> tuple[dict[int, Any], list[int]]:
         backend = backends.TorchTokens(model, max_batch=3)
         policy = make_policy()
-        engine = make_engine(config, policy, backend, Trains(rollout_learner(policy, CONFIG, num_threads=1)), Simulators())
+        engine = make_engine(config, policy, Answering(backend), Trains(rollout_learner(policy, CONFIG, num_threads=1)), Simulators())
         backend.submit(asked)
         sizes, found = [], []
         for turn in range(3):

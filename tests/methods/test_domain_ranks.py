@@ -1,15 +1,20 @@
-"""Several domains whose language policy is divided over two ranks: the run is that of one process."""
+"""Several domains of which one policy is divided over two ranks: the run is that of one process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.compose import load_train_config
+from embodied_rl.trainer import Trainer
 from tests.learning.test_sharded_runs import check_moves
 from tests.methods.test_multi_domain import COMMON, DOMAINS
+from tests.short_run import last_of
 
 HERE = tuple(word for word in COMMON if not word.startswith(("hybrid.", "checkpoint.", "video.", "logger", "evaluation.")))
 
@@ -18,3 +23,24 @@ HERE = tuple(word for word in COMMON if not word.startswith(("hybrid.", "checkpo
 def test_domains_move_between_one_and_two_ranks(tmp_path: Path) -> None:
     """A robot's own network trains beside the ranks; both go on from checkpoints of either kind."""
     check_moves(tmp_path, (*HERE, *DOMAINS, "agent.evaluation_temperature=1.0", "algorithm.kl.coef=0.05"), 300, 600)
+
+
+def test_without_a_language_policy_the_largest_is_divided(tmp_path: Path) -> None:
+    """A network for pixels that acts in chunks trains on two ranks, and the small one of the pole beside them, as in one process."""
+    points = "{name: points, target: 'tests.vla.toys:PointSim', num_slots: 3, num_workers: 1}"
+    vla = "{name: tiny_vla, width: 16, num_heads: 2, num_layers: 1, conv_channels: [4], num_keypoints: 4, num_bins: 9, chunk: 3}"
+    task = [word for word in COMMON if not word.startswith(("policy", "agent.", "generation"))]
+    task += ["policy=mlp", DOMAINS[-1], f"domains.points={{weight: 2, sim: {points}, policy: {vla}}}", "total_steps=150"]
+    ranks = ["hybrid=fsdp2", "hybrid.device=cpu", "hybrid.num_threads=1"]
+    states = []
+    for name, more in (("here", ["hybrid.device=cpu"]), ("ranks", ranks)):
+        config = load_train_config(last_of([*task, *more, f"run_dir={tmp_path / name}"]))
+        (tmp_path / name).mkdir()
+        with Trainer(config, tmp_path / name, command="test") as trainer:
+            assert (trainer.method.sharded is not None) == (name == "ranks")
+            trainer.run()
+        states.append(load_checkpoint(tmp_path / name).policy)
+    one, two = states
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(two[key], tensor, atol=1e-5, rtol=1e-4)

@@ -125,6 +125,27 @@ def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
         evaluate_checkpoint(checkpoint, 1, policy="random")
 
 
+@pytest.mark.parametrize("placement", ["hybrid=local", "hybrid=disaggregated"])
+def test_programs_are_one_of_several_domains_here_and_elsewhere(tmp_path: Path, placement: str) -> None:
+    """Beside a game that the agent itself plays: one model answers both, and learns from both."""
+    kwargs = f"tasks: '{AGENT / 'tasks.jsonl'}', function: '{AGENT / 'agent.py'}:play', reward: return, texts: [say one colour]"
+    programs = f"{{name: agent_program, target: 'embodied_rl.sim.text.program:AgentProgram', kwargs: {{{kwargs}}}, num_slots: 2}}"
+    lake = "{name: frozenlake, target: 'embodied_rl.sim.text.frozenlake:make', kwargs: {hints: true}, num_slots: 4, num_workers: 1}"
+    words = [word for word in SMALL if not word.startswith(("experiment", "sim.", "algorithm.groups.groups_per_step"))]
+    words += ["policy=language", "algorithm=grpo", "generation=tokens_torch", "video.enabled=no", "algorithm.groups.filters=[]", placement]
+    words += [f"domains.code={{sim: {programs}}}", f"domains.lake={{sim: {lake}, agent: {{actions: [up, down, left, right]}}}}"]
+    words += ["algorithm.groups.groups_per_step=4", "total_steps=20", "evaluation.num_episodes=2", "agent.max_new_tokens=4"]
+    words += ["algorithm.minibatch_size=16", "hybrid.device=cpu", "hybrid.num_threads=1", f"run_dir={tmp_path / 'run'}"]
+    folder = train(load_train_config(words))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["domains/code/groups_consumed"] == rows[-1]["domains/lake/groups_consumed"] == 2 * len(rows)
+    assert rows[-1]["domains/code/agent/turns_per_program"] >= 1
+    assert rows[-1]["train/language/tokens"] > 0
+    results = json.loads((folder / "results.json").read_text())
+    assert {name: own["num_episodes"] for name, own in results["tasks"].items()} == {"code": 2, "lake": 2}
+    assert (folder / "dialogues-code.html").is_file()
+
+
 def test_failed_programs_are_written_down(tmp_path: Path) -> None:
     """One that fails has no reward in training, and counts as an episode without success in evaluation."""
     crashing = tmp_path / "crashing.py"

@@ -56,9 +56,7 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
         assert player.queue is not None
         player.restart(0, player.queue.state_dict())
         for version in range(num_batches):
-            data = player.play(version).data
-            assert isinstance(data, list)
-            for group in data:
+            for group in player.play(version).groups:
                 assert group.number not in {number for number, _ in found}, "consumed twice"
                 found |= {(group.number, place): episode for place, episode in enumerate(group.episodes)}
             check_lent(player)
@@ -273,7 +271,7 @@ def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
         for version in range(60):
             if version >= 6 and hosts.counts().moves:  # whether there is an answer to move just then is a matter of time
                 break
-            turns += [turn for group in player.play(version).data for episode in group.episodes for turn in episode.turns]
+            turns += [turn for group in player.play(version).groups for episode in group.episodes for turn in episode.turns]
             assert player.lease.is_lent
             assert not list(hosts.hosts[0].running)
             for _ in range(4):
