@@ -12,6 +12,7 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
+from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.types import StepBuffers
 
@@ -47,6 +48,15 @@ def drawing(task: str) -> Iterator[None]:
             f"Task '{task}' cannot be drawn on this machine ({reason}). "
             "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
         ) from error
+
+
+def picture(sim: SimEnv, env_id: int, camera: str) -> np.ndarray:
+    """[H, W, 3] uint8 of one of a simulator's cameras, or of `DEFAULT_CAMERA`. Raises UserError for one that there is not."""
+    if camera == DEFAULT_CAMERA:
+        return np.asarray(sim.render(env_id), np.uint8)
+    if not sim.film_cameras(env_id):
+        raise UserError(f"Task '{sim.spec.task}' has no camera '{camera}': it is drawn one way only, which is cameras=default.")
+    return np.asarray(sim.film_from(env_id, camera), np.uint8)
 
 
 class FilmedSim(SimWrapper):
@@ -95,13 +105,9 @@ class FilmedSim(SimWrapper):
                 self._texts[env_id] = str(out.observation["text"][env_id])
 
     def _view(self, env_id: int, camera: str) -> np.ndarray:
-        if camera == DEFAULT_CAMERA:
-            if self._shows_text:
-                return text_panel(self._texts[env_id], self._size)
-            return self._sim.render(env_id)
-        if not self._sim.film_cameras(env_id):
-            raise UserError(f"Task '{self.spec.task}' has no camera '{camera}': it is drawn one way only, which is cameras=default.")
-        return self._sim.film_from(env_id, camera)
+        if camera == DEFAULT_CAMERA and self._shows_text:
+            return text_panel(self._texts[env_id], self._size)
+        return picture(self._sim, env_id, camera)
 
 
 def _stacked(views: Sequence[np.ndarray]) -> np.ndarray:

@@ -20,7 +20,7 @@ from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
-from embodied_rl.sim.film import DEFAULT_CAMERA, drawing
+from embodied_rl.sim.film import DEFAULT_CAMERA, drawing, picture
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
@@ -245,11 +245,7 @@ class InstrumentedSim(SimWrapper):
 
     def _draw(self, env_id: int, camera: str) -> np.ndarray:
         with drawing(self._sim.spec.task):
-            if camera == DEFAULT_CAMERA:
-                return np.asarray(self._sim.render(env_id), np.uint8)
-            if not self._sim.film_cameras(env_id):
-                raise UserError(f"Task '{self._sim.spec.task}' has no camera '{camera}': it is drawn in one way, cameras=default.")
-            return np.asarray(self._sim.film_from(env_id, camera), np.uint8)
+            return picture(self._sim, env_id, camera)
 
 
 def expert_maker(target: str) -> Callable[[SimEnv, int], Expert]:

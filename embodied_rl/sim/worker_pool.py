@@ -17,6 +17,7 @@ from embodied_rl.sim.affinity import available_cores
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.process import LearnedPatience, Patience, WorkerProcess, done
 from embodied_rl.sim.transport import MANAGER_YIELDS, Doorbell, Slab, memory_of, slab_layout
+from embodied_rl.sim.variable_length import VariableLengthBuffers
 from embodied_rl.types import SimSpec, VariableSpec
 
 
@@ -239,7 +240,7 @@ class WorkerPool:
         rows = {key: self.slab.arrays[f"observation/{key}"][slot].copy() for key in self.spec.tensors}
         return rows | {key: self.slab.buffers(f"observation/{key}", buffer).read(slot) for key, buffer in self.spec.variables.items()}
 
-    def action_buffers(self) -> Any:
+    def action_buffers(self) -> VariableLengthBuffers:
         """Buffers of text actions."""
         assert self.slab is not None
         return self.slab.buffers("action", VariableSpec("text", self.spec.action.max_bytes))

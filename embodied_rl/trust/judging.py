@@ -13,7 +13,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from embodied_rl.errors import UserError
 from embodied_rl.trust.folders import config_folder
@@ -58,7 +57,7 @@ def allowed() -> tuple[str, ...]:
 
 
 def require_trusted(
-    plain: Any,
+    plain: object,
     *,
     file: Path,
     what: str,

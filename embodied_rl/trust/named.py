@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
@@ -62,7 +61,7 @@ class NamedCode:
         return f"{self.key.removesuffix(self.last)}{self.name}" if self.name.startswith(f"{self.last}=") else f"{self.key}={self.name}"
 
 
-def named_code(plain: Any) -> list[NamedCode]:
+def named_code(plain: object) -> list[NamedCode]:
     """All that a configuration of plain values names, in its order.
 
     Args:
@@ -72,7 +71,7 @@ def named_code(plain: Any) -> list[NamedCode]:
         UserError: it holds more than `MOST_VALUES` values, or itself.
     """
     found: list[NamedCode] = []
-    waiting: list[tuple[tuple[str, ...], Any, str]] = [((), plain, "")]
+    waiting: list[tuple[tuple[str, ...], object, str]] = [((), plain, "")]
     for _ in range(MOST_VALUES):
         if not waiting:
             return found
@@ -93,7 +92,7 @@ def named_code(plain: Any) -> list[NamedCode]:
     raise UserError(f"A configuration holds at most {MOST_VALUES:,} values.")
 
 
-def code_names(plain: Any) -> tuple[str, ...]:
+def code_names(plain: object) -> tuple[str, ...]:
     """What `named_code` finds, each name once: for a run that reads its own checkpoint, what ``trust`` is."""
     return tuple(dict.fromkeys(code.name for code in named_code(plain)))
 
@@ -113,14 +112,14 @@ def _is_prose(path: tuple[str, ...]) -> bool:
     return bool(own) and own[0] in _PROSE and _TOOLS not in own
 
 
-def _words(value: Any) -> list[str]:
+def _words(value: str | Mapping[object, object] | Sequence[object]) -> list[str]:
     """The words of a command, or ``NAME=value`` of variables; what is none of these is no text."""
     if isinstance(value, Mapping):
         return [f"{key}={_word(part)}" for key, part in value.items()]
     return [value] if isinstance(value, str) else [_word(part) for part in value]
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     return str(value) if isinstance(value, (str, int, float)) else f"({type(value).__name__})"
 
 

@@ -157,7 +157,7 @@ def test_each_camera_has_a_picture_of_its_own() -> None:
     assert (images["large"] == 1).all()
     assert (images["small"] == 2).all()
     assert images["render"].std() > 10
-    with pytest.raises(UserError, match="Task 'KeyDoor' has no camera 'top': it is drawn in one way"):
+    with pytest.raises(UserError, match="Task 'KeyDoor' has no camera 'top': it is drawn one way only"):
         make(KEY_DOOR, image_size=30, cameras=("top",))
 
 
