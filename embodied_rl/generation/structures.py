@@ -16,6 +16,13 @@ _CACHE_BYTES = 64 * 2**20
 """Of structures that were compiled before."""
 
 
+def not_compiled(error: BaseException) -> UserError:
+    """What xgrammar says of a structure, in one line and without the place in its source."""
+    # "[12:30:00] /project/cpp/x.cc:12: Check failed: (…) is false: what is wrong"
+    said = re.sub(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .*? is false: )?", "", str(error).strip())
+    return UserError(f"The structure of an answer cannot be compiled: {' '.join(said.split())[:300] or type(error).__name__}")
+
+
 class Matcher(Protocol):
     """Where an answer stands in its structure: xgrammar's GrammarMatcher, as far as it is used."""
 
@@ -51,10 +58,7 @@ class Structures:
         try:
             compiled = self._compiler.compile_structural_tag(structure)
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
-            # "[12:30:00] /project/cpp/x.cc:12: Check failed: (…) is false: what is wrong"
-            said = re.sub(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .*? is false: )?", "", str(error).strip())
-            why = " ".join(said.split())[:300] or type(error).__name__
-            raise UserError(f"The structure of an answer cannot be compiled: {why}") from error
+            raise not_compiled(error) from error
         matcher: Matcher = self._new_matcher(compiled, override_stop_tokens=list(stop_ids))
         return matcher
 

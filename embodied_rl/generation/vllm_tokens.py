@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.stepwise import Stepwise
+from embodied_rl.generation.structures import not_compiled
 from embodied_rl.generation.tokens import (
     Completion,
     ContextRoom,
@@ -279,11 +280,19 @@ class VLLMTokens(Stepwise, Sleeps):
                     continue
                 parameters = _sampling(request, room, self._options)
                 name = str(request.request_id)
-                try:
-                    self._engine.add_request(name, _prompt(request, self._version, self._vision), parameters)
-                except ValueError as error:
-                    raise UserError(f"vLLM refuses request {name}: {' '.join(str(error).split())[:300]}") from error
+                self._add(name, request, parameters)
                 self._answers[name] = _Answer(request, room)
+
+    def _add(self, name: str, request: GenerationRequest, parameters: object) -> None:
+        """Raises UserError for what vLLM refuses, such as a structure that cannot be compiled."""
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            self._engine.add_request(name, _prompt(request, self._version, self._vision), parameters)
+        except (VLLMClientError, ValueError) as error:
+            if request.structure is not None:
+                raise not_compiled(error.__cause__ or error) from error
+            raise UserError(f"vLLM refuses request {name}: {' '.join(str(error).split())[:300]}") from error
 
     def _step(self) -> None:
         for output in self._engine.step():

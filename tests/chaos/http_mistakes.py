@@ -80,6 +80,17 @@ def correct(there: Targets) -> list[tuple[Server, str, str, dict[str, Any] | Non
         {"role": "assistant", "content": "go left", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "1", "content": "ok"},
     ]
+    used = [
+        *said[1:],
+        {"role": "assistant", "content": [{"type": "text", "text": "go"}, {"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "ok"}, {"type": "text", "text": "and?"}]},
+    ]
+    offered, named = [{"name": "look", "input_schema": {}}], [{"type": "function", "name": "look", "parameters": {}, "strict": False}]
+    items = [
+        *said,
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "ok"},
+    ]
     return [
         ("environments", "GET", "/v1/health", None),
         ("environments", "GET", "/v1/simulators", None),
@@ -100,6 +111,12 @@ def correct(there: Targets) -> list[tuple[Server, str, str, dict[str, Any] | Non
         ("agent", "POST", "/v1/chat/completions", {"model": "tiny", "messages": said, "max_tokens": 5, "temperature": 1.0, "seed": 1}),
         ("agent", "POST", "/v1/chat/completions", {"messages": talk, "tools": tools, "tool_choice": "auto", "top_k": 3, "top_p": 0.5}),
         ("agent", "POST", "/v1/chat/completions", {"messages": said, "stop": ["x"], "logprobs": True, "n": 1, "stream_options": {}}),
+        ("agent", "GET", "/openapi.json", None),
+        ("agent", "POST", "/v1/messages", {"max_tokens": 5, "system": "Be brief.", "messages": said[1:], "stop_sequences": ["x"]}),
+        ("agent", "POST", "/v1/messages", {"max_tokens": 5, "messages": used, "tools": offered, "tool_choice": {"type": "auto"}}),
+        ("agent", "POST", "/v1/messages/count_tokens", {"messages": used, "tools": offered, "output_config": {"format": None}}),
+        ("agent", "POST", "/v1/responses", {"input": "go", "instructions": "Be brief.", "max_output_tokens": 5, "top_p": 0.5}),
+        ("agent", "POST", "/v1/responses", {"input": items, "tools": named, "tool_choice": "auto", "text": {"format": {"type": "text"}}}),
     ]  # fmt: skip
 
 
