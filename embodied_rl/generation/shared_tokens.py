@@ -50,6 +50,11 @@ class TokenView(TokenBackend):
         """See `TokenBackend.version`."""
         return self._shared.backend.version
 
+    @property
+    def can_constrain(self) -> bool:
+        """See `TokenBackend`."""
+        return self._shared.backend.can_constrain
+
     def take(self, completion: Completion) -> None:
         """One of its requests has ended."""
         del self._numbers[completion.request_id]
