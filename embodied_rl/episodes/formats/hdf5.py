@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from embodied_rl.episodes.formats.base import PER_STEP_EXTRAS, SIDE_ENTRY, damaged, parse_json, parse_side_episode, side_episode
+from embodied_rl.episodes.formats.base import (
+    PER_STEP_EXTRAS,
+    SIDE_ENTRY,
+    ActionBounds,
+    ForeignRecording,
+    TableBuilder,
+    damaged,
+    parse_json,
+    parse_side_episode,
+    side_episode,
+    unknown_seed,
+)
 from embodied_rl.episodes.formats.notes import NoteBook
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.errors import MissingExtraError, brief
+from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
     import h5py
@@ -211,11 +224,62 @@ class H5File:
             raise damaged(self.path, f"cannot be read ({brief(error)})", episode, field) from error
 
 
+class H5Recording(ForeignRecording):
+    """Episodes that lie as groups in one HDF5 file, whose small columns are read once, when it is opened."""
+
+    _file: H5File
+
+    def close(self) -> None:
+        self._file.close()
+
+    @abstractmethod
+    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+        """Everything of an episode but observations and states, by `RecordedEpisode`'s names."""
+
+    def _survey(self, num_episodes: int, notes: NoteBook) -> tuple[TableBuilder, ActionBounds]:
+        """Read the small columns of all episodes once. Raises RecordingError where they have actions of different sizes."""
+        table, bounds = TableBuilder.empty(), ActionBounds()
+        for number in range(num_episodes):
+            fields = self._flags(number, notes)
+            action: np.ndarray = fields["action"]
+            if action.dtype.kind == "f":
+                if action.ndim != 2:
+                    raise damaged(self._file.path, f"must be [T, A], is {list(action.shape)}", number, "actions")
+                if bounds.low is not None and bounds.low.shape != action.shape[1:]:
+                    raise damaged(self._file.path, f"has {action.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions")
+                bounds.add(action)
+            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
+            table.add(fields["seed"], fields["reward"], fields["success"], ended, fields.get("task"))
+        return table, bounds
+
+    def _filled(self, name: str, length: int, notes: NoteBook, said: str) -> np.ndarray:
+        """[T] in place of a ``reward`` or ``success`` that the file does not have."""
+        notes.add(name, "filled", f"{said}; {'False' if name == 'success' else '0'} at every step")
+        return np.zeros(length, bool if name == "success" else np.float32)
+
+    def _seed_or_unknown(self, seed: object, number: int, notes: NoteBook, why: str) -> int:
+        if type(seed) is int:
+            return seed
+        notes.add("seed", "filled", f"{why}; negative numbers, one for each episode")
+        return unknown_seed(number)
+
+
 def _field(parent: h5py.Group, name: str) -> str:
     return f"{parent.name.rstrip('/')}/{name}"
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def require_numbers(spec: SimSpec, project: str, notes: NoteBook) -> Mapping[str, TensorSpec]:
+    """The observations that a format of numbers holds; the others are noted. Raises RecordingError where it cannot hold a recording."""
+    if spec.action.kind == "text":
+        raise RecordingError(f"{project}'s format holds actions as numbers, and these are text. Choose native, lerobot or minari.")
+    for key in spec.variables:
+        notes.add(f"observation.{key}", "lost", "parts of varying size have no place in this format")
+    if not spec.tensors:
+        raise RecordingError(f"{project}'s format holds observations as numbers, and these have none. Choose native, lerobot or minari.")
+    return spec.tensors
 
 
 def write_array(group: h5py.Group, name: str, array: np.ndarray) -> None:

@@ -18,8 +18,6 @@ from embodied_rl.episodes.formats.base import (
     SIDE_ENTRY,
     ActionBounds,
     Advance,
-    ForeignRecording,
-    TableBuilder,
     as_float32,
     damaged,
     finish_episode,
@@ -31,12 +29,11 @@ from embodied_rl.episodes.formats.base import (
     side_info,
     split_ends,
     tensor_specs,
-    unknown_seed,
 )
-from embodied_rl.episodes.formats.hdf5 import H5File, import_h5py, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.episodes.recording import Recording
 from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -69,7 +66,7 @@ def paths(path: Path) -> tuple[Path, Path]:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class ManiSkillRecording(ForeignRecording):
+class ManiSkillRecording(H5Recording):
     """Reads one pair of files. Raises RecordingError where they are damaged or contradict each other."""
 
     format = "maniskill"
@@ -82,7 +79,7 @@ class ManiSkillRecording(ForeignRecording):
         try:
             self._entries = self._check_entries(json_path)
             notes = NoteBook()
-            table, bounds = self._survey(notes)
+            table, bounds = self._survey(len(self._entries), notes)
             side = self._meta.get(SIDE_ENTRY)
             info = self._foreign_info(bounds, notes) if side is None else parse_side_info(json_path, side)
             self._keys = None if side is None else tuple(info.spec.observation)
@@ -93,9 +90,6 @@ class ManiSkillRecording(ForeignRecording):
 
     def _episode(self, number: int) -> RecordedEpisode:
         return self._read(number, NoteBook())
-
-    def close(self) -> None:
-        self._file.close()
 
     def _check_entries(self, json_path: Path) -> list[dict[str, Any]]:
         """The JSON file's episodes."""
@@ -135,19 +129,6 @@ class ManiSkillRecording(ForeignRecording):
             )
         return action if action.dtype == np.int64 else as_float32(action, "action", notes)
 
-    def _survey(self, notes: NoteBook) -> tuple[TableBuilder, ActionBounds]:
-        """Read the small columns of all episodes once."""
-        table, bounds = TableBuilder.empty(), ActionBounds()
-        for number in range(len(self._entries)):
-            flags = self._flags(number, notes)
-            action = flags["action"]
-            if bounds.low is not None and bounds.low.shape != action.shape[1:]:
-                raise damaged(self._file.path, f"has {action.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions")
-            bounds.add(action)
-            ended = bool(flags["terminated"][-1] or flags["truncated"][-1])
-            table.add(flags["seed"], flags["reward"], flags["success"], ended, flags.get("task"))
-        return table, bounds
-
     def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations and states."""
         file, group, entry = self._file, self._group(number), self._entries[number]
@@ -163,8 +144,7 @@ class ManiSkillRecording(ForeignRecording):
             if file.has(group, theirs):
                 fields[ours] = file.array(group, theirs, number, length).astype(kind)
             else:
-                fields[ours] = np.zeros(length, kind)
-                notes.add(ours, "filled", f"the file has no '{theirs}'; {'False' if kind is bool else '0'} at every step")
+                fields[ours] = self._filled(ours, length, notes, f"the file has no '{theirs}'")
         fields["seed"] = self._seed(entry, number, notes)
         metadata = {name: entry[name] for name in ("control_mode", "reset_kwargs") if name in entry}
         fields["metadata"] = {"maniskill": metadata}
@@ -174,10 +154,7 @@ class ManiSkillRecording(ForeignRecording):
         reset = entry.get("reset_kwargs")
         seed = entry.get("episode_seed", reset.get("seed") if isinstance(reset, dict) else None)
         seed = seed[0] if isinstance(seed, list) and len(seed) == 1 else seed
-        if type(seed) is not int:
-            notes.add("seed", "filled", "the file does not say; negative numbers, one for each episode")
-            return unknown_seed(number)
-        return seed
+        return self._seed_or_unknown(seed, number, notes, "the file does not say")
 
     def _read(self, number: int, notes: NoteBook) -> RecordedEpisode:
         file, group = self._file, self._group(number)
@@ -261,13 +238,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance) ->
         OSError: the files cannot be written.
     """
     spec, notes = recording.spec, NoteBook()
-    if spec.action.kind == "text":
-        raise RecordingError("ManiSkill's format holds actions as numbers, and these are text. Choose native, lerobot or minari.")
-    kept = spec.tensors
-    for key in spec.variables:
-        notes.add(f"observation.{key}", "lost", "parts of varying size have no place in this format")
-    if not kept:
-        raise RecordingError("ManiSkill's format holds observations as numbers, and these have none. Choose native, lerobot or minari.")
+    kept = require_numbers(spec, "ManiSkill", notes)
     _note_kept(spec, notes)
     entries = _write_h5(folder / f"{NAME}.h5", recording, kept, notes, advance)
     document = _document(recording, notes) | {"episodes": entries, SIDE_ENTRY: side_info(recording.info, kept)}

@@ -19,10 +19,7 @@ import numpy as np
 from embodied_rl.episodes.formats.base import (
     IMPORTED,
     SIDE_ENTRY,
-    ActionBounds,
     Advance,
-    ForeignRecording,
-    TableBuilder,
     as_float32,
     damaged,
     finish_episode,
@@ -34,9 +31,8 @@ from embodied_rl.episodes.formats.base import (
     read_json,
     side_info,
     split_ends,
-    unknown_seed,
 )
-from embodied_rl.episodes.formats.hdf5 import H5File, import_h5py, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, write_array, write_extras
 from embodied_rl.episodes.formats.minari_spaces import Leaf, action_space_of, action_spec_of, leaves_of, observation_space_of
 from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
@@ -62,7 +58,7 @@ def folder_of(path: Path) -> Path:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class MinariRecording(ForeignRecording):
+class MinariRecording(H5Recording):
     """Reads one data set. Raises RecordingError where it is damaged or contradicts itself."""
 
     format = "minari"
@@ -86,7 +82,7 @@ class MinariRecording(ForeignRecording):
             info = parse_side_info(self._meta_path, side) if side is not None else None
             action = action if info is None else info.spec.action
             self._discrete = action is not None and action.kind == "discrete"
-            table, bounds = self._survey(notes, action is None)
+            table, bounds = self._survey(len(self._numbers), notes)
             info = self._foreign_info(action or bounds.spec(notes), notes) if info is None else info
             self._keys = dict(zip(info.spec.observation, self._leaves, strict=False))
             if len(info.spec.observation) != len(self._leaves):
@@ -105,9 +101,6 @@ class MinariRecording(ForeignRecording):
         options = {name.partition("/")[2]: self._plain(group, name, number) for name in group.attrs if name.startswith("options/")}
         fields.setdefault("metadata", {"reset_options": options} if options else {})
         return finish_episode(file.path, number, fields)
-
-    def close(self) -> None:
-        self._file.close()
 
     def _spaces(self) -> tuple[tuple[Leaf, ...], ActionSpec | None]:
         parsed = {}
@@ -129,17 +122,6 @@ class MinariRecording(ForeignRecording):
         value = self._file.attribute(owner, name, number)
         return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
-    def _survey(self, notes: NoteBook, unbounded: bool) -> tuple[TableBuilder, ActionBounds]:
-        """Read the small columns of all episodes once."""
-        table, bounds = TableBuilder.empty(), ActionBounds()
-        for number in range(len(self._numbers)):
-            fields = self._flags(number, notes)
-            if unbounded:
-                bounds.add(fields["action"])
-            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
-            table.add(fields["seed"], fields["reward"], fields["success"], ended, fields.get("task"))
-        return table, bounds
-
     def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations."""
         file, group = self._file, self._group(number)
@@ -156,10 +138,7 @@ class MinariRecording(ForeignRecording):
             flags = file.array(group, theirs, number, length).astype(bool)
             fields[ours] = last_only(length, split_ends(flags, ours, notes))
         fields["success"] = self._success(group, number, length, notes)
-        seed = self._plain(group, "seed", number)
-        if type(seed) is not int:
-            seed = unknown_seed(number)
-            notes.add("seed", "filled", "not every episode has one; negative numbers, one for each episode")
+        seed = self._seed_or_unknown(self._plain(group, "seed", number), number, notes, "not every episode has one")
         return fields | {"seed": seed} | read_extras(file, group, number, length)
 
     def _action(self, group: h5py.Group, number: int, length: int, notes: NoteBook) -> np.ndarray:
@@ -177,8 +156,7 @@ class MinariRecording(ForeignRecording):
         infos = file.group(group, "infos", number) if file.has(group, "infos") else None
         name = next((name for name in _SUCCESS if infos is not None and file.has(infos, name)), None)
         if infos is None or name is None or file.is_group(infos, name, number):
-            notes.add("success", "filled", "the file has none; False at every step")
-            return np.zeros(length, bool)
+            return self._filled("success", length, notes, "the file has none")
         values = file.array(infos, name, number)
         if len(values) not in (length, length + 1):
             raise damaged(file.path, f"has {len(values)} rows instead of {length} or {length + 1}", number, f"infos/{name}")

@@ -18,10 +18,7 @@ import numpy as np
 from embodied_rl.episodes.formats.base import (
     IMPORTED,
     SIDE_ENTRY,
-    ActionBounds,
     Advance,
-    ForeignRecording,
-    TableBuilder,
     as_float32,
     damaged,
     finish_episode,
@@ -35,12 +32,11 @@ from embodied_rl.episodes.formats.base import (
     split_ends,
     tensor_specs,
     unknown_last,
-    unknown_seed,
 )
-from embodied_rl.episodes.formats.hdf5 import H5File, import_h5py, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.episodes.recording import Recording
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -70,7 +66,7 @@ def file_of(path: Path) -> Path:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class RobomimicRecording(ForeignRecording):
+class RobomimicRecording(H5Recording):
     """Reads one file. Raises RecordingError where it is damaged or contradicts itself."""
 
     format = "robomimic"
@@ -90,8 +86,8 @@ class RobomimicRecording(ForeignRecording):
             info = parse_side_info(file.path, parse_json(file.path, side, SIDE_ENTRY)) if self._own else None
             self._sparse = self._rewards_tell_success() and not self._own
             notes = NoteBook()
-            table, action = self._survey(notes, None if info is None else info.spec.action)
-            info = self._foreign_info(action, notes) if info is None else info
+            table, bounds = self._survey(len(self._demos), notes)
+            info = self._foreign_info(bounds.spec(notes), notes) if info is None else info
             self._keys = tuple(info.spec.observation)
         except BaseException:
             file.close()
@@ -100,9 +96,6 @@ class RobomimicRecording(ForeignRecording):
 
     def _episode(self, number: int) -> RecordedEpisode:
         return self._read(number, NoteBook(), self._keys)
-
-    def close(self) -> None:
-        self._file.close()
 
     def _group(self, number: int) -> h5py.Group:
         return self._file.group(self._data, self._demos[number], number)
@@ -129,21 +122,6 @@ class RobomimicRecording(ForeignRecording):
         shaped = isinstance(kwargs, dict) and bool(kwargs.get("reward_shaping"))
         return self._env_args.get("type") == _ROBOSUITE and not shaped
 
-    def _survey(self, notes: NoteBook, action: ActionSpec | None) -> tuple[TableBuilder, ActionSpec]:
-        """Read the small columns of all episodes once."""
-        table, bounds = TableBuilder.empty(), ActionBounds()
-        for number in range(len(self._demos)):
-            fields = self._flags(number, notes)
-            actions = fields["action"]
-            if actions.ndim != 2:
-                raise damaged(self._file.path, f"must be [T, A], is {list(actions.shape)}", number, "actions")
-            if bounds.low is not None and bounds.low.shape != actions.shape[1:]:
-                raise damaged(self._file.path, f"has {actions.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions")
-            bounds.add(actions)
-            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
-            table.add(fields["seed"], fields["reward"], fields["success"], ended, fields.get("task"))
-        return table, bounds.spec(notes) if action is None else action
-
     def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations and states."""
         file, group = self._file, self._group(number)
@@ -156,14 +134,11 @@ class RobomimicRecording(ForeignRecording):
         if file.has(group, "rewards"):
             fields["reward"] = as_float32(file.array(group, "rewards", number, length), "reward", notes)
         else:
-            fields["reward"] = np.zeros(length, np.float32)
-            notes.add("reward", "filled", "the file has no 'rewards'; 0 at every step")
+            fields["reward"] = self._filled("reward", length, notes, "the file has no 'rewards'")
         fields |= read_extras(file, group, number, length)
         if not all(name in fields for name in _FLAGS):
             fields |= self._guess_ends(group, number, fields["reward"], notes)
-        if "seed" not in fields:
-            fields["seed"] = unknown_seed(number)
-            notes.add("seed", "filled", "the format has none; negative numbers, one for each episode")
+        fields["seed"] = self._seed_or_unknown(fields.get("seed"), number, notes, "the format has none")
         return fields
 
     def _guess_ends(self, group: h5py.Group, number: int, reward: np.ndarray, notes: NoteBook) -> dict[str, np.ndarray]:
@@ -179,7 +154,7 @@ class RobomimicRecording(ForeignRecording):
             success = reward == 1
             notes.add("success", "filled", "the file has none; a reward of 1 is robosuite's sign of it")
         else:
-            notes.add("success", "filled", "the file has none; False at every step")
+            success = self._filled("success", length, notes, "the file has none")
         return {"terminated": last_only(length, done), "truncated": last_only(length, not done), "success": success}
 
     def _read(self, number: int, notes: NoteBook, keys: tuple[str, ...] | None) -> RecordedEpisode:
@@ -278,13 +253,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance) ->
         OSError: the file cannot be written.
     """
     spec, notes = recording.spec, NoteBook()
-    if spec.action.kind == "text":
-        raise RecordingError("robomimic's format holds actions as numbers, and these are text. Choose native, lerobot or minari.")
-    for key in spec.variables:
-        notes.add(f"observation.{key}", "lost", "parts of varying size have no place in this format")
-    if not spec.tensors:
-        raise RecordingError("robomimic's format holds observations as numbers, and these have none. Choose native, lerobot or minari.")
-    for key in spec.tensors:
+    for key in require_numbers(spec, "robomimic", notes):
         notes.add(f"observation.{key}", "kept", "obs and, for the one after the last step, next_obs")
     for field in ("action", "reward"):
         notes.add(field, "kept")
