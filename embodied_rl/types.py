@@ -214,7 +214,8 @@ class Episode:
         shapes: dict[str, tuple[int, ...]] = {f"observation.{key}": part.shape[:1] for key, part in self.observation.items()}
         shapes |= {"action": self.action.shape[:1], "reward": self.reward.shape, "log_prob": self.log_prob.shape[:1]}
         shapes |= {"policy_version": self.policy_version.shape[:1]}
-        shapes |= {name: part.shape[:1] for name in ("mask", "executed", "chunk_reward") if (part := getattr(self, name)) is not None}
+        chunks = {"executed": self.executed, "chunk_reward": self.chunk_reward}
+        shapes |= {name: part.shape[:1] for name, part in {"mask": self.mask, **chunks}.items() if part is not None}
         wrong = {name: shape for name, shape in shapes.items() if shape != (length,)}
         if length < 1 or wrong:
             raise ValueError(f"An episode of {length} messages needs at least one, and this first axis everywhere; got {wrong}.")
@@ -222,8 +223,7 @@ class Episode:
         if len(units) != 2 or self.policy_version.shape not in (units, units[:1]) or (self.mask is not None and self.mask.shape != units):
             given = [units, self.policy_version.shape, None if self.mask is None else self.mask.shape]
             raise ValueError(f"log_prob and mask must be [T, L], policy_version [T] or [T, L]; got {given}.")
-        for name in ("executed", "chunk_reward"):
-            part = getattr(self, name)
+        for name, part in chunks.items():
             if part is not None and part.ndim != 2:
                 raise ValueError(f"{name} must be [T, K], got {part.shape}.")
 

@@ -292,8 +292,8 @@ def _write_native(
     """Write episodes of several recordings into one; returns how many are in it, and how many were there already."""
     import dataclasses
 
-    from embodied_rl.episodes.copying import adopted, require_compatible
     from embodied_rl.episodes.formats.base import unknown_seed
+    from embodied_rl.episodes.validation import adopted, require_compatible
     from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 
     written = skipped = 0
@@ -322,8 +322,8 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
     """
     import dataclasses
 
-    from embodied_rl.episodes.copying import require_compatible
     from embodied_rl.episodes.recording import RecordingError
+    from embodied_rl.episodes.validation import require_compatible
     from embodied_rl.progress import progress_bar
 
     first = sources[0]

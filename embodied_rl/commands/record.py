@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from embodied_rl.episodes.recorded import RecordingInfo
     from embodied_rl.episodes.writer import RecordingWriter
     from embodied_rl.rollout.players import Player
-    from embodied_rl.rollout.recording import RecordingResult
-    from embodied_rl.rollout.seed_queue import RecordingPlan
+    from embodied_rl.rollout.recording import RecordingPlan, RecordingResult
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, SimSpec
 
@@ -277,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     from embodied_rl.progress import progress_bar
-    from embodied_rl.rollout.seed_queue import RecordingPlan
+    from embodied_rl.rollout.recording import RecordingPlan
 
     policy = _policy_of(values)
     _check(values)

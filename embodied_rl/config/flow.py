@@ -109,7 +109,7 @@ class PI0PolicyConfig(FlowOptions):
     instruction: str | None = None
     """What to do; null: the observation's, or the simulator's own instruction."""
     instruction_key: str = "instruction"
-    """Of the observation, where the simulator gives instructions of its own."""
+    """Of the observation, where the simulator gives its own instructions."""
     chunk: Chunk = 5
     """K: steps of the model's chunk that are carried out before it is asked again."""
     prompt_tokens: Tokens | None = 64

@@ -681,7 +681,7 @@ WARNINGS = (
         "already.",
     ),
 )
-"""What a run is told, and may do."""
+"""What a run must know, and may do."""
 
 
 def resolve(config: TrainConfig) -> TrainConfig:

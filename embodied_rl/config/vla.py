@@ -86,7 +86,7 @@ class OpenVLAPolicyConfig(Config, place="policy"):
     instruction: str | None = None
     """What to do; null: the observation's, or the simulator's own instruction."""
     instruction_key: str = "instruction"
-    """Of the observation, where the simulator gives instructions of its own."""
+    """Of the observation, where the simulator gives its own instructions."""
     unnorm_key: str | None = None
     """Data set whose action ranges are used; null where the checkpoint has only one."""
     bounds: Literal["quantiles", "extremes"] = "quantiles"

@@ -1,6 +1,6 @@
 """The one form of messages between processes of a run: JSON and a block of raw bytes, on a socket. Nothing is pickled.
 
-What is frequent has ways of its own: steps go through shared memory, weights through shared memory or Ray's object store.
+What is frequent has its own ways: steps go through shared memory, weights through shared memory or Ray's object store.
 """
 
 from __future__ import annotations

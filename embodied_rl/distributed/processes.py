@@ -1,4 +1,4 @@
-"""Starting a module of this package as a process of its own, for simulators, ranks, rollout workers and token processes alike."""
+"""Starting a module of this package as a separate process, for simulators, ranks, rollout workers and token processes alike."""
 
 from __future__ import annotations
 

@@ -113,9 +113,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; without the samples."""
-        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "samples"}
-        for name in ("bootstrap", "concentration", "weights"):
-            data[name] = None if data[name] is None else dataclasses.asdict(data[name])
+        data = dataclasses.asdict(dataclasses.replace(self, samples=None))
+        del data["samples"]
         if self.weights is not None and not math.isfinite(self.weights.largest):
             data["weights"]["largest"] = None
         return {**data, "notes": list(self.notes)}

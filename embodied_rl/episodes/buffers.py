@@ -17,9 +17,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from embodied_rl.episodes.frames import Frames
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, encode_row
-from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
+from embodied_rl.episodes.pictures import Frames, PictureRoom, VideoWriter
 from embodied_rl.episodes.recorded import Value
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.files import cannot_write

@@ -9,9 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from embodied_rl.episodes.blocks import EpisodeBlock
 from embodied_rl.episodes.recorded import STEP_COLUMNS, RecordedEpisode
-from embodied_rl.episodes.recording import EpisodeTable, Recording, RecordingError
+from embodied_rl.episodes.recording import EpisodeBlock, EpisodeTable, Recording, RecordingError
 from embodied_rl.episodes.transitions import RewardKind, Transitions, Units, n_step_windows, normalise_actions, outcome
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import ActionSpec, Observation, SimSpec, TensorSpec

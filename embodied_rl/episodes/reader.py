@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.blocks import EpisodeBlock, cut_by_steps, joined, runs_of
 from embodied_rl.episodes.folder import (
     INDEX_FILE,
     LAYOUT_FILE,
@@ -30,11 +29,19 @@ from embodied_rl.episodes.folder import (
     read_info,
     video_name,
 )
-from embodied_rl.episodes.frames import Frames
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
-from embodied_rl.episodes.pictures import VideoError, VideoReader
+from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader
 from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import EpisodeTable, RecordedStep, Recording, RecordingError
+from embodied_rl.episodes.recording import (
+    EpisodeBlock,
+    EpisodeTable,
+    RecordedStep,
+    Recording,
+    RecordingError,
+    cut_by_steps,
+    joined,
+    runs_of,
+)
 from embodied_rl.errors import brief, did_you_mean
 from embodied_rl.reading import open_regular
 
@@ -479,8 +486,7 @@ def _place_of(name: str) -> tuple[str, str]:
 def _joined(tables: list[EpisodeTable]) -> EpisodeTable:
     if not tables:
         return EpisodeTable.of([])
-    names = ("lengths", "seeds", "returns", "success_once", "success_at_end", "complete", "tasks")
-    return EpisodeTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in names})
+    return EpisodeTable(*(np.concatenate(columns) for columns in zip(*(vars(table).values() for table in tables), strict=True)))
 
 
 def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo) -> None:

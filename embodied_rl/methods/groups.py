@@ -26,9 +26,8 @@ from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule, 
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.initialized import StartLibrary
+from embodied_rl.rollout.initialized import StartLibrary, record_expert, shown_expert
 from embodied_rl.rollout.schedule import group_seed
-from embodied_rl.rollout.start_sources import record_expert, shown_expert
 from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -84,7 +83,7 @@ class GroupLearner:
         """Before the run's first episodes: a warm start, where there is one; the weights it leaves are published as `version`."""
 
     def note(self, stream: Stream, groups: Sequence[EpisodeGroup]) -> None:
-        """What was played in a stream of its own for this batch."""
+        """What was played in a separate stream for this batch."""
 
     def finish(self, run_dir: Path) -> None:
         """The run is over: write down what is to be read."""

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset
-from embodied_rl.episodes.replay_buffer import ReplayBuffer
-from embodied_rl.episodes.transitions import Transitions, rollout_transitions
+from embodied_rl.episodes.transitions import ReplayBuffer, Transitions, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
@@ -149,7 +148,7 @@ class MixedMethod(OfflineMethod):
         return self.buffer.num_added < self.options.warmup_steps
 
     def collect(self, iteration: int) -> Experience:
-        # A policy with actions of its own explores with them, untrained as it is.
+        # A policy that draws its own actions explores with them, untrained as it is.
         self._acting.way = "random" if self._warming_up and not self.policy.translates else "noisy"
         rollout = self.collector.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]

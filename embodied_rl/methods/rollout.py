@@ -19,8 +19,8 @@ from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.policies.base import Policy, layout_of, prepare_observation
-from embodied_rl.rollout.batch_figures import age_figures
 from embodied_rl.rollout.collector import RolloutCollector
+from embodied_rl.rollout.queue_pump import age_figures
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Rollout
 

@@ -32,7 +32,7 @@ Player = Callable[[str], str]
 
 
 NO_START: dict[str, Any] = {"done": True, "figures": {}}
-"""State of a warm start that nobody asked for."""
+"""State of a warm start that was not asked for."""
 
 
 class WarmStart:

@@ -1,4 +1,4 @@
-"""What acts in the process of a rollout worker: policies and token backends of its own, into which published weights are loaded."""
+"""What acts in the process of a rollout worker: its own policies and token backends, into which published weights are loaded."""
 
 from __future__ import annotations
 

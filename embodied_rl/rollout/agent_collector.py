@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -25,16 +26,48 @@ from embodied_rl.agents.conversation import Conversation, Prompt, PromptTooLong
 from embodied_rl.agents.parsing import InvalidAction, ToolRequest
 from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
-from embodied_rl.generation.tokens import Completion, TokenBackend
-from embodied_rl.rollout.agent_recording import AgentRecord
+from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import Completion, Failure, TokenBackend
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.observations import copied
-from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
-from embodied_rl.rollout.server_health import ServerHealth
+from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump, copied
+from embodied_rl.rollout.training_recording import AgentRecord
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.stopping import waiting
 from embodied_rl.types import StepBatch
+
+MANY = 8
+"""Failures in a row, after each one's own retries, that are no accident."""
+_OF_THE_PROMPT = ("prompt_too_long",)
+
+
+class ServerHealth:
+    """Counts a backend's failures in a row. Without it a run whose server is down would play the same groups again and again."""
+
+    def __init__(self) -> None:
+        self._ever_answered = False
+        self._in_a_row = 0
+
+    def answered(self) -> None:
+        """An answer came."""
+        self._ever_answered, self._in_a_row = True, 0
+
+    def failed(self, failure: Failure | None) -> None:
+        """A request failed; None: it had no log-probabilities where they are needed.
+
+        Raises:
+            UserError: no request was ever answered, and many were not.
+        """
+        if failure is None or failure.kind in _OF_THE_PROMPT:
+            return
+        self._in_a_row += 1
+        if self._in_a_row % MANY:
+            return
+        told = f"{failure.kind.replace('_', ' ')} after {failure.attempts} attempts each: {failure.message}"
+        if not self._ever_answered:
+            raise UserError(f"The token server answered none of the first {self._in_a_row} requests ({told}). Is this its address?")
+        warnings.warn(f"The token server left {self._in_a_row} requests in a row unanswered ({told}); the run waits for it.", stacklevel=2)
+
 
 _GLANCE_S = 0.002
 """How long one side is waited for while another may be ready first."""

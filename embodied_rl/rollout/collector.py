@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied_rl.generation.base import Generator
+from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
@@ -127,10 +127,8 @@ class RolloutCollector(Collector):
         self._groups = split_slots(range(manager.num_slots), num_groups)
         self._batches: list[StepBatch] = []
         self.max_staleness = max_staleness
-        self._filling: _Filling | None = None
-        self._noise = np.empty(0)
-        self._step = 0
-        """Decisions of each slot in the rollout that is being filled."""
+        self._partial: _PartialRollout | None = None
+        """What is being filled."""
         self._next_number = 0
         """Of the rollout that begins next: the version that is to learn from it."""
         self._filled: deque[Rollout] = deque()
@@ -142,7 +140,7 @@ class RolloutCollector(Collector):
 
         What was collected ahead is given up.
         """
-        self._filling, self._next_number = None, seed_round
+        self._partial, self._next_number = None, seed_round
         self._filled.clear()
         whole = self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure)
         self._batches = [_rows(whole, group) for group in self._groups]
@@ -165,7 +163,7 @@ class RolloutCollector(Collector):
         Raises SimFault (see EnvManager).
         """
         assert self._batches, "restart() comes first"
-        if self._filling is None and not self._filled:
+        if self._partial is None and not self._filled:
             self._next_number = version
         while not self._filled:
             self._advance()
@@ -174,125 +172,123 @@ class RolloutCollector(Collector):
 
     def pump(self) -> bool:
         """One decision of all slots ahead of time; False: the next rollout may not begin before newer weights act."""
-        if self._filling is None and self._next_number - self.generator.version > self.max_staleness:
+        if self._partial is None and self._next_number - self.generator.version > self.max_staleness:
             return False
         self._advance()
         return True
 
     def _advance(self) -> None:
         """The next decision of all slots; after the last one, what came of it."""
-        steps, slots, started, waited = self.rollout_steps, self.manager.num_slots, time.perf_counter(), 0.0
-        if self._filling is None:
-            self._filling, self._step = _Filling(self.manager.spec.observation, self.layout, steps, slots), 0
-            self._noise = action_noise(self.layout, (steps, slots), self.seed, self._next_number)
-            self._next_number += 1
-        step, filling = self._step, self._filling
+        started, waited_before = time.perf_counter(), self._since.simulate_s
+        partial = self._partial = self._partial or self._begin()
         for index, group in enumerate(self._groups):
-            if step > 0:
-                waited += self._receive(index, group)
-                self._outcome(step - 1, group, index, filling)
-            self._act(step, index, group, self._noise, filling)
-        self._step += 1
-        if self._step == steps:
+            if partial.num_decided > 0:
+                self._receive(partial, index, group)
+            self._act(partial, self._batches[index], group)
+        partial.num_decided += 1
+        if partial.num_decided == self.rollout_steps:
             for index, group in enumerate(self._groups):
-                waited += self._receive(index, group)
-                self._outcome(steps - 1, group, index, filling)
-            self._filled.append(filling.rollout([batch.observation for batch in self._batches]))
-            self._filling = None
-        self._since.simulate_s += waited
-        self._since.act_s += time.perf_counter() - started - waited
+                self._receive(partial, index, group)
+            self._filled.append(partial.finish([batch.observation for batch in self._batches]))
+            self._partial = None
+        self._since.act_s += time.perf_counter() - started - (self._since.simulate_s - waited_before)
 
-    def _receive(self, index: int, group: range) -> float:
-        """Wait for a group's simulators; for how many seconds."""
+    def _begin(self) -> _PartialRollout:
+        noise = action_noise(self.layout, (self.rollout_steps, self.manager.num_slots), self.seed, self._next_number)
+        self._next_number += 1
+        return _PartialRollout(self.manager.spec.observation, self.layout, noise)
+
+    def _receive(self, partial: _PartialRollout, index: int, group: range) -> None:
+        """Wait for a group's simulators, and note what came of its last decision."""
         before = time.perf_counter()
         with span("env", "wait", group=index):
-            self._batches[index] = self.manager.recv(group)
-        return time.perf_counter() - before
+            batch = self._batches[index] = self.manager.recv(group)
+        self._since.simulate_s += time.perf_counter() - before
+        partial.received(group, batch)
+        if self.recorder is not None:
+            self.recorder.stepped(batch)
 
-    def _act(self, step: int, index: int, group: range, noise: np.ndarray, filling: _Filling) -> None:
-        batch, rows = self._batches[index], slice(group.start, group.stop)
-        for key, part in batch.observation.items():
-            filling.observation[key][step, rows] = part
-        self.generator.send(batch.slots, batch.observation, noise[step, rows])
+    def _act(self, partial: _PartialRollout, batch: StepBatch, group: range) -> None:
+        """Decide for a group, and send it on."""
+        self.generator.send(batch.slots, batch.observation, partial.noise[partial.num_decided, group.start : group.stop])
         acted = self.generator.recv()
-        filling.action[step, rows] = acted.action
-        filling.log_prob[step, rows] = acted.log_prob
-        filling.version[step, rows] = acted.version
+        partial.acted(group, batch.observation, acted)
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
         if self.recorder is not None:
             self.recorder.acted(batch.slots, batch.observation, acted, given)
         self.manager.send(group, given)
 
-    def _outcome(self, step: int, group: range, index: int, filling: _Filling) -> None:
-        filling.outcome(step, group, self._batches[index])
-        if self.recorder is not None:
-            self.recorder.stepped(self._batches[index])
 
+class _PartialRollout:
+    """A rollout [T, N] while it is being collected."""
 
-class _Filling:
-    """The arrays of a rollout while it is being collected."""
+    def __init__(self, observation: Mapping[str, TensorSpec | VariableSpec], layout: ActionLayout, noise: np.ndarray) -> None:
+        """`noise`: [T, N, noise_width] of all decisions."""
+        size = noise.shape[:2]
+        chunk_size = (*size, layout.chunk_size) if layout.chunk_size > 1 else None
+        self.noise, self.num_decided = noise, 0
+        self._rollout = Rollout(
+            observation={
+                # Text and the like are Python values, as the manager hands them out.
+                key: np.empty((*size, *part.shape), part.dtype) if isinstance(part, TensorSpec) else np.empty(size, object)
+                for key, part in observation.items()
+            },
+            action=np.empty((*size, layout.width), layout.dtype),
+            log_prob=np.empty((*size, layout.num_units), np.float32),
+            reward=np.empty(size, np.float32),
+            terminated=np.empty(size, bool),
+            truncated=np.empty(size, bool),
+            last_observation={},
+            final_observation={},
+            policy_version=np.empty(size, np.int64),
+            episodes=(),
+            success=np.empty(size, bool),
+            chunk_reward=np.empty(chunk_size, np.float32) if chunk_size else None,
+            executed=np.empty(chunk_size, bool) if chunk_size else None,
+        )
+        self._final: dict[str, list[np.ndarray]] = {key: [] for key in observation}
+        self._episodes: list[EpisodeSummary] = []
 
-    def __init__(self, observation: Mapping[str, TensorSpec | VariableSpec], layout: ActionLayout, steps: int, slots: int) -> None:
-        self.observation: Observation = {
-            # Text and the like are Python values, as the manager hands them out.
-            key: np.empty((steps, slots, *part.shape), part.dtype) if isinstance(part, TensorSpec) else np.empty((steps, slots), object)
-            for key, part in observation.items()
-        }
-        self.action = np.empty((steps, slots, layout.width), layout.dtype)
-        self.log_prob = np.empty((steps, slots, layout.num_units), np.float32)
-        self.version = np.empty((steps, slots), np.int64)
-        self.reward = np.empty((steps, slots), np.float32)
-        self.terminated = np.empty((steps, slots), bool)
-        self.truncated = np.empty((steps, slots), bool)
-        self.success = np.empty((steps, slots), bool)
-        chunks, size = layout.chunk_size > 1, (steps, slots, layout.chunk_size)
-        self.chunk_reward = np.empty(size, np.float32) if chunks else None
-        self.chunk_success = np.empty(size, bool) if chunks else None
-        self.executed = np.empty(size, bool) if chunks else None
-        self.final: dict[str, list[np.ndarray]] = {key: [] for key in self.observation}
-        self.episodes: list[EpisodeSummary] = []
+    def acted(self, group: range, observation: Observation, acted: ActedBatch) -> None:
+        """The next decision of a group: what was seen, and what the policy drew."""
+        rollout, rows = self._rollout, (self.num_decided, slice(group.start, group.stop))
+        for key, part in observation.items():
+            rollout.observation[key][rows] = part
+        rollout.action[rows], rollout.log_prob[rows], rollout.policy_version[rows] = acted.action, acted.log_prob, acted.version
 
-    def outcome(self, step: int, group: range, batch: StepBatch) -> None:
-        rows = slice(group.start, group.stop)
-        self.reward[step, rows] = batch.reward
-        self.terminated[step, rows] = batch.terminated
-        self.truncated[step, rows] = batch.truncated
-        self.success[step, rows] = batch.success
-        if self.chunk_reward is not None and self.chunk_success is not None and self.executed is not None:
+    def received(self, group: range, batch: StepBatch) -> None:
+        """What came of a group's last decision."""
+        rollout, rows = self._rollout, (self.num_decided - 1, slice(group.start, group.stop))
+        rollout.reward[rows], rollout.terminated[rows], rollout.truncated[rows] = batch.reward, batch.terminated, batch.truncated
+        assert rollout.success is not None
+        rollout.success[rows] = batch.success
+        if rollout.chunk_reward is not None and rollout.executed is not None:
             assert batch.chunk_reward is not None, "the manager plays chunks"
-            assert batch.chunk_success is not None, "the manager plays chunks"
             assert batch.executed is not None, "the manager plays chunks"
-            self.chunk_reward[step, rows], self.executed[step, rows] = batch.chunk_reward, batch.executed
-            self.chunk_success[step, rows] = batch.chunk_success
+            rollout.chunk_reward[rows], rollout.executed[rows] = batch.chunk_reward, batch.executed
             if batch.aborted is not None:
                 # What became of an aborted slot's chunk is not known: it counts as one step without reward, as it does without chunks.
-                self.chunk_reward[step, rows][batch.aborted], self.chunk_success[step, rows][batch.aborted] = 0.0, False
-                self.executed[step, rows][batch.aborted] = np.arange(self.executed.shape[2]) == 0
+                rollout.chunk_reward[rows][batch.aborted] = 0.0
+                rollout.executed[rows][batch.aborted] = np.arange(rollout.executed.shape[2]) == 0
         if not batch.episodes and batch.aborted is None:
             return
-        self.episodes.extend(batch.episodes)
+        self._episodes.extend(batch.episodes)
         cut = np.flatnonzero(batch.truncated & ~batch.terminated)
         if cut.size:
             for key, part in batch.final_observation.items():
-                self.final[key].append(part[cut])
+                self._final[key].append(part[cut])
 
-    def rollout(self, last: list[Observation]) -> Rollout:
-        none = {key: np.empty((0, *part.shape[2:]), part.dtype) for key, part in self.observation.items()}
-        return Rollout(
-            observation=self.observation,
-            action=self.action,
-            log_prob=self.log_prob,
-            reward=self.reward,
-            terminated=self.terminated,
-            truncated=self.truncated,
-            last_observation={key: np.concatenate([part[key] for part in last]) for key in self.observation},
-            final_observation={key: np.concatenate(parts) if parts else none[key] for key, parts in self.final.items()},
-            policy_version=self.version,
-            episodes=tuple(self.episodes),
-            success=self.success,
-            chunk_reward=self.chunk_reward,
-            chunk_success=self.chunk_success,
-            executed=self.executed,
+    def finish(self, last: list[Observation]) -> Rollout:
+        """The whole; `last` is what each group sees after its last step."""
+        seen = self._rollout.observation
+        return replace(
+            self._rollout,
+            last_observation={key: np.concatenate([part[key] for part in last]) for key in seen},
+            final_observation={
+                key: np.concatenate(parts) if parts else np.empty((0, *seen[key].shape[2:]), seen[key].dtype)
+                for key, parts in self._final.items()
+            },
+            episodes=tuple(self._episodes),
         )
 
 

@@ -22,8 +22,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.rollout.domains import DomainMixture
@@ -387,7 +387,7 @@ class GroupQueue:
             self._next_number = int(state["next_number"])
             self._redo = sorted(int(number) for number in state["redo"])
             self._by_domain = {domain: GroupCounts(**counts) for domain, counts in state["counts"].items()}
-            self._total = GroupCounts(**{f.name: sum(getattr(c, f.name) for c in self._by_domain.values()) for f in fields(GroupCounts)})
+            self._total = _plus(GroupCounts(), *map(vars, self._by_domain.values()))
             self._episodes = EpisodeCounts(**state["episodes"])
             self._rejected = int(state["rejected"])
             self._reasons = Counter(state["reasons"])
@@ -489,17 +489,26 @@ class GroupQueue:
 
     def _count(self, domain: str, **changes: int) -> None:
         before = self._by_domain.get(domain, GroupCounts())
-        self._by_domain[domain] = replace(before, **{name: getattr(before, name) + change for name, change in changes.items()})
-        self._total = replace(self._total, **{name: getattr(self._total, name) + change for name, change in changes.items()})
+        self._by_domain[domain] = _plus(before, changes)
+        self._total = _plus(self._total, changes)
         assert self._total.add_up, self._total
         assert self._total.in_flight == len(self._open) + len(self._ready), (self._total, len(self._open), len(self._ready))
         assert self._num_held <= self.config.num_places, (self._num_held, self.config)
 
     def _count_episodes(self, **changes: int) -> None:
         before = self._episodes
-        self._episodes = replace(before, **{name: getattr(before, name) + change for name, change in changes.items()})
+        self._episodes = _plus(before, changes)
         assert self._episodes.add_up, self._episodes
         assert self._episodes.running >= 0, self._episodes
+
+
+_Counts = TypeVar("_Counts", GroupCounts, EpisodeCounts)
+
+
+def _plus(counts: _Counts, *changes: Mapping[str, int]) -> _Counts:
+    """The counts with these added."""
+    names = {name for change in changes for name in change}
+    return replace(counts, **{name: vars(counts)[name] + sum(change.get(name, 0) for change in changes) for name in names})
 
 
 def _first_line(text: str, most: int = 120) -> str:

@@ -10,18 +10,229 @@ the order in which episodes arrive; and groups in flight keep their start in a c
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import itertools
+import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from embodied_rl.config import InitializedConfig
 from embodied_rl.errors import IncompatibleCheckpointError
-from embodied_rl.rollout.crucial import ChunkEffect, chunk_effects
-from embodied_rl.rollout.start_sources import SourceEpisode
+from embodied_rl.sim.episode_log import Snapshot
+from embodied_rl.sim.instrumented import EXPERT, Expert, plain_snapshot
+from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
+from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.snapshots import decode_state, encode_state
+from embodied_rl.statistics import wilson_interval
+from embodied_rl.types import ActionSpec, StepBatch
+
+
+@dataclass(frozen=True, eq=False)
+class SourceEpisode:
+    """An episode of T messages, up to its first success, inside which others may start: an expert's, or a run's own.
+
+    Kept are its seed and its messages, which say where it was after each of them as long as the simulator is deterministic; and, where
+    the simulator saves its state, the states that were recorded on the way. Both become a `Snapshot`, for simulators and text
+    environments alike.
+    """
+
+    origin: Literal["expert", "own"]
+    seed: int
+    """Of its reset."""
+    actions: tuple[Any, ...]
+    """[T] messages in the simulator's units: actions [A], chunks [k, A] or texts."""
+    episode_return: float
+    success: bool
+    states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """{messages before it: base of a `Snapshot`} where the simulator's state was recorded."""
+    seen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    """{messages before it: observation} that a replay is compared with; not saved."""
+
+    @property
+    def num_messages(self) -> int:
+        """T"""
+        return len(self.actions)
+
+    def snapshot(self, step: int, *, task: str, chunk_size: int = 1) -> Snapshot:
+        """The episode as it was after `step` messages: from the last recorded state before it, or from its seed, and the messages since.
+
+        Raises ValueError for a step outside 0 … T - 1.
+        """
+        if not 0 <= step < self.num_messages:
+            raise ValueError(f"An episode of {self.num_messages} messages has no start after {step} of them.")
+        base_step = max((at for at in self.states if at <= step), default=None)
+        base = None if base_step is None else self.states[base_step]
+        return Snapshot(
+            task=task,
+            chunk_size=chunk_size,
+            stream=SeedStream(EpisodeSeeds.given(self.seed), 0, 0, 1),
+            index=0,
+            base=base,
+            options={},
+            actions=self.actions[base_step or 0 : step],
+            observation=self.seen.get(step, base["observation"] if base is not None and base_step == step else {}),
+        )
+
+    def to_text(self) -> str:
+        """For JSON: the snapshot format in base 64."""
+        tree = {name: value for name, value in vars(self).items() if name != "seen"}
+        tree["states"] = {step: dict(state) for step, state in self.states.items()}
+        return base64.b64encode(encode_state(tree)).decode("ascii")
+
+    @staticmethod
+    def from_text(text: str) -> SourceEpisode:
+        """The inverse of `to_text`. Raises SnapshotError for anything else."""
+        return SourceEpisode(**decode_state(base64.b64decode(text)))
+
+
+def record_expert(
+    manager: Simulators, make_expert: Callable[[], Expert], seeds: Sequence[int], *, every: int
+) -> tuple[list[SourceEpisode], int]:
+    """Let an expert play each of these seeds, in as many slots as there are, and record it.
+
+    Args:
+        manager: made with ``autoreset=False``; what its slots were doing is lost.
+        make_expert: called once an episode, so that an expert may remember; `shown_expert` where the simulator's own process has one.
+        every: messages between recorded states, where the simulator has such.
+
+    Returns:
+        The episodes, whether they succeeded or not, in the order of seeds (one that its simulator gave up is missing), and the number
+        of messages that were played.
+    """
+    found: list[SourceEpisode] = []
+    num_messages = 0
+    keeps_states = manager.spec.snapshots in ("exact", "approximate")
+    for first in range(0, len(seeds), manager.num_slots):
+        chosen = list(seeds[first : first + manager.num_slots])
+        recorders = [_Recorder(make_expert(), seed, manager.spec.action, chunks=manager.chunk_size > 1) for seed in chosen]
+        slots = list(range(len(chosen)))
+        manager.begin(slots, chosen)
+        observations = _rows(manager.recv(slots))
+        while slots:
+            actions = [recorders[slot].act(observations[slot]) for slot in slots]
+            manager.send(slots, actions if manager.spec.action.kind == "text" else np.stack(actions))
+            num_messages += len(slots)
+            batch = manager.recv(slots)
+            observations = _rows(batch)
+            slots = [slot for row, slot in enumerate(slots) if not recorders[slot].took(batch, row)]
+            due = [slot for slot in slots if keeps_states and recorders[slot].is_due(every)]
+            for slot, snapshot in zip(due, manager.snapshot(due) if due else (), strict=True):
+                assert snapshot.base is not None, "a state was asked for"
+                recorders[slot].states[len(recorders[slot].actions)] = plain_snapshot(snapshot).base or {}
+        found += [source for recorder in recorders if (source := recorder.source) is not None]
+    return found, num_messages
+
+
+def shown_expert() -> Expert:
+    """Does what an `instrumented` simulator's expert says; made once an episode, as any other."""
+    return lambda observation: observation[EXPERT]
+
+
+class _Recorder:
+    """One episode of an expert."""
+
+    def __init__(self, expert: Expert, seed: int, action: ActionSpec, *, chunks: bool) -> None:
+        """`chunks`: the manager's messages are chunks, of which the expert's have one step."""
+        self._expert, self._seed, self._action, self._chunks = expert, seed, action, chunks
+        self.actions: list[Any] = []
+        self.states: dict[int, Mapping[str, Any]] = {}
+        self.source: SourceEpisode | None = None
+        self._success_at: int | None = None
+
+    def act(self, observation: Mapping[str, Any]) -> Any:
+        action = self._expert(observation)
+        if self._action.kind != "text":
+            action = np.atleast_1d(np.asarray(action, self._action.dtype))
+        self.actions.append(action[None] if self._chunks else action)
+        return self.actions[-1]
+
+    def is_due(self, every: int) -> bool:
+        """Whether the state is to be recorded now; after the first success there is nothing left to start for."""
+        return self._success_at is None and len(self.actions) % every == 0
+
+    def took(self, batch: StepBatch, row: int) -> bool:
+        """Note what came of the action; whether the episode is over."""
+        if batch.aborted is not None and batch.aborted[row]:
+            return True
+        if self._success_at is None and batch.success[row]:
+            self._success_at = len(self.actions)
+        summary = next((episode for episode in batch.episodes if episode.slot == int(batch.slots[row])), None)
+        if summary is None:
+            return False
+        actions = tuple(self.actions[: self._success_at])
+        self.source = SourceEpisode("expert", self._seed, actions, summary.episode_return, summary.success_once, self.states)
+        return True
+
+
+def _rows(batch: StepBatch) -> dict[int, dict[str, Any]]:
+    """{slot: observation}"""
+    return {int(slot): {key: part[row] for key, part in batch.observation.items()} for row, slot in enumerate(batch.slots)}
+
+
+@dataclass(frozen=True)
+class ChunkEffect:
+    """What a chunk of an episode adds to the chance of success."""
+
+    first: int
+    """Messages of the episode before the chunk."""
+    stop: int
+    """Messages of the episode up to and with the chunk."""
+    effect: float
+    """Success rate after it minus that before it, in [-1, 1]."""
+    low: float
+    """Lower end of the effect's confidence interval."""
+    high: float
+    is_crucial: bool
+
+
+def success_difference(before: tuple[int, int], after: tuple[int, int], *, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Difference of two success rates: (estimate, low, high); low = d - √((p₁ - l₁)² + (u₂ - p₂)²) and high likewise, 1 being after.
+
+    Args:
+        before, after: (successes, episodes), at least one episode each.
+        confidence: coverage aimed at, between 0 and 1.
+
+    Raises:
+        ValueError: no episodes, impossible counts, or a confidence out of range.
+    """
+    if before[1] < 1 or after[1] < 1:
+        raise ValueError(f"a difference of success rates needs episodes on both sides, got {before[1]} before and {after[1]} after")
+    rate_before, rate_after = before[0] / before[1], after[0] / after[1]
+    low_before, high_before = wilson_interval(*before, confidence=confidence)
+    low_after, high_after = wilson_interval(*after, confidence=confidence)
+    effect = rate_after - rate_before
+    low = effect - math.hypot(rate_after - low_after, high_before - rate_before)
+    high = effect + math.hypot(high_after - rate_after, rate_before - low_before)
+    return effect, max(-1.0, low), min(1.0, high)
+
+
+def chunk_effects(
+    outcomes: Mapping[int, tuple[int, int]], *, min_episodes: int = 8, effect: float = 0.3, confidence: float = 0.95
+) -> list[ChunkEffect]:
+    """The chunks between neighbouring starts of one episode that were played from often enough, ascending.
+
+    A chunk is crucial when success after it exceeds that before it by at least `effect` (well above), and the interval of the
+    difference lies above 0 (surely above).
+
+    Args:
+        outcomes: {messages before the start: (successes, episodes)}.
+        min_episodes: from both starts, for a chunk to be judged at all.
+
+    Raises:
+        ValueError: see `success_difference`.
+    """
+    judged = [(step, counts) for step, counts in sorted(outcomes.items()) if counts[1] >= max(1, min_episodes)]
+    found = []
+    for (first, before), (stop, after) in itertools.pairwise(judged):
+        estimate, low, high = success_difference(before, after, confidence=confidence)
+        found.append(ChunkEffect(first, stop, estimate, low, high, estimate >= effect and low > 0))
+    return found
+
 
 _FORMAT_VERSION = 1
 _WINDOW = 64
@@ -310,3 +521,75 @@ def _to_bits(outcomes: Collection[bool]) -> str:
 
 def _from_bits(bits: str, most: int | None) -> deque[bool]:
     return deque((bit == "1" for bit in bits), maxlen=most)
+
+
+_MAX_KEPT = 256
+_MAX_DRIFT = 1e-3
+"""Largest difference of an observation after a replay from the one before that counts as the same start."""
+
+
+class SnapshotCache:
+    """Restores slots, and keeps the snapshots of starts that were come to once.
+
+    The first member that starts at a place is brought there from the nearest recorded state, or from the seed, by playing the
+    messages since; then its own snapshot serves the others, so that where a simulator saves its state nothing is played twice and
+    all members start in the same bits.
+    """
+
+    def __init__(self, manager: Simulators, library: StartLibrary) -> None:
+        self._manager, self._library = manager, library
+        self._kept: dict[Start, Snapshot] = {}
+
+    def restore(self, wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
+        """Take up the start of each slot, and return what is seen there: {slot: {key: value}}.
+
+        Steps in flight in other slots finish first (they stay ready to be received): with asynchronous collection this waits for
+        the slowest of them, once for all the slots that are restored together.
+
+        Raises:
+            SimFault: see EnvManager; a simulator whose episodes end earlier when they are played again is one.
+        """
+        first: dict[Start, int] = {}
+        for slot, start in sorted(wanted.items()):
+            if start not in self._kept:
+                first.setdefault(start, slot)
+        seen = self._take_up(sorted(first.values()), wanted) if first else {}
+        others = [slot for slot in sorted(wanted) if slot not in seen]
+        if others:
+            seen |= self._take_up(others, wanted)
+        while len(self._kept) > _MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return seen
+
+    def clear(self) -> None:
+        """Forget the snapshots; a run that is resumed has none either."""
+        self._kept.clear()
+
+    def _take_up(self, slots: Sequence[int], wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
+        snapshots = [self._snapshot(wanted[slot]) for slot in slots]
+        batch = self._manager.restore(slots, snapshots)
+        seen = {
+            int(slot): {
+                key: part[row].copy() if isinstance(part[row], np.ndarray) else part[row] for key, part in batch.observation.items()
+            }
+            for row, slot in enumerate(batch.slots)
+        }
+        self._note(snapshots, [self._manager.last_drift[slot] for slot in slots])
+        new = [slot for slot in slots if wanted[slot] not in self._kept]
+        if new:
+            self._kept |= {wanted[slot]: snapshot for slot, snapshot in zip(new, self._manager.snapshot(new), strict=True)}
+        return seen
+
+    def _snapshot(self, start: Start) -> Snapshot:
+        kept = self._kept.get(start)
+        if kept is not None:
+            return kept
+        source = self._library.sources[start.source].source
+        return source.snapshot(start.step, task=self._manager.spec.task, chunk_size=self._manager.chunk_size)
+
+    def _note(self, snapshots: Sequence[Snapshot], drifts: Sequence[float | None]) -> None:
+        replay = self._library.replay
+        replay.num_messages += sum(len(snapshot.actions) for snapshot in snapshots)
+        known = [drift for drift in drifts if drift is not None]
+        replay.num_mismatches += sum(drift > _MAX_DRIFT for drift in known)
+        replay.max_drift = max([replay.max_drift, *(drift for drift in known if math.isfinite(drift))])

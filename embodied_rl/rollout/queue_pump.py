@@ -4,14 +4,53 @@ from __future__ import annotations
 
 import abc
 import time
-from typing import Generic, TypeVar
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
-from embodied_rl.rollout.batch_figures import batch_figures
+import numpy as np
+
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Episode, EpisodeGroup
+
+
+def copied(value: Any) -> Any:
+    """A row that stays as it is when its batch is overwritten."""
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def stacked(values: list[Any]) -> np.ndarray:
+    """[n, ...]; an object array where the values are not arrays of one shape."""
+    first = values[0]
+    if isinstance(first, (np.ndarray, np.generic)) and all(np.shape(value) == np.shape(first) for value in values):
+        return np.stack(values)
+    rows = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        rows[row] = value
+    return rows
+
+
+def batch_figures(queue: GroupQueue, groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
+    """Figures of a batch that was taken a moment ago for the weights `version`.
+
+    ``groups/ready`` and ``groups/held`` are the queue's lengths: whole groups that wait for their turn, and all places in use, those of
+    the batch included. ``groups/age_*`` are of the batch, see `age_figures`.
+    """
+    lengths = queue.lengths()
+    figures = {f"groups/{name}": float(value) for name, value in lengths.items()}
+    return figures | age_figures("groups", (group.age(version) for group in groups), queue.config.max_staleness)
+
+
+def age_figures(place: str, ages: Iterable[int], max_age: int) -> dict[str, float]:
+    """``<place>/age_mean``, ``age_max``, and the histogram: how many are 0, 1, … `max_age` versions old as ``age_0``, ``age_1``, …"""
+    found = list(ages)
+    counts = Counter(found)
+    histogram = {f"{place}/age_{age}": float(counts[age]) for age in range(max(max_age, max(found, default=0)) + 1)}
+    return {f"{place}/age_mean": float(np.mean(found)) if found else 0.0, f"{place}/age_max": float(max(found, default=0)), **histogram}
+
 
 TICK_EVERY_S = 1.0
 """How often the queue looks at its deadlines."""

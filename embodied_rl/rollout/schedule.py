@@ -57,11 +57,11 @@ class GroupQueueConfig:
         at_least |= {"max_concurrent_groups": 1, "max_rejected_per_step": 0}
         optional = ("max_concurrent_groups", "max_rejected_per_step")
         for name, least in at_least.items():
-            value = getattr(self, name)
+            value = vars(self)[name]
             if (value is not None or name not in optional) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise UserError(f"groups.{name} must be a whole number >= {least}{' or null' * (name in optional)}, got {value!r}.")
         for name in ("step_timeout_s", "episode_timeout_s", "batch_timeout_s"):
-            value = getattr(self, name)
+            value = vars(self)[name]
             if value is not None and not value > 0:
                 raise UserError(f"groups.{name} must be > 0 or null, got {value!r}.")
         if self.overtaking not in get_args(Overtaking):

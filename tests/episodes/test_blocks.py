@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.blocks import EpisodeBlock, cut_by_steps, runs_of
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.episodes.recording import EpisodeBlock, Recording, RecordingError, cut_by_steps, runs_of
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import assert_same_rows, info_of, make_episode

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodied_rl.episodes.replay_buffer import ReplayBuffer
-from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.episodes.transitions import ReplayBuffer, Transitions
 
 
 def transitions(first: int, count: int) -> Transitions:

@@ -25,7 +25,7 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.filmed import EncodingSim, filmed_columns, films_of, with_films
-from embodied_rl.rollout.seed_queue import RecordingPlan
+from embodied_rl.rollout.recording import RecordingPlan
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import StepBatch, StepBuffers

@@ -13,9 +13,7 @@ import pytest
 
 from embodied_rl.config import InitializedConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
-from embodied_rl.rollout.crucial import chunk_effects, success_difference
-from embodied_rl.rollout.initialized import Outcome, Start, StartLibrary
-from embodied_rl.rollout.start_sources import SourceEpisode
+from embodied_rl.rollout.initialized import Outcome, SourceEpisode, Start, StartLibrary, chunk_effects, success_difference
 
 
 def source(length: int = 10, *, origin: Any = "expert", seed: int = 5, score: float = 1.0, success: bool = True) -> SourceEpisode:

@@ -15,8 +15,8 @@ from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
+from embodied_rl.rollout.recording import RecordingPlan
 from embodied_rl.rollout.replaying import By, EpisodeReplay, Replayer, check_fits
-from embodied_rl.rollout.seed_queue import RecordingPlan
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.rollout.recording_toys import manager_of, record_toy, toy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embodied_rl.rollout.seed_queue import Outcome, RecordingPlan, SeedQueue
+from embodied_rl.rollout.recording import Outcome, RecordingPlan, SeedQueue
 
 
 def play(

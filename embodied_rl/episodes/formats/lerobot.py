@@ -35,7 +35,7 @@ from embodied_rl.episodes.formats.base import (
 from embodied_rl.episodes.formats.lerobot_columns import Clip, DataFile, decode_picture, open_parquet
 from embodied_rl.episodes.formats.lerobot_layout import Feature
 from embodied_rl.episodes.formats.notes import NoteBook
-from embodied_rl.episodes.frames import Frames
+from embodied_rl.episodes.pictures import Frames
 from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 

@@ -71,7 +71,7 @@ class ChatRequest:
     include_usage: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
-    """How many of the likeliest tokens of each place are told."""
+    """How many of the likeliest tokens of each place are sent."""
     num_choices: int = 1
     """n: answers, each sampled and captured separately."""
     forced: str = ""

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from embodied_rl.episodes.formats import write_foreign
-from embodied_rl.episodes.formats.minari import MinariRecording
-from embodied_rl.episodes.formats.minari_spaces import action_spec_of, leaves_of, observation_space_of
+from embodied_rl.episodes.formats.minari import MinariRecording, action_spec_of, leaves_of, observation_space_of
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.validation import validate
