@@ -296,8 +296,6 @@ def test_a_squashed_policy_never_leaves_its_bounds(tmp_path: Path) -> None:
 class Chunked:
     """A policy of horizon 3 that says −x, 0 and x of the state that it was asked in; unit normal around that."""
 
-    action_horizon = 3
-
     def act(self, observation: dict[str, torch.Tensor], noise: torch.Tensor | None) -> object:
         x = observation["state"][:, :1]
         return type("Output", (), {"action": torch.cat([-x, 0 * x, x], dim=1)})
@@ -308,7 +306,7 @@ class Chunked:
 
 
 def test_a_policy_that_decides_several_steps_at_once() -> None:
-    target = TargetPolicy("chunks", Chunked(), VECTORS, keys=("state",))  # type: ignore[arg-type]
+    target = TargetPolicy("chunks", Chunked(), VECTORS, keys=("state",), horizon=3)  # type: ignore[arg-type]
     states = np.array([[0.1, 1], [0.2, 1], [0.3, 1], [0.4, 1], [0.5, 1]], np.float32)
     episode = RecordedEpisode(
         seed=0,

@@ -102,10 +102,18 @@ class TargetPolicy:
     """A checkpoint's policy, asked about recorded observations. Made by `load_target`."""
 
     def __init__(
-        self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode = "sample", keys: Sequence[str], bounded: bool = False
+        self,
+        label: str,
+        policy: Policy,
+        spec: SimSpec,
+        *,
+        mode: Mode = "sample",
+        keys: Sequence[str],
+        bounded: bool = False,
+        horizon: int = 1,
     ) -> None:
         self.label, self.policy, self.spec, self.mode, self.keys = label, policy, spec, mode, tuple(keys)
-        self.horizon = int(getattr(policy, "action_horizon", 1))
+        self.horizon = horizon
         """H: actions that come out of one look."""
         self.num_bins: int | None = None
         """Tokens of an action dimension, of a policy that has them."""
@@ -153,11 +161,10 @@ class TargetPolicy:
         return np.exp(np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.float64))
 
     def features(self, observation: Observation) -> np.ndarray:
-        """[S, D] what the policy's last layers read. Raises UserError where the policy has no `features`."""
-        own = getattr(self.policy, "features", None)
-        if own is None:
+        """[S, D] what the policy's last layers read. Raises UserError where the policy has none."""
+        if self.policy.num_features is None:
             raise UserError(f"'{self.label}': the policy offers no features, and the observation has no flat part to fit values to.")
-        return self._by_rows(observation, lambda part, _: own(part))
+        return self._by_rows(observation, lambda part, _: self.policy.features(part))
 
     def _act_with(self, noise: torch.Tensor, part: dict[str, torch.Tensor], rows: slice) -> torch.Tensor:
         return self.policy.act(part, noise[rows]).action

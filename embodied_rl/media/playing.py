@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from embodied_rl.agents.agent import Answer
+from embodied_rl.agents.conversation import Prompt
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import Completion
@@ -99,7 +101,7 @@ class EpisodicActor:
         """What the last action of a slot was read from."""
         return self._spoken.get(slot, [])
 
-    def _listen(self, slot: int, observation: str, prompt: Any, completion: Completion, answer: Any) -> None:
+    def _listen(self, slot: int, observation: str, prompt: Prompt, completion: Completion, answer: Answer) -> None:
         tokens = completion.token_ids, completion.log_prob, completion.version
         self._spoken.setdefault(slot, []).append(Spoken(observation, prompt.token_ids, *tokens, answer.text, answer.parsed))
 

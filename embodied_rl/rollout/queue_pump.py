@@ -16,8 +16,10 @@ from embodied_rl.rollout.members import Assignment
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Episode, EpisodeGroup
 
+_Row = TypeVar("_Row")
 
-def copied(value: Any) -> Any:
+
+def copied(value: _Row) -> _Row:
     """A row that stays as it is when its batch is overwritten."""
     return value.copy() if isinstance(value, np.ndarray) else value
 

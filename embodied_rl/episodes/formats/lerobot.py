@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -410,7 +410,10 @@ def _column(field: str, name: str, feature: Mapping[str, Any]) -> Feature | None
     return Feature(field, name, "column", str(dtype), () if scalar else shape)
 
 
-def _cached(cache: OrderedDict[Path, Any], path: Path, limit: int, make: Any) -> Any:
+_Open = TypeVar("_Open", DataFile, Clip)
+
+
+def _cached(cache: OrderedDict[Path, _Open], path: Path, limit: int, make: Callable[[], _Open]) -> _Open:
     """The least recently used beyond `limit` are closed."""
     if path not in cache:
         cache[path] = make()

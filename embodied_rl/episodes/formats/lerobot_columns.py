@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +15,13 @@ from embodied_rl.episodes.formats.base import damaged
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from av import VideoFrame
 
-def open_parquet(parquet: Any, path: Path) -> Any:
+
+def open_parquet(parquet: ModuleType, path: Path) -> pq.ParquetFile:
     """A parquet file, mapped. Raises ValueError where it claims more rows than its bytes can stand for, and what pyarrow raises."""
     size = path.stat().st_size
     file = parquet.ParquetFile(path, memory_map=True)
@@ -31,7 +37,7 @@ def open_parquet(parquet: Any, path: Path) -> Any:
 class DataFile:
     """One parquet file under ``data/``. Raises RecordingError where it cannot be read."""
 
-    def __init__(self, path: Path, parquet: Any) -> None:
+    def __init__(self, path: Path, parquet: ModuleType) -> None:
         self.path = path
         if not path.is_file():
             raise damaged(path, "is missing")
@@ -75,7 +81,7 @@ class DataFile:
 class Rows:
     """Some columns of one episode."""
 
-    def __init__(self, path: Path, number: int, table: Any) -> None:
+    def __init__(self, path: Path, number: int, table: pa.Table) -> None:
         self._path, self._number, self._table = path, number, table
 
     def column(self, name: str, storage: Storage, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -102,7 +108,7 @@ class Rows:
                 raise
             raise self._damaged(name, f"cannot be read ({_line(error)})") from error
 
-    def _numbers(self, name: str, rows: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    def _numbers(self, name: str, rows: pa.Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         import pyarrow as pa
 
         if isinstance(rows, pa.ExtensionArray):
@@ -124,14 +130,14 @@ class Rows:
         return damaged(self._path, what, self._number, field)
 
 
-def _objects(values: Any) -> np.ndarray:
+def _objects(values: Iterable[object]) -> np.ndarray:
     found = list(values)
     array = np.empty(len(found), object)
     array[:] = found
     return array
 
 
-def decode_picture(path: Path, number: int, feature: Feature, data: Any) -> np.ndarray:
+def decode_picture(path: Path, number: int, feature: Feature, data: object) -> np.ndarray:
     """A PNG or JPEG file as [H, W, 3] uint8. Raises RecordingError."""
     from PIL import Image
 
@@ -157,12 +163,15 @@ class Clip:
             raise damaged(path, "is missing", number, feature.name)
         try:
             self._container = av.open(str(path))
-            self._stream: Any = self._container.streams.video[0]
+            self._stream = self._container.streams.video[0]
+            if self._stream.time_base is None:
+                raise ValueError("it does not say when its pictures are shown")
+            self._time_base = self._stream.time_base
         except (av.FFmpegError, OSError, ValueError, IndexError) as error:
             raise damaged(
                 path, f"cannot be opened as a video: it is damaged or cut short ({_line(error)})", number, feature.name
             ) from error
-        self._frames: Iterator[Any] = iter(())
+        self._frames: Iterator[VideoFrame] = iter(())
         self._last = -np.inf
         self._gap = 8 / fps
 
@@ -172,10 +181,10 @@ class Clip:
 
         try:
             if not self._last < second <= self._last + self._gap:
-                self._container.seek(max(0, int(second / self._stream.time_base)), stream=self._stream)
+                self._container.seek(max(0, int(second / self._time_base)), stream=self._stream)
                 self._frames = self._container.decode(self._stream)
             for frame in self._frames:
-                self._last = float(frame.time)
+                self._last = float(frame.time or 0.0)
                 if abs(self._last - second) < self._tolerance:
                     return self._array(frame, feature)
                 if self._last > second:
@@ -186,7 +195,7 @@ class Clip:
         self._last = -np.inf
         raise damaged(self.path, f"has no picture at {second:.3f} s", number, feature.name)
 
-    def _array(self, frame: Any, feature: Feature) -> np.ndarray:
+    def _array(self, frame: VideoFrame, feature: Feature) -> np.ndarray:
         picture = frame.to_ndarray(format="rgb24")
         height, width = feature.shape[:2]
         extra = picture.shape[0] - height, picture.shape[1] - width

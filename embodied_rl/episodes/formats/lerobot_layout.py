@@ -8,6 +8,7 @@ which rows and which seconds are its own, ``meta/tasks.parquet`` what was to be 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
@@ -82,7 +83,7 @@ class Feature:
         return {"field": self.field, "name": self.name, "storage": self.storage, "dtype": self.dtype, "shape": list(self.shape)}
 
     @staticmethod
-    def from_dict(data: Any) -> Feature:
+    def from_dict(data: Mapping[str, Any]) -> Feature:
         """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
         if data["storage"] not in ("column", "text", "json", "image", "video"):
             raise ValueError(f"storage {data['storage']!r}")
@@ -130,7 +131,7 @@ def import_pyarrow() -> tuple[Any, Any]:
     return pa, pq
 
 
-def inside(root: Path, template: str, **indices: Any) -> Path:
+def inside(root: Path, template: str, **indices: int | str) -> Path:
     """A file that ``info.json`` names by a template. Raises RecordingError where it does not lie in the data set's folder."""
     try:
         for _, name, form, conversion in Formatter().parse(template):

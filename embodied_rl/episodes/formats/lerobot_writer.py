@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -18,6 +19,10 @@ from embodied_rl.episodes.pictures import DEFAULT_FPS, VideoWriter, encode_png
 from embodied_rl.episodes.recorded import RecordedEpisode
 from embodied_rl.episodes.recording import Recording, RecordingError
 from embodied_rl.types import SimSpec, VariableSpec
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
 
 Video = Literal["mp4", "png"]
 _MIN_VIDEO_SIDE = 16
@@ -239,7 +244,7 @@ class _Writer:
         (folder / layout.SIDE_INFO).write_text(json.dumps(side, indent=1), encoding="utf-8")
 
 
-def _nested(pa: Any, part: np.ndarray, kind: Any) -> Any:
+def _nested(pa: ModuleType, part: np.ndarray, kind: pyarrow.DataType) -> pyarrow.Array:
     """Numbers [T, …] as an arrow array of lists of fixed length."""
     sizes = []
     inner = kind
@@ -273,11 +278,7 @@ def _pandas_index(name: str) -> dict[str, str]:
 
 def _fields(episode: RecordedEpisode) -> Iterator[tuple[str, np.ndarray]]:
     """All arrays of an episode by the names of their fields; those around steps with T + 1 rows."""
-    for name in ("action", "reward", "terminated", "truncated", "success"):
-        yield name, getattr(episode, name)
-    for name in PER_STEP_EXTRAS:
-        if (part := getattr(episode, name)) is not None:
-            yield name, part
+    yield from episode.per_step().items()
     for room, parts in (("observation", episode.observation), ("state", episode.state or {}), ("images", episode.images)):
         for key, part in parts.items():
             yield f"{room}.{key}", np.asarray(part)
@@ -332,14 +333,14 @@ def _next(chunk: int, file: int) -> tuple[int, int]:
 class _DataFiles:
     """``data/``: a row group for each episode, and a new file where one has grown too large."""
 
-    def __init__(self, folder: Path, arrow: Any, parquet: Any, schema: Any) -> None:
+    def __init__(self, folder: Path, arrow: ModuleType, parquet: ModuleType, schema: pyarrow.Schema) -> None:
         self.schema = schema
         self._folder, self._arrow, self._parquet = folder, arrow, parquet
         self._place = (0, 0)
         self._paths: list[Path] = []
-        self._writer: Any = None
+        self._writer: pyarrow.parquet.ParquetWriter | None = None
 
-    def add(self, table: Any, length: int) -> dict[str, int]:
+    def add(self, table: pyarrow.Table, length: int) -> dict[str, int]:
         """Returns the episode's columns of ``meta/episodes``."""
         if self._writer is not None and self._paths[-1].stat().st_size >= layout.DATA_FILE_MB * 2**20:
             self.close()
@@ -416,11 +417,11 @@ class _VideoFiles:
 class _EpisodesFile:
     """``meta/episodes``, written in blocks."""
 
-    def __init__(self, folder: Path, arrow: Any, parquet: Any) -> None:
+    def __init__(self, folder: Path, arrow: ModuleType, parquet: ModuleType) -> None:
         self._path = folder / layout.EPISODES_PATH.format(chunk_index=0, file_index=0)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._arrow, self._parquet = arrow, parquet
-        self._writer: Any = None
+        self._writer: pyarrow.parquet.ParquetWriter | None = None
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
