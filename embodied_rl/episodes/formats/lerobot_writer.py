@@ -21,8 +21,8 @@ from embodied_rl.episodes.recording import Recording, RecordingError
 from embodied_rl.types import SimSpec, VariableSpec
 
 if TYPE_CHECKING:
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 Video = Literal["mp4", "png"]
 _MIN_VIDEO_SIDE = 16
@@ -244,7 +244,7 @@ class _Writer:
         (folder / layout.SIDE_INFO).write_text(json.dumps(side, indent=1), encoding="utf-8")
 
 
-def _nested(pa: ModuleType, part: np.ndarray, kind: pyarrow.DataType) -> pyarrow.Array:
+def _nested(pa: ModuleType, part: np.ndarray, kind: pa.DataType) -> pa.Array:
     """Numbers [T, …] as an arrow array of lists of fixed length."""
     sizes = []
     inner = kind
@@ -333,14 +333,14 @@ def _next(chunk: int, file: int) -> tuple[int, int]:
 class _DataFiles:
     """``data/``: a row group for each episode, and a new file where one has grown too large."""
 
-    def __init__(self, folder: Path, arrow: ModuleType, parquet: ModuleType, schema: pyarrow.Schema) -> None:
+    def __init__(self, folder: Path, arrow: ModuleType, parquet: ModuleType, schema: pa.Schema) -> None:
         self.schema = schema
         self._folder, self._arrow, self._parquet = folder, arrow, parquet
         self._place = (0, 0)
         self._paths: list[Path] = []
-        self._writer: pyarrow.parquet.ParquetWriter | None = None
+        self._writer: pq.ParquetWriter | None = None
 
-    def add(self, table: pyarrow.Table, length: int) -> dict[str, int]:
+    def add(self, table: pa.Table, length: int) -> dict[str, int]:
         """Returns the episode's columns of ``meta/episodes``."""
         if self._writer is not None and self._paths[-1].stat().st_size >= layout.DATA_FILE_MB * 2**20:
             self.close()
@@ -421,7 +421,7 @@ class _EpisodesFile:
         self._path = folder / layout.EPISODES_PATH.format(chunk_index=0, file_index=0)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._arrow, self._parquet = arrow, parquet
-        self._writer: pyarrow.parquet.ParquetWriter | None = None
+        self._writer: pq.ParquetWriter | None = None
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
