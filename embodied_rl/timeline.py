@@ -140,7 +140,7 @@ class Timeline:
         self.counter(name, **{str(key): float(count) for key, count in sorted(values.items())})
 
     def curves_of(self, metrics: Mapping[str, float]) -> None:
-        """Queue lengths and ages out of a run's metrics (`rollout.batch_figures`), as curves."""
+        """Queue lengths and ages out of a run's metrics (`rollout.queue_pump.batch_figures`), as curves."""
         lengths = {name: metrics[key] for name in ("ready", "held", "in_flight") if (key := f"groups/{name}") in metrics}
         if lengths:
             self.counter("groups", **lengths)
