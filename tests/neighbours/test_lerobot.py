@@ -203,7 +203,7 @@ print(json.dumps(returns))
 
 def test_a_policy_of_ours_plays_in_lerobots_evaluation(tmp_path: Path) -> None:
     """``lerobot-eval`` on gym-pusht: the same returns as the checkpoint's actions by hand."""
-    train = "import sys\nfrom embodied_rl.commands.train import main\nif __name__ == '__main__':\n    main(sys.argv[1:])\n"
+    train = "from embodied_rl.commands.train import main\nif __name__ == '__main__':\n    main()\n"
     words = [
         *("sim=pusht", "sim.kwargs.observation=keypoints", "sim.max_episode_steps=8", "sim.num_slots=2", "sim.num_workers=1"),
         *("policy=mixed", "total_steps=64", "algorithm.rollout_steps=16", "evaluation.num_episodes=2", "video.enabled=no", "logger=quiet"),

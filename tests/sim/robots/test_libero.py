@@ -19,7 +19,7 @@ import pytest
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.env import SimFactory
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import libero, robosuite
 from embodied_rl.sim.robots.libero_states import chosen_states, read_init_states
@@ -232,7 +232,7 @@ def test_openvla_oft_trains_on_libero(suite: str, assets: str, tmp_path: Path) -
         "sim.kwargs.image_size=64", "sim.num_slots=2", "sim.num_workers=1", "sim.max_episode_steps=4", "algorithm.groups.group_size=2",
         "algorithm.groups.groups_per_step=1", "algorithm.groups.filters=[]", "algorithm.minibatch_size=8", "algorithm.micro_batch_size=4",
         "algorithm.learning_rate=1e-4", "hybrid.precision=float32", "video.enabled=no", "logger=quiet", "evaluation.num_episodes=2",
-        "evaluation.max_episode_steps=4", f"run_dir={tmp_path / 'run'}", "total_steps=16",
+        f"run_dir={tmp_path / 'run'}", "total_steps=16",
     ]  # fmt: skip
     train(load_train_config(words))
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -259,7 +259,9 @@ def test_libero_equals_its_own_wrapper(assets: str) -> None:
     for _ in range(10):
         observation, *_ = own.step([0, 0, 0, 0, 0, 0, -1])
     np.testing.assert_array_equal(sim.envs[0].sim.data.qpos, own.sim.data.qpos)
-    np.testing.assert_array_equal(out.observation["rgb"][0], observation["agentview_image"][::-1, ::-1])
+    far = np.abs(out.observation["rgb"][0].astype(int) - observation["agentview_image"][::-1, ::-1])
+    assert far.max() <= 1, "drawn by two contexts: a few edges differ in their last bit"
+    assert (far > 0).mean() < 0.01
     np.testing.assert_array_equal(out.observation["state"][0, :3], observation["robot0_eef_pos"].astype(np.float32))
     sim.close()
     own.close()
