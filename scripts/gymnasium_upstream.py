@@ -41,7 +41,7 @@ DIFFERENCES: dict[str, str] = {
     r"test_vector_obs_action_spaces\[(Multi|Tuple\(|Dict\(|Box\(.*inf)": _NO_ACTION,
     r"test_vector_wrapper_equivalence\[.*(DictObsEnv|-ClipAction)": _NO_ACTION,
     r"test_vector_return_info|test_autoreset_within_step|test_final_obs_info|test_record_episode_statistics\[": _KEPT_INFO,
-    r"test_random_seed": _SEEDS,
+    r"test_random_seed|vector_env_seed": _SEEDS,
     r"test_obs_mode_same_different_spaces": "bounds of observations may differ between environments; the view shows the first one's",
     r"test_mixed_observation_spaces\[same": "refused, by a UserError (a ValueError)",
 }

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,23 @@ def overlay(*packages: str, options: tuple[str, ...] = (), prepare: Callable[[Pa
             prepare(folder)
         (folder / ".whole").touch()
     return folder
+
+
+def separate(*packages: str) -> Path:
+    """The interpreter of an environment of its own, with these packages and all that they ask for; kept for the next run.
+
+    Skips the test, with pip's last line, where the registry does not have one of them.
+    """
+    folder = _CACHE / hashlib.sha256("\n".join((sys.version, "separate", *packages)).encode()).hexdigest()[:16]
+    python = folder / "bin" / "python"
+    if not (folder / ".whole").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        command = [str(python), "-m", "pip", "install", "--quiet", *packages]
+        installed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        if installed.returncode:
+            pytest.skip(f"{packages[0]} cannot be installed here: {(installed.stderr.strip() or 'pip failed').splitlines()[-1]}")
+        (folder / ".whole").touch()
+    return python
 
 
 def run_with(folder: Path | None, program: str, *arguments: str, timeout_s: float = 300.0) -> str:
