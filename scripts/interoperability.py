@@ -1,6 +1,7 @@
 """Run the tests that hold this project against other people's packages, and write docs/interoperability.md from their outcomes.
 
-    python scripts/interoperability.py
+    python scripts/interoperability.py              # all, an hour
+    python scripts/interoperability.py lerobot      # those whose test has the word in its name; the others' results stay
 
 Packages that are not in the lock are installed beside it, each in a folder of its own (tests/neighbours/overlay.py).
 """
@@ -8,6 +9,7 @@ Packages that are not in the lock are installed beside it, each in a folder of i
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "interoperability.md"
 TRAINERS, FORMATS, VECTOR = "tests/neighbours/test_trainers.py", "tests/neighbours/test_formats.py", "tests/sim/test_vector.py"
 AGENTS, INTERFACES = "tests/proxy/test_agent_packages.py", "tests/proxy/test_interfaces.py"
+LEROBOT, TEXTS, LIBERO = "tests/neighbours/test_lerobot.py", "tests/neighbours/test_text_worlds.py", "tests/sim/robots/test_libero.py"
 MANISKILL = "tests/episodes/formats/test_maniskill.py"
 ROWS = (
     ("gymnasium", "", "drives ours", "`VectorEnv` against its own `SyncVectorEnv`, wrappers, three autoreset modes, texts", VECTOR),
@@ -35,6 +38,26 @@ ROWS = (
         f"{MANISKILL}::test_the_documented_command_runs_in_a_fresh_shell",
     ),
     ("mani-skill", "", "plays ours", "observations, rewards, states equal", f"{MANISKILL}::test_their_own_program_plays_ours"),
+    (
+        "lerobot",
+        "0.6.1",
+        "reads ours",
+        "`LeRobotDataset`: rows, videos, tasks, statistics",
+        f"{LEROBOT}::test_lerobot_reads_ours",
+    ),
+    ("lerobot", "0.6.1", "read by ours", "what `LeRobotDataset` wrote", f"{LEROBOT}::test_ours_reads_what_lerobot_wrote"),
+    (
+        "lerobot",
+        "0.6.1",
+        "plays in ours",
+        "ACT: returns as in LeRobot's loop",
+        f"{LEROBOT}::test_an_act_policy_plays_here_as_in_its_own_loop",
+    ),
+    ("lerobot", "0.6.1", "plays in ours", "diffusion", f"{LEROBOT}::test_a_diffusion_policy_plays_here"),
+    ("lerobot", "0.6.1", "plays ours", "`lerobot-eval` on gym-pusht", f"{LEROBOT}::test_a_policy_of_ours_plays_in_lerobots_evaluation"),
+    ("wandb", "", "reads ours", "`wandb sync` of offline runs, to a server of ours", "tests/neighbours/test_wandb.py"),
+    ("hf-libero", "0.1.4", "played by ours", "two suites on stand-ins for its meshes; OFT trained", LIBERO),
+    ("appworld", "0.1.3.post1", "played by ours", "two worlds of ours", f"{TEXTS}::test_appworld_plays_two_worlds_of_ours"),
     (
         "openai",
         "",
@@ -123,9 +146,29 @@ class Outcomes:
         return next((outcome for outcome in ("failed", "skipped", "passed") if outcome in found), "not run")
 
 
+def gymnasium_differences() -> list[str]:
+    """What `scripts/gymnasium_upstream.py` expects to fail of gymnasium's repository's tests, and why."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from gymnasium_upstream import DIFFERENCES
+
+    told = (
+        "`python scripts/gymnasium_upstream.py CHECKOUT` plays the vector tests of gymnasium's repository, at the installed version's tag,"
+    )
+    rows = [f"| `{test.replace('|', '`, `')}` | {reason} |" for test, reason in DIFFERENCES.items()]
+    return [told, "on the view. All pass but these, each for its reason:", "", "| Test | Why |", "|---|---|", *rows]
+
+
+def results_of(page: str) -> dict[str, str]:
+    """{row without its result: result} of the page as it is."""
+    rows = [line.rpartition(" | ") for line in page.splitlines() if line.startswith("| ")]
+    return {row: result.removesuffix(" |") for row, _, result in rows}
+
+
 def main() -> int:
-    outcomes = Outcomes()
-    status = pytest.main([*dict.fromkeys(str(ROOT / row[-1]) for row in ROWS), "-q", "-m", "", "-p", "no:xdist"], plugins=[outcomes])
+    outcomes, words = Outcomes(), sys.argv[1:]
+    chosen = [row for row in ROWS if not words or any(word in row[-1] for word in words)]
+    before = results_of(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else {}
+    status = pytest.main([*dict.fromkeys(str(ROOT / row[-1]) for row in chosen), "-q", "-m", "", "-p", "no:xdist"], plugins=[outcomes])
     lines = [
         "# Interoperability",
         "",
@@ -135,8 +178,11 @@ def main() -> int:
         "| Package | Version | Direction | What is run | Result |",
         "|---|---|---|---|---|",
     ]
-    for package, version, direction, what, test in ROWS:
-        lines.append(f"| {package} | {version or importlib.metadata.version(package)} | {direction} | {what} | {outcomes.ended(test)} |")
+    for row in ROWS:
+        package, version, direction, what, test = row
+        told = f"| {package} | {version or importlib.metadata.version(package)} | {direction} | {what}"
+        lines.append(f"{told} | {outcomes.ended(test) if row in chosen else before.get(told, 'not run')} |")
+    lines += ["", "## Where gymnasium's own tests differ", "", *gymnasium_differences()]
     PAGE.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return int(status)
 
