@@ -1,6 +1,6 @@
 """A small data set of ours for AppWorld: two tasks about one note, written with the package's own models. Run where AppWorld is installed.
 
-    APPWORLD_ROOT=FOLDER python -m appworld.cli install && APPWORLD_ROOT=FOLDER python tests/neighbours/appworld_data.py
+APPWORLD_ROOT=FOLDER python -m appworld.cli install && APPWORLD_ROOT=FOLDER python tests/neighbours/appworld_data.py
 """
 
 import json

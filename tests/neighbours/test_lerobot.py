@@ -206,7 +206,15 @@ def test_a_policy_of_ours_plays_in_lerobots_evaluation(tmp_path: Path) -> None:
     train = "from embodied_rl.commands.train import main\nif __name__ == '__main__':\n    main()\n"
     words = [
         *("sim=pusht", "sim.kwargs.observation=keypoints", "sim.max_episode_steps=8", "sim.num_slots=2", "sim.num_workers=1"),
-        *("policy=mixed", "total_steps=64", "algorithm.rollout_steps=16", "evaluation.num_episodes=2", "video.enabled=no", "logger=quiet"),
+        *(
+            "policy=mixed",
+            "total_steps=64",
+            "algorithm.rollout_steps=16",
+            "algorithm.minibatch_size=32",
+            "evaluation.num_episodes=2",
+            "video.enabled=no",
+            "logger=quiet",
+        ),
     ]
     run_with(None, train, *words, f"run_dir={tmp_path / 'run'}", timeout_s=500)
     arguments = [

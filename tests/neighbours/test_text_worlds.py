@@ -42,7 +42,8 @@ def test_appworld_plays_two_worlds_of_ours(tmp_path: Path) -> None:
     environment = {**os.environ, "APPWORLD_ROOT": str(tmp_path), "APPWORLD_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(REPOSITORY)}
 
     def run(*words: str) -> str:
-        done = subprocess.run([str(python), *words], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+        command = [str(python), *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
