@@ -23,8 +23,7 @@ import torch
 from tables import provenance, text_table
 from torch import Tensor
 
-from embodied_rl.algorithms.advantages import gae
-from embodied_rl.algorithms.scans import gae_scan
+from embodied_rl.algorithms.advantages import gae, gae_scan
 from embodied_rl.sim.affinity import available_cores
 
 GAMMA, LAMBDA = 0.99, 0.95

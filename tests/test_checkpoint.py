@@ -31,7 +31,7 @@ from embodied_rl.checkpoint import (
     save_checkpoint,
 )
 from embodied_rl.checkpoint import folder as module
-from embodied_rl.checkpoint.checksums import sum_of_document
+from embodied_rl.checkpoint.tensors import sum_of_document
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.sample_run import SPEC, make_config

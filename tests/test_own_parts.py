@@ -25,8 +25,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.loggers import check_loggers
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.build import build_policy
-from embodied_rl.policies.custom import custom_class
+from embodied_rl.policies.build import build_policy, custom_class
 from embodied_rl.registry import Registry, installed_targets
 from embodied_rl.train import train
 from embodied_rl.trust.named import named_code, registered_code

@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,7 +75,7 @@ def gae(
         "discount": discount,
     }
     if isinstance(reward, Tensor) and reward.device.type != "cpu":
-        from embodied_rl.algorithms.scans import gae_scan
+        from embodied_rl.algorithms.advantages import gae_scan
 
         return gae_scan(**arrays, gamma=gamma, gae_lambda=gae_lambda)
     found = _gae_compiled({name: None if array is None else as_numpy(array) for name, array in arrays.items()}, gamma, gae_lambda)
@@ -263,8 +262,8 @@ def returns_to_go(
     Returns:
         [T, N] of the type of `reward`, 0 where masked.
     """
-    zeros: Any = torch.zeros_like if isinstance(reward, Tensor) else np.zeros_like
-    cut: Any = truncated & ~terminated
+    zeros = torch.zeros_like if isinstance(reward, Tensor) else np.zeros_like
+    cut = truncated & ~terminated
     return gae(
         reward=reward,
         value=zeros(reward),
@@ -295,7 +294,7 @@ def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> 
         raise ValueError(f"reward and mask must be [B, L], got {tuple(reward.shape)} and {None if mask is None else tuple(mask.shape)}.")
     check_types((reward,), () if mask is None else (mask,))
     if isinstance(reward, Tensor) and reward.device.type != "cpu":
-        from embodied_rl.algorithms.scans import token_returns_scan
+        from embodied_rl.algorithms.advantages import token_returns_scan
 
         return token_returns_scan(reward=reward, gamma=gamma, mask=mask)
     from embodied_rl.algorithms.kernels import token_returns_kernel
@@ -306,83 +305,45 @@ def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> 
     return alike(returns, reward)
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean and spread of some numbers; those of parts can be merged into those of the whole."""
-
-    count: int
-    mean: float
-    squares: float
-    """Sum of squared deviations from the mean."""
-    low: float
-    high: float
-
-    @staticmethod
-    def of(x: np.ndarray | Tensor, mask: np.ndarray | Tensor | None = None) -> Moments:
-        """Of all entries, or of those in `mask`."""
-        chosen: Any = x if mask is None else x[mask]
-        chosen = chosen.detach().double() if isinstance(chosen, Tensor) else chosen.astype(np.float64)
-        count = math.prod(chosen.shape)
-        if count == 0:
-            return Moments(0, 0.0, 0.0, math.inf, -math.inf)
-        mean = chosen.mean()
-        return Moments(count, float(mean), float(((chosen - mean) ** 2).sum()), float(chosen.min()), float(chosen.max()))
-
-    @staticmethod
-    def merge(parts: Iterable[Moments]) -> Moments:
-        """Moments of all parts together, be they micro-batches or ranks (Chan, Golub and LeVeque 1979)."""
-        whole = Moments(0, 0.0, 0.0, math.inf, -math.inf)
-        for part in parts:
-            count = whole.count + part.count
-            if count == 0:
-                continue
-            delta = part.mean - whole.mean
-            mean = whole.mean + delta * part.count / count
-            squares = whole.squares + part.squares + delta**2 * whole.count * part.count / count
-            whole = Moments(count, mean, squares, min(whole.low, part.low), max(whole.high, part.high))
-        return whole
-
-    @property
-    def variance(self) -> float:
-        """Unbiased; 0 for fewer than two numbers and for numbers that are all equal."""
-        return 0.0 if self.count < 2 or self.low == self.high else self.squares / (self.count - 1)
-
-
-def whiten(x: Array, mask: Array | None = None, *, moments: Moments | None = None) -> Array:
+def whiten(x: Array, mask: Array | None = None) -> Array:
     """(x - mean) / sqrt(variance + 1e-8) with the unbiased variance over all entries, or over those in `mask` (0 elsewhere).
 
-    A single entry has no variance: it becomes 0, and so do entries that are all equal. Where the batch lies on several ranks,
-    `moments` are the merged ones of all (`Moments.merge`): those of one rank's share are not those of the batch.
+    A single entry has no variance: it becomes 0, and so do entries that are all equal.
     """
-    if moments is None:
-        moments = Moments.of(x, mask)
-    if moments.count < 2 or moments.low == moments.high:
+    shown = x if mask is None else x[mask]
+    chosen = shown.detach().double() if isinstance(shown, Tensor) else shown.astype(np.float64)
+    count = math.prod(chosen.shape)
+    if count < 2 or chosen.min() == chosen.max():
         return torch.zeros_like(x) if isinstance(x, Tensor) else np.zeros_like(x)
-    scale = math.sqrt(moments.variance + WHITEN_EPS)
+    mean = chosen.mean()
+    scale, middle = math.sqrt(float(((chosen - mean) ** 2).sum()) / (count - 1) + WHITEN_EPS), float(mean)
     if isinstance(x, Tensor):
-        result = ((x.detach().double() - moments.mean) / scale).to(x.dtype)
+        result = ((x.detach().double() - middle) / scale).to(x.dtype)
         return result if mask is None else torch.where(mask, result, torch.zeros_like(result))
-    whitened = ((x.astype(np.float64) - moments.mean) / scale).astype(x.dtype)
+    whitened = ((x.astype(np.float64) - middle) / scale).astype(x.dtype)
     return whitened if mask is None else np.where(mask, whitened, 0).astype(x.dtype)
 
 
-def _check_gae(reward: Any, value: Any, last_value: Any, terminated: Any, truncated: Any, mask: Any, discount: Any) -> None:
+def _check_gae(
+    reward: Array, value: Array, last_value: Array, terminated: Array, truncated: Array, mask: Array | None, discount: Array | None
+) -> None:
     shape = tuple(reward.shape)
-    like = [value, terminated, truncated, *(array for array in (mask, discount) if array is not None)]
+    like: list[Array] = [value, terminated, truncated]
+    like += [array for array in (mask, discount) if array is not None]
     if len(shape) != 2 or any(tuple(array.shape) != shape for array in like) or tuple(last_value.shape) != shape[1:]:
-        shapes = [tuple(array.shape) for array in (reward, *like, last_value)]
+        shapes = [shape, *(tuple(array.shape) for array in like), tuple(last_value.shape)]
         raise ValueError(f"reward, value, terminated, truncated, mask and discount must be [T, N] and last_value [N], got {shapes}.")
     check_types((reward, value, last_value), (terminated, truncated, *(() if mask is None else (mask,))))
 
 
-def _check_chunks(reward: Any, executed: Any, terminated: Any) -> None:
+def _check_chunks(reward: Array, executed: Array, terminated: Array) -> None:
     if reward.ndim != 3 or executed.shape != reward.shape or tuple(terminated.shape) != tuple(reward.shape[:2]):
         shapes = [tuple(array.shape) for array in (reward, executed, terminated)]
         raise ValueError(f"reward and executed must be [T, N, K], terminated and truncated [T, N], got {shapes}.")
     check_types((reward,), (executed,))
 
 
-def _last_executed(executed: Any) -> Any:
+def _last_executed(executed: Array) -> Array:
     """[T, N, K]: the last executed step of each chunk."""
     if isinstance(executed, Tensor):
         count = executed.long().cumsum(-1)
@@ -391,22 +352,98 @@ def _last_executed(executed: Any) -> Any:
     return executed & (counts == counts[..., -1:])
 
 
-def _flat_steps(array: Any) -> Any:
+def _flat_steps(array: Array) -> Array:
     """[T, N, K] → [T·K, N], the steps of a slot one below the other."""
     steps, slots, length = array.shape
     return array.swapaxes(1, 2).reshape(steps * length, slots)
 
 
-def _reorder_final(truncated: Any, terminated: Any, last: Any, final_value: Any) -> Any:
+def _reorder_final(truncated: Array, terminated: Array, last: Array, final_value: Array) -> Array:
     """Final values in the order of the chunks → in that of the flattened steps, where a shorter chunk of a later slot comes first."""
     cut = truncated & ~terminated
     check_final_value(tuple(final_value.shape), int(cut.sum()))
-    if isinstance(cut, Tensor):
+    if isinstance(cut, Tensor) and isinstance(final_value, Tensor):
         dense = final_value.new_zeros(cut.shape)
         dense[cut] = final_value
-        spread: Any = dense[..., None].expand(last.shape)
+        spread = dense[..., None].expand(last.shape)
     else:
         dense = np.zeros(cut.shape, final_value.dtype)
         dense[cut] = final_value
         spread = np.broadcast_to(dense[..., None], last.shape)
     return _flat_steps(spread)[_flat_steps(cut[..., None] & last)]
+
+
+# ---- recursions over time --------------------------------------------------------------------------------------------------
+
+
+def reverse_scan(x: Tensor, decay: Tensor) -> Tensor:
+    """y_t = x_t + decay_t y_(t+1) along the first axis, with y_T = 0.
+
+    Args:
+        x, decay: [T, ...] of one floating type; NaN in x spreads to everything before it, decay 0 or not.
+    """
+    reach = 1
+    while reach < x.shape[0]:
+        # Each entry has absorbed `reach` of its successors; it now absorbs what that many later ones have absorbed.
+        x = torch.cat([torch.addcmul(x[:-reach], decay[:-reach], x[reach:]), x[-reach:]])
+        decay = torch.cat([decay[:-reach] * decay[reach:], decay[-reach:]])
+        reach *= 2
+    return x
+
+
+@torch.no_grad()
+def gae_scan(
+    *,
+    reward: Tensor,
+    value: Tensor,
+    last_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    final_value: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    mask: Tensor | None = None,
+    discount: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`embodied_rl.algorithms.advantages.gae` on whatever device the tensors lie on. Arguments, results and errors are the same."""
+    cut = truncated & ~terminated
+    check_final_value(tuple(final_value.shape), int(cut.sum()))
+    values = value.double()
+    following = _next_counted(values, last_value.double(), mask)
+    following = following.masked_scatter(cut, final_value.double())
+    following = following.masked_fill(terminated, 0.0)
+    step_gamma = torch.full_like(values, gamma) if discount is None else discount.double()
+    delta = reward.double() + step_gamma * following - values
+    decay = (step_gamma * gae_lambda).masked_fill(terminated | truncated, 0.0)
+    if mask is not None:
+        # A masked step is the identity: it adds nothing and hands on what comes after it.
+        delta, decay = delta.masked_fill(~mask, 0.0), decay.masked_fill(~mask, 1.0)
+    advantage = reverse_scan(delta, decay).to(value.dtype)
+    returns = advantage + value
+    if mask is not None:
+        advantage, returns = advantage.masked_fill(~mask, 0.0), returns.masked_fill(~mask, 0.0)
+    return advantage, returns
+
+
+def _next_counted(values: Tensor, last_value: Tensor, mask: Tensor | None) -> Tensor:
+    """[T, N]: for each step the value of the next one that counts; `last_value` after the last of them."""
+    extended = torch.cat([values, last_value[None]])
+    if mask is None:
+        return extended[1:]
+    num_steps = values.shape[0]
+    place = torch.arange(num_steps, device=values.device)[:, None].expand_as(values)
+    place = torch.where(mask, place, num_steps)
+    place = torch.cat([place[1:], torch.full_like(place[:1], num_steps)])
+    nearest = place.flip(0).cummin(0).values.flip(0)
+    return extended.gather(0, nearest)
+
+
+@torch.no_grad()
+def token_returns_scan(*, reward: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
+    """`embodied_rl.algorithms.advantages.token_returns` on whatever device the tensors lie on."""
+    gain = reward.double().t()
+    decay = torch.full_like(gain, gamma)
+    if mask is not None:
+        gain, decay = gain.masked_fill(~mask.t(), 0.0), decay.masked_fill(~mask.t(), 1.0)
+    returns = reverse_scan(gain, decay).t().to(reward.dtype)
+    return returns.contiguous() if mask is None else returns.masked_fill(~mask, 0.0)

@@ -2,7 +2,7 @@
 
 A mean over what happens to lie in one micro-batch is not the mean over the batch: with ragged masks it weighs the entries of a
 short micro-batch more. So each aggregation here is a *sum over rows* divided by a denominator that the caller knows for the whole
-batch: count the units of every micro-batch on every rank (`global_denominator`), then divide each part by that same number. Parts
+batch: count the units of every micro-batch (`Aggregation.count`) on every rank, then divide each part by that same number. Parts
 then add up to the whole, values and gradients alike.
 
 Shapes: entries are [B, L] (B rows or sequences, L action units), or [B] with one entry per row. `mask` is bool, and what it hides
@@ -11,17 +11,13 @@ counts for nothing, be it NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from embodied_rl.errors import did_you_mean
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -150,34 +146,3 @@ def visible_entries(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
             x = x.float()
         result.append(x if mask is None else torch.where(mask, x, torch.zeros_like(x)))
     return result
-
-
-def global_denominator(
-    masks: Tensor | Iterable[Tensor],
-    *,
-    aggregation: Aggregation = TOKEN_MEAN,
-    process_group: ProcessGroup | None = None,
-    gradients: Literal["summed", "averaged"] = "summed",
-) -> Tensor:
-    """The denominator of one optimizer step: units in all `masks` (one, or one per micro-batch) of all ranks; float64, at least 1.
-
-    Call it on every rank, with all micro-batches of the step, before the first backward pass. Without an initialised
-    ``torch.distributed`` there is one rank.
-
-    Args:
-        process_group: ranks that share the step; None: all of them.
-        gradients: what happens to the gradients of several ranks. DDP and FSDP *average* them, which divides by the number of ranks
-            once too often; the denominator is then smaller by that factor, so that the average is the gradient of the whole batch.
-    """
-    if gradients not in ("summed", "averaged"):
-        raise ValueError(f"gradients must be summed or averaged, got {gradients!r}.")
-    parts = [masks] if isinstance(masks, Tensor) else list(masks)
-    if not parts:
-        raise ValueError("global_denominator needs the masks of at least one micro-batch; give an all-False mask for a rank without rows.")
-    total = torch.stack([aggregation.count(mask) for mask in parts]).sum().double()
-    num_ranks = 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        num_ranks = torch.distributed.get_world_size(process_group)
-        torch.distributed.all_reduce(total, group=process_group)
-    total = total.clamp(min=1)
-    return total / num_ranks if gradients == "averaged" else total

@@ -223,7 +223,7 @@ def _pair(group: Tensor, other: Tensor) -> Tensor:
 # ---- equal and similar observations ---------------------------------------------------------------------------------
 
 
-def anchor_key(observation: Any) -> Hashable:
+def anchor_key(observation: object) -> Hashable:
     """Equal for equal observations, and hashable: arrays by type, shape and bytes, containers part by part."""
     if isinstance(observation, Tensor):
         observation = observation.detach().cpu().numpy()
@@ -250,7 +250,7 @@ def _similar_places(similarity: float, autojunk: bool) -> Callable[[int, Any, in
     matchers: dict[int, list[SequenceMatcher[str]]] = {}
     known: dict[tuple[int, str], int] = {}
 
-    def place(owner: int, observation: Any, row: int) -> Hashable:
+    def place(owner: int, observation: object, row: int) -> Hashable:
         if not isinstance(observation, str):
             raise ValueError(
                 f"Similarity compares strings, but the anchor of row {row} is {type(observation).__name__}. Use similarity=None."

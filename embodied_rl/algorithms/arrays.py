@@ -36,7 +36,7 @@ def check_final_value(shape: tuple[int, ...], num_cut: int) -> None:
         raise ValueError(f"final_value must hold one value for each of the {num_cut} truncated steps, got shape {shape}.")
 
 
-def as_numpy(array: Any) -> np.ndarray:
+def as_numpy(array: np.ndarray | Tensor) -> np.ndarray:
     """The same numbers, contiguous; shared where possible. The tensor lies on the CPU."""
     # One memory layout: numba recompiles the kernel for each.
     return np.ascontiguousarray(array.detach().numpy() if isinstance(array, Tensor) else array)

@@ -69,34 +69,29 @@ class TensorRows(Rows):
         """Where all of it lies."""
 
     def chosen(self, rows: Tensor) -> Self:
-        """See `Rows.chosen`."""
         numbers = rows.to(self.device, non_blocking=True)
         return self.mapped(lambda tensor: tensor.index_select(0, numbers))
 
     def moved(self, device: torch.device) -> Self:
-        """See `Rows.moved`."""
         if self.device == device:
             return self
         return self.of_tensors({name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()})
 
     def staged(self, device: torch.device) -> Self:
-        """See `Rows.staged`."""
         return self.moved(device)
 
     def tensors(self) -> dict[str, Tensor]:
         """See `Rows.tensors`: the fields that are there, and ``observation.<key>``."""
         found: dict[str, Tensor] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value: Tensor | dict[str, Tensor] | None = getattr(self, field.name)
+        for name, value in vars(self).items():
             if isinstance(value, Tensor):
-                found[field.name] = value
+                found[name] = value
             elif value is not None:
-                found |= {f"{field.name}.{key}": part for key, part in value.items()}
+                found |= {f"{name}.{key}": part for key, part in value.items()}
         return found
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """See `Rows.of_tensors`."""
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         fields: dict[str, Any] = {}
         for name, tensor in tensors.items():
@@ -137,11 +132,9 @@ class Batch(TensorRows):
 
     @property
     def device(self) -> torch.device:
-        """See `TensorRows.device`."""
         return self.advantage.device
 
     def filler(self) -> Batch:
-        """See `Rows.filler`."""
         first = self.mapped(lambda tensor: tensor[:1])
         return first.replaced(
             unit_mask=torch.zeros_like(first.log_prob, dtype=torch.bool), value_mask=torch.zeros_like(first.returns, dtype=torch.bool)

@@ -45,7 +45,7 @@ def needs_present(loss: LossInfo, correction: CorrectionConfig) -> bool:
 
 def method_options(info: MethodInfo, given: dict[str, object], config: AlgorithmConfig) -> dict[str, object]:
     """The keyword arguments of a method: its fixed ones, those with a key in the configuration, and what the user gave."""
-    own = {name: getattr(config, name) for name in info.options if name in OF_CONFIG and getattr(config, name) is not None}
+    own = {name: vars(config)[name] for name in info.options if name in OF_CONFIG and vars(config)[name] is not None}
     return {**own, **given, **info.fixed}
 
 

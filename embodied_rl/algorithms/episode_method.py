@@ -13,7 +13,7 @@ from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate, make_kl_coefficient
+from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
 from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.reward_shaping import clip_reward, kl_in_reward, penalize_length, penalize_overlong
 from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward
@@ -31,12 +31,7 @@ class EpisodeMethod:
         self.config = config
         self.composition: Composition = compose(config)
         self.moments = Moments()
-        kl = config.kl
-        self.kl_coefficient: KlCoefficient = (
-            make_kl_coefficient("fixed", kl.coef)
-            if kl.target is None
-            else make_kl_coefficient("adaptive", kl.coef, target=kl.target, horizon=kl.horizon)
-        )
+        self.kl_coefficient = KlCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
 
     def divergence(self, log_prob: Tensor | None, reference: Tensor | None) -> Tensor | None:
         """The estimate of KL(present || first policy), entry by entry; None where the reward has no KL term."""

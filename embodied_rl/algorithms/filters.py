@@ -92,9 +92,9 @@ def path(*, path: str, minimum: Score | None = None, maximum: Score | None = Non
     return apply
 
 
-def follow(start: Any, dotted: str) -> Any:
+def follow(start: object, dotted: str) -> Any:
     """The value at a dotted path of attributes and keys. Raises UserError naming the part that is missing and what is there."""
-    value = start
+    value: Any = start
     for name in dotted.split("."):
         if isinstance(value, Mapping):
             if name not in value:
@@ -134,11 +134,6 @@ def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, .
         check_arguments(FILTERS[name], arguments, f"algorithm.groups.filters[{number}]")
         built.append(FILTERS[name](**arguments))
     return tuple(built)
-
-
-def rejection(filters: Sequence[GroupFilter], group: EpisodeGroup) -> str | None:
-    """The first filter's reason to drop the group; None: all keep it."""
-    return next((reason for apply in filters if (reason := apply(group)) is not None), None)
 
 
 def _bounds(what: str, minimum: float | None, maximum: float | None) -> Callable[[float], bool]:

@@ -242,7 +242,7 @@ def remax(*, score: Tensor, greedy_score: Tensor, mask: Tensor | None = None) ->
 def reinforce_plus_plus(*, reward: Tensor, gamma: float = 1.0, mask: Tensor | None = None) -> Tensor:
     """Discounted returns of tokens, whitened over the batch: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), without its KL penalty.
 
-    The penalty belongs into `reward` [B, L] beforehand. For a batch on several ranks: `token_returns`, `Moments.merge`, `whiten`.
+    The penalty belongs into `reward` [B, L] beforehand.
     """
     return whiten(token_returns(reward=reward, gamma=gamma, mask=mask), mask)
 

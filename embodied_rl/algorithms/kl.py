@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
-from embodied_rl.errors import did_you_mean
 
 KlKind = Literal["k1", "k2", "k3"]
 
@@ -80,93 +80,39 @@ def kl_loss(
     return loss, {"kl": aggregation.mean(per_entry.detach(), mask, denominator)}
 
 
-class KlCoefficient(Protocol):
-    """The factor before a divergence, which may follow the divergence that was measured."""
-
-    @property
-    def value(self) -> float: ...
-
-    def update(self, kl: float, num_samples: int) -> float:
-        """Take the divergence of the last step, measured over `num_samples` samples; return the coefficient from now on. Never raises."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class FixedKlCoefficient:
-    """The same number always."""
-
-    def __init__(self, value: float) -> None:
-        _require_not_negative("coefficient", value)
-        self.value = value
-
-    def update(self, kl: float, num_samples: int) -> float:
-        return self.value
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = float(state["value"])
-
-
-class AdaptiveKlCoefficient:
-    """Follow a target divergence (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+class KlCoefficient:
+    """The factor before a divergence, which may follow a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     e = clip(KL / target - 1, -0.2, 0.2) and value <- value (1 + e min(n / horizon, 1)), with n the samples of the step: a proportional
     controller on the logarithm of the coefficient. One measurement moves it by a fifth at most, however many samples it is of: beyond
     five horizons the paper's factor 1 + e n / horizon would fall to 0, which it never leaves.
-
-    Args:
-        value: to begin with; > 0, since a factor never leaves 0.
-        target: divergence in nats, summed or averaged over entries as `update` gets it.
-        horizon: samples after which a constant error of 0.2 has changed the coefficient by a factor of about e^0.2.
     """
 
     MAX_ERROR = 0.2
 
-    def __init__(self, value: float, *, target: float, horizon: float) -> None:
-        for name, number in (("coefficient", value), ("target", target), ("horizon", horizon)):
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name} of an adaptive KL coefficient must be > 0, got {number}.")
-        self.value = value
-        self.target = target
-        self.horizon = horizon
+    def __init__(self, value: float, *, target: float | None = None, horizon: float = 10_000) -> None:
+        """
+        Args:
+            value: to begin with; above 0 where there is a target, since a factor never leaves 0.
+            target: divergence in nats, summed or averaged over entries as `update` gets it; None: the value stays.
+            horizon: samples after which a constant error of 0.2 has changed the coefficient by a factor of about e^0.2.
+        """
+        if target is not None and not value > 0:
+            raise ValueError(f"A coefficient that follows a target must be > 0, got {value}.")
+        self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, num_samples: int) -> float:
-        """A divergence that is NaN changes nothing: the loss or the reward that it spoiled is refused where it is made."""
-        if not math.isnan(kl):
+        """Take the divergence of the last step; the coefficient from now on. One that is NaN changes nothing: the loss or the reward that
+        it spoiled is refused where it is made."""
+        if self.target is not None and not math.isnan(kl):
             error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
             # In this order for steps within the horizon, so that older runs go on bit for bit.
             self.value *= 1.0 + (error * num_samples / self.horizon if num_samples <= self.horizon else error)
         return self.value
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """JSON-able; target and horizon belong to the configuration."""
         return {"value": self.value}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
-
-
-def make_kl_coefficient(
-    kind: Literal["fixed", "adaptive"], value: float, *, target: float | None = None, horizon: float | None = None
-) -> KlCoefficient:
-    """By name. Raises ValueError for another name, or options that are missing or mean nothing."""
-    if kind == "fixed":
-        if target is not None or horizon is not None:
-            raise ValueError(f"A fixed KL coefficient has no target ({target}) and no horizon ({horizon}); take 'adaptive' for these.")
-        return FixedKlCoefficient(value)
-    if kind == "adaptive":
-        if target is None or horizon is None:
-            raise ValueError(f"An adaptive KL coefficient needs target and horizon, got target={target}, horizon={horizon}.")
-        return AdaptiveKlCoefficient(value, target=target, horizon=horizon)
-    raise ValueError(f"KL coefficient {kind!r} is not known.{did_you_mean(str(kind), ('fixed', 'adaptive'))}")
-
-
-def _require_not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"KL {name} must be >= 0, got {value}.")

@@ -50,7 +50,6 @@ _POLICY_LOSSES = (
         summary="max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); A < 0: at most -A dual_clip",
         unit="entry",
         inputs=_RATIO_INPUTS,
-        optional_inputs=("weight",),
         options=_PPO_OPTIONS,
         required_options=_CLIP,
         needs=frozenset({"old_log_prob"}),
@@ -62,7 +61,6 @@ _POLICY_LOSSES = (
         summary="ppo_clip with r = sg(s) pi / sg(pi), s the geometric mean of the sequence's ratios",
         unit="sequence",
         inputs=_RATIO_INPUTS,
-        optional_inputs=("weight",),
         options=_PPO_OPTIONS,
         required_options=_CLIP,
         needs=frozenset({"old_log_prob"}),
@@ -75,7 +73,6 @@ _POLICY_LOSSES = (
         summary="-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi",
         unit="entry",
         inputs=_RATIO_INPUTS,
-        optional_inputs=("weight",),
         options=_CLIP,
         required_options=("clip_high",),
         needs=frozenset({"old_log_prob"}),
@@ -87,7 +84,6 @@ _POLICY_LOSSES = (
         summary="-A log pi",
         unit="entry",
         inputs=("log_prob", "advantage"),
-        optional_inputs=("weight",),
         source="Williams 1992, Machine Learning 8",
     ),
     LossInfo(
@@ -96,7 +92,6 @@ _POLICY_LOSSES = (
         summary="-A log pi, with GPG's advantages",
         unit="entry",
         inputs=("log_prob", "advantage"),
-        optional_inputs=("weight",),
         needs=frozenset({"groups"}),
         source="Chu et al. 2025, arXiv:2504.02546",
     ),
@@ -106,7 +101,7 @@ _POLICY_LOSSES = (
         summary="A >= 0: -A log pi; A < 0: -sg(clip(pi / behaviour, 0, 1)) A log pi, the ratio that of the sequence",
         unit="sequence",
         inputs=("log_prob", "behaviour_log_prob", "advantage"),
-        optional_inputs=("weight", "chunk_id", "positive"),
+        optional_inputs=("chunk_id", "positive"),
         options=("ratio_low", "ratio_high", "level", "sign"),
         needs=frozenset({"behaviour_log_prob"}),
         source="Le Roux et al. 2025, arXiv:2503.14286",
@@ -117,7 +112,7 @@ _POLICY_LOSSES = (
         summary="success: -G m log pi; else -sg(clip(rho_c, 0, 1)) G m log pi, rho_c and m those of the chunk",
         unit="chunk",
         inputs=("log_prob", "old_log_prob", "behaviour_log_prob", "advantage"),
-        optional_inputs=("weight", "chunk_id", "positive"),
+        optional_inputs=("chunk_id", "positive"),
         options=("max_mismatch",),
         required_options=("max_mismatch",),
         needs=frozenset({"old_log_prob", "behaviour_log_prob", "chunk_id"}),
@@ -174,7 +169,7 @@ LOSS_TERMS: dict[str, LossInfo] = {info.name: info for info in _TERMS}
 """{name: term}; a configuration adds any of them with a coefficient."""
 
 
-ARRAYS = ("log_prob", "old_log_prob", "behaviour_log_prob", "advantage", "chunk_id", "positive", "weight")
+ARRAYS = ("log_prob", "old_log_prob", "behaviour_log_prob", "advantage", "chunk_id", "positive")
 """Arrays that a loss of the user's own takes by these names; `LossInfo.inputs` of the table say what they are."""
 SHARED = ("mask", "denominator", "aggregation")
 """Arguments of every loss, so that parts of a batch add up, on ranks too."""
@@ -198,7 +193,7 @@ def _own(name: str, target: str) -> LossInfo:
     return info
 
 
-def _checked(function: Callable[..., Any], target: str, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _checked(function: Callable[..., Any], target: str, **arguments: object) -> tuple[Tensor, dict[str, Tensor]]:
     """What a loss of the user's own returns: one number that has a gradient, and metrics, detached."""
     import torch
 

@@ -3,7 +3,7 @@
 Every tensor of one call has the same shape, [B, L] (B rows, L action units) or [B]; beside log-probabilities [B, L], an advantage or
 weight [B] holds for the whole row. A masked entry counts for nothing, be it NaN, and gets exactly no gradient. The denominator is
 the number that sums are divided by (by default the count in this mask; over micro-batches or ranks take
-`aggregation.global_denominator`), so that parts of a batch add up to the whole.
+`aggregation.Aggregation.count`), so that parts of a batch add up to the whole.
 Each loss returns ``(loss, metrics)``; metrics are detached and add up over parts in the same way.
 
 Here is what most algorithms share. Off-policy corrections are in `off_policy`, ratios of sequences and chunks in `sequence_losses`,
@@ -34,7 +34,6 @@ __all__ = [
     "policy_gradient_loss",
     "ppo_clip_loss",
     "value_loss",
-    "weighted",
 ]
 
 Metrics = dict[str, Tensor]
@@ -48,7 +47,6 @@ def ppo_clip_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-    weight: Tensor | None = None,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = TOKEN_MEAN,
@@ -61,8 +59,6 @@ def ppo_clip_loss(
         log_prob, old_log_prob: [B, L] or [B].
         advantage: the same, or [B].
         dual_clip: > 1.
-        weight: the same, or [B]; multiplies the entries as a constant, such as `off_policy.importance_weights`. An entry of weight 0
-            stays in the denominator.
 
     Returns:
         The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``: the share of ratios outside the bounds.
@@ -73,7 +69,6 @@ def ppo_clip_loss(
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
     ratio = clamp_log_ratio(new - old).exp()
     per_entry, clipped = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    per_entry = weighted(per_entry, weight, mask)
     loss = aggregation.reduce(per_entry, mask, denominator)
     with torch.no_grad():
         kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
@@ -105,19 +100,10 @@ def check_clip(clip_low: float, clip_high: float) -> None:
         raise ValueError(f"clip_low must be between 0 and 1 and clip_high >= 0, got clip_low={clip_low}, clip_high={clip_high}.")
 
 
-def weighted(per_entry: Tensor, weight: Tensor | None, mask: Tensor | None) -> Tensor:
-    """`per_entry` times a constant `weight` of its shape or [B]; None: unchanged."""
-    if weight is None:
-        return per_entry
-    _, constant = visible_entries(mask, per_entry=per_entry, weight=weight.detach())
-    return per_entry * constant
-
-
 def policy_gradient_loss(
     *,
     log_prob: Tensor,
     advantage: Tensor,
-    weight: Tensor | None = None,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = TOKEN_MEAN,
@@ -125,14 +111,14 @@ def policy_gradient_loss(
     """-A log pi: REINFORCE (Williams 1992), and the loss of GPG (Chu et al. 2025, arXiv:2504.02546).
 
     GPG's factor B / (number of rows whose advantage is not 0) belongs to its advantages. No ratio, no clipping: rows should come from
-    the present policy, or carry a `weight`.
+    the present policy.
 
     Args:
         log_prob: [B, L] or [B].
-        advantage, weight: the same, or [B]; constants.
+        advantage: the same, or [B]; a constant.
     """
     new, advantages = visible_entries(mask, log_prob=log_prob, advantage=advantage.detach())
-    loss = aggregation.reduce(weighted(-advantages * new, weight, mask), mask, denominator)
+    loss = aggregation.reduce(-advantages * new, mask, denominator)
     return loss, {"policy_loss": loss.detach()}
 
 
@@ -154,7 +140,9 @@ def behaviour_cloning_loss(
         The loss, and ``imitation_loss``.
     """
     (new,) = visible_entries(mask, log_prob=log_prob)
-    loss = aggregation.reduce(weighted(-new, weight, mask), mask, denominator)
+    if weight is not None:
+        new = new * visible_entries(mask, log_prob=new, weight=weight.detach())[1]
+    loss = aggregation.reduce(-new, mask, denominator)
     return loss, {"imitation_loss": loss.detach()}
 
 

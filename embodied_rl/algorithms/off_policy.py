@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.losses import Metrics, check_clip, weighted
+from embodied_rl.algorithms.losses import Metrics, check_clip
 from embodied_rl.algorithms.ratios import Level, clamp_log_ratio, log_ratio_at
 from embodied_rl.bounds import Coefficient, Positive
 from embodied_rl.config import CorrectionConfig
@@ -152,7 +152,6 @@ def cispo_loss(
     advantage: Tensor,
     clip_low: float = 1.0,
     clip_high: float,
-    weight: Tensor | None = None,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = TOKEN_MEAN,
@@ -169,7 +168,7 @@ def cispo_loss(
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage.detach())
     ratio = clamp_log_ratio(new - old).exp().detach()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = aggregation.reduce(weighted(-clipped * advantages * new, weight, mask), mask, denominator)
+    loss = aggregation.reduce(-clipped * advantages * new, mask, denominator)
     return loss, _metrics(loss, new, old, clipped != ratio, mask, denominator, aggregation)
 
 
@@ -183,7 +182,6 @@ def topr_loss(
     level: Level = "sequence",
     sign: Literal["advantage", "score"] = "advantage",
     positive: Tensor | None = None,
-    weight: Tensor | None = None,
     mask: Tensor | None = None,
     chunk_id: Tensor | None = None,
     denominator: float | Tensor | None = None,
@@ -214,7 +212,7 @@ def topr_loss(
     else:
         tapered = advantages < 0
     taper = torch.where(tapered, clipped, torch.ones_like(clipped))
-    loss = aggregation.reduce(weighted(-taper * advantages * new, weight, mask), mask, denominator)
+    loss = aggregation.reduce(-taper * advantages * new, mask, denominator)
     return loss, _metrics(loss, new, old, (clipped != ratio) & tapered, mask, denominator, aggregation)
 
 

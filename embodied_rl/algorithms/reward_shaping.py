@@ -65,7 +65,7 @@ def kl_in_reward(
         kl: the same shape, `kl.kl_estimate` of the policy that sampled, as the trainer computes it, from the reference on the same
             actions; k1 is the paper's. An entry of several tokens has the sum of their estimates: an estimate of the tokens' summed
             log-ratio spreads many times as far, exponentially in their number for k3.
-        coefficient: >= 0; `kl.AdaptiveKlCoefficient` may steer it.
+        coefficient: >= 0; `kl.KlCoefficient` may steer it.
 
     Returns:
         Rewards, and ``kl`` and ``kl_penalty``, their means as `aggregation` takes them.

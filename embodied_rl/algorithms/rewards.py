@@ -8,16 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
-
-if TYPE_CHECKING:
-    pass
 
 Statistic = Literal["none", "batch", "group", "running"]
 
@@ -135,7 +132,6 @@ def normalize_reward(
     std: Statistic = "none",
     group: Tensor | None = None,
     mask: Tensor | None = None,
-    batch_moments: Moments | None = None,
     running: Moments | None = None,
     eps: float = MIN_STD,
 ) -> Tensor:
@@ -148,8 +144,6 @@ def normalize_reward(
         reward: [B], one number per row (an episode's or a turn's).
         group: [B] integers, any values, rows of a group anywhere; see `group_ids`. Only for ``group``.
         mask: [B] bool; rows that count. The others get 0 and may be NaN.
-        batch_moments: statistics of the global batch where this call sees a part of it: the parts' ``Moments.of(part, mask)``,
-            merged. None: of these rows.
         running: the record for ``running``; merge this batch into it first, so that one number divides the whole batch.
 
     Returns:
@@ -171,7 +165,7 @@ def normalize_reward(
             assert group is not None, "checked above"
             sources[name] = _group_mean_std(values, group, shown)
         else:
-            moments = running if name == "running" else batch_moments or Moments.of(values, shown)
+            moments = running if name == "running" else Moments.of(values, shown)
             assert moments is not None, "checked above"
             sources[name] = (moments.mean, moments.std)
     centred = values - sources[mean][0]
@@ -243,7 +237,7 @@ def group_ids(rows: Sequence[Any], keys: str | Sequence[str]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _lookup(row: Any, path: str, index: int) -> Any:
+def _lookup(row: object, path: str, index: int) -> object:
     node, rest = row, path
     while rest:
         names = [str(name) for name in node] if isinstance(node, Mapping) else [name for name in dir(node) if not name.startswith("_")]
@@ -257,8 +251,8 @@ def _lookup(row: Any, path: str, index: int) -> Any:
     return node
 
 
-def _canonical(value: Any) -> str:
-    def plain(x: Any) -> Any:
+def _canonical(value: object) -> str:
+    def plain(x: object) -> object:
         if isinstance(x, np.ndarray | np.generic | Tensor):
             return x.tolist()
         return str(x)

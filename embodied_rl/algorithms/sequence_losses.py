@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import SEQUENCE_TOKEN_MEAN, TOKEN_MEAN, Aggregation, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.losses import Metrics, clipped_surrogate, weighted
+from embodied_rl.algorithms.losses import Metrics, clipped_surrogate
 from embodied_rl.algorithms.ratios import clamp_log_ratio, segment_mean
 from embodied_rl.bounds import Positive
 
@@ -26,7 +26,6 @@ def gspo_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-    weight: Tensor | None = None,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = SEQUENCE_TOKEN_MEAN,
@@ -41,7 +40,7 @@ def gspo_loss(
 
     Args:
         log_prob, old_log_prob: [B, L], or [B] (then it is PPO).
-        advantage, weight: [B], or the same shape.
+        advantage: [B], or the same shape.
 
     Returns:
         The loss, and ``policy_loss``, ``approx_kl`` (k3, entry by entry) and ``clip_fraction`` (entries of clipped sequences).
@@ -53,7 +52,7 @@ def gspo_loss(
         log_ratio = segment_mean(log_ratio, mask=mask) + (new - new.detach())
     ratio = clamp_log_ratio(log_ratio).exp()
     per_entry, clipped = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    loss = aggregation.reduce(weighted(per_entry, weight, mask), mask, denominator)
+    loss = aggregation.reduce(per_entry, mask, denominator)
     with torch.no_grad():
         kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
         metrics = {
@@ -73,7 +72,6 @@ def ipa_loss(
     chunk_id: Tensor | None = None,
     positive: Tensor | None = None,
     max_mismatch: Positive,
-    weight: Tensor | None = None,
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = TOKEN_MEAN,
@@ -115,7 +113,7 @@ def ipa_loss(
         imitated = returns > 0 if positive is None else positive[:, None].expand_as(returns)
         taper = torch.where(imitated, torch.ones_like(ratio), ratio.clamp(0.0, 1.0)) * kept
         kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
-    loss = aggregation.reduce(weighted(-taper * returns * new, weight, mask), mask, denominator)
+    loss = aggregation.reduce(-taper * returns * new, mask, denominator)
     metrics = {
         "policy_loss": loss.detach(),
         "approx_kl": aggregation.mean(kl, mask, denominator),

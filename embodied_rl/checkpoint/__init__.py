@@ -1,6 +1,5 @@
 """Checkpoints: saving, finding, reading and verifying them; see `embodied_rl.checkpoint.folder` for what lies in one."""
 
-from embodied_rl.checkpoint.base import base_of, note_base
 from embodied_rl.checkpoint.card import CARD_FILE, add_result_to_card, resume_command
 from embodied_rl.checkpoint.fitting import check_compatible, check_tensors
 from embodied_rl.checkpoint.folder import (
@@ -17,7 +16,7 @@ from embodied_rl.checkpoint.folder import (
     resolve_checkpoint,
     save_checkpoint,
 )
-from embodied_rl.checkpoint.tensors import MODEL_FOLDER, POLICY_FILE, Exported
+from embodied_rl.checkpoint.tensors import MODEL_FOLDER, POLICY_FILE, Exported, base_of, note_base
 from embodied_rl.checkpoint.writer import CheckpointWriter
 
 __all__ = [

@@ -30,14 +30,17 @@ import numpy as np
 
 from embodied_rl import __version__
 from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card
-from embodied_rl.checkpoint.checksums import FileSums, fault_of, sum_of_document, sums_of
 from embodied_rl.checkpoint.tensors import (
     MODEL_FOLDER,
     POLICY_FILE,
     Exported,
+    FileSums,
+    fault_of,
     read_exported,
     read_policy,
     read_tensors,
+    sum_of_document,
+    sums_of,
     weights_sha256,
     write_policy,
     write_tensors,
@@ -92,7 +95,7 @@ class Checkpoint:
     package_version: str
     """Version of embodied_rl that wrote it."""
     base: dict[str, Any] | None = None
-    """Which model `policy` is an adapter of (`embodied_rl.checkpoint.base`); None: it is whole."""
+    """Which model `policy` is an adapter of (`embodied_rl.checkpoint.tensors`); None: it is whole."""
     exported: Exported = field(default_factory=dict)
     """Tensors of `policy` that lie in the model folder."""
 
@@ -321,7 +324,7 @@ def resolve_checkpoint(path: Path | str) -> Path:
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Path):
@@ -388,7 +391,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def _are_sums(found: Any) -> bool:
+def _are_sums(found: object) -> bool:
     """Whether it is `FileSums`."""
     entries = found.values() if isinstance(found, dict) else [None]
     return all(isinstance(told, dict) and type(told.get("bytes")) is int and isinstance(told.get("sha256"), str) for told in entries)

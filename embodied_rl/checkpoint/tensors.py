@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.checkpoint.checksums import sha256_of
 from embodied_rl.errors import IncompatibleCheckpointError, brief
 from embodied_rl.files import reset_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+if TYPE_CHECKING:
+    from embodied_rl.checkpoint.folder import Checkpoint
 
 POLICY_FILE = "policy.safetensors"
 MODEL_FOLDER = "model"
@@ -58,7 +60,7 @@ def read_policy(folder: Path, exported: Exported, way_out: str) -> dict[str, Ten
     return tensors
 
 
-def read_exported(document: Any, path: Path) -> dict[str, tuple[str, str]]:
+def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
     """Check an `Exported` that came out of a file. Raises IncompatibleCheckpointError."""
     exported: dict[str, tuple[str, str]] = {}
     for name, place in document.items() if isinstance(document, dict) else [("", None)]:
@@ -108,3 +110,75 @@ def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, ValueError, OSError) as error:
         raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged ({brief(error)}). {way_out}") from error
+
+
+FileSums = dict[str, dict[str, Any]]
+"""{path within the folder: {"sha256": hexadecimal, "bytes": size}}"""
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal digest of a file. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sums_of(folder: Path, files: Iterable[Path]) -> FileSums:
+    """Sums of files below `folder`."""
+    return {path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in sorted(files)}
+
+
+def fault_of(path: Path, told: Mapping[str, Any]) -> str | None:
+    """What is wrong with a file: it is missing, shorter or longer than it was, or changed; None: nothing."""
+    if not path.is_file():
+        return "it is missing"
+    if (size := path.stat().st_size) != told["bytes"]:
+        return f"it has {size:,} bytes instead of {told['bytes']:,}"
+    return None if sha256_of(path) == told["sha256"] else "its content is not what was written (SHA-256 differs)"
+
+
+def sum_of_document(document: Mapping[str, Any], but: str) -> str:
+    """Digest of a JSON document without the entry `but`, which holds it; the same after the document was written and read."""
+    rest = {key: value for key, value in document.items() if key != but}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+_WEIGHTS = ("*.safetensors", "config.json")
+"""Of a model's folder: what makes it the model that it is."""
+
+
+def note_base(folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
+    """What a checkpoint keeps about the model of its adapter: the folder's path, as seen from the run where it lies within, and the
+    SHA-256 of its weights (about a second for two gigabytes)."""
+    place, run = Path(folder).resolve(), Path(run_dir).resolve()
+    files = [path for pattern in _WEIGHTS for path in place.glob(pattern)]
+    within = place.is_relative_to(run)
+    return {"path": str(place.relative_to(run) if within else place), "within_run": within, "files": sums_of(place, files)}
+
+
+def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = True) -> Path | None:
+    """The folder of the model that a checkpoint's adapter belongs to; None where the checkpoint is whole.
+
+    Args:
+        given: the folder that the configuration names; the noted one where there is none.
+        verify: read the files, and compare them with those that were trained on.
+
+    Raises:
+        IncompatibleCheckpointError: the model is not there, or is another one than that which was trained on.
+    """
+    if checkpoint.base is None:
+        return None
+    base: Mapping[str, Any] = checkpoint.base
+    noted = checkpoint.run_dir / base["path"] if base["within_run"] else Path(base["path"])
+    folder = noted if given is None or not Path(given).is_dir() else Path(given)
+    who = f"Checkpoint '{checkpoint.path}' holds only an adapter"
+    if not folder.is_dir():
+        raise IncompatibleCheckpointError(
+            f"{who}, and its base model is not there: '{folder}'. Put that folder back (a link will do), or resume with policy.model "
+            "(policy.path of a vision-language-action model) naming where it lies now."
+        )
+    for name, told in base["files"].items() if verify else ():
+        if (fault := fault_of(folder / name, told)) is not None:
+            raise IncompatibleCheckpointError(
+                f"{who}, and '{folder}' is not the base model that it was trained on: of '{name}', {fault}. Give the folder of that model."
+            )
+    return folder

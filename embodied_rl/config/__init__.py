@@ -10,7 +10,7 @@ from embodied_rl.config.agent import AgentConfig, ToolsConfig, WarmStartConfig
 from embodied_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, GroupsConfig, InitializedConfig, KlConfig, RewardConfig
 from embodied_rl.config.domains import DomainConfig, PlayerConfig
 from embodied_rl.config.files import config_file, config_folders, group_names, load_sim_config
-from embodied_rl.config.flow import FlowNetworkConfig, FlowOptions, FlowPolicyConfig, PI0PolicyConfig
+from embodied_rl.config.flow import FlowNetworkConfig, FlowOptions, FlowPolicyConfig, PI0Options, PI0PolicyConfig
 from embodied_rl.config.hybrid import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, RewardWorkerConfig, ShardingConfig
 from embodied_rl.config.language import LanguageConfig, TinyModelConfig
 from embodied_rl.config.placement import PlacementConfig
@@ -26,7 +26,7 @@ from embodied_rl.config.run import (
     VideoConfig,
 )
 from embodied_rl.config.sim import SimConfig
-from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
+from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig, VLAOptions
 
 __all__ = [
     "AgentConfig",
@@ -53,6 +53,7 @@ __all__ = [
     "OpenVLAPolicyConfig",
     "PlayerConfig",
     "PlacementConfig",
+    "PI0Options",
     "PI0PolicyConfig",
     "PolicyConfig",
     "RayConfig",
@@ -68,6 +69,7 @@ __all__ = [
     "TinyModelConfig",
     "ToolsConfig",
     "TrainConfig",
+    "VLAOptions",
     "VideoConfig",
     "WarmStartConfig",
     "config_file",

@@ -127,7 +127,7 @@ class AgentConfig(Config, place="agent"):
         require("mcp" not in self.tools or len(options.mcp) > 0, "agent.tool_options.mcp", "given for tools=[mcp]", options.mcp)
         require(len({word.lower() for word in self.actions}) == len(self.actions), "agent.actions", "different words", self.actions)
         for name, fields in (("system", ("instruction",)), ("template", TEMPLATE_FIELDS), ("memory_item", MEMORY_FIELDS)):
-            _check_template(f"agent.{name}", getattr(self, name), fields)
+            _check_template(f"agent.{name}", vars(self)[name], fields)
 
 
 @dataclass(frozen=True)

@@ -267,10 +267,11 @@ class AlgorithmConfig(Config, place="algorithm"):
     """With normalize_reward: normalised rewards are cut to ± this."""
 
     @classmethod
-    def from_value(cls, value: Any, where: str | None = None) -> Self:
+    def from_value(cls, value: object, where: str | None = None) -> Self:
         """See `Config.from_value`; ``loss: decoupled_ppo`` is short for PPO with a correction (see `_preset`)."""
-        short = isinstance(value, Mapping) and value.get("loss") == "decoupled_ppo"
-        return super().from_value(_preset(value) if short else value, where)
+        if isinstance(value, Mapping) and value.get("loss") == "decoupled_ppo":
+            value = _preset(value)
+        return super().from_value(value, where)
 
     @property
     def on_policy(self) -> bool:
@@ -284,7 +285,8 @@ class AlgorithmConfig(Config, place="algorithm"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ways = [name for name in ("groups", "cloning", "off_policy") if getattr(self, name) is not None]
+        named = {"groups": self.groups, "cloning": self.cloning, "off_policy": self.off_policy}
+        ways = [name for name, given in named.items() if given is not None]
         require(len(ways) <= 1, "algorithm", "one of groups, cloning and off_policy, the others null", ways)
 
 

@@ -9,15 +9,16 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self, Union
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union
 
 from embodied_rl.bounds import Bounds, Free
 from embodied_rl.errors import UserError, did_you_mean, shown
 
+Built = TypeVar("Built")
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
 
-def require(condition: bool, where: str, rule: str, got: Any) -> None:
+def require(condition: bool, where: str, rule: str, got: object) -> None:
     if not condition:
         raise UserError(f"{where} must be {rule}, got {shown(got)}.")
 
@@ -36,9 +37,9 @@ class Config:
             cls._place = place
 
     def __post_init__(self) -> None:
-        cls: Any = type(self)
+        cls: type = type(self)
         for name, hint in _bounded(cls).items():
-            convert(hint, getattr(self, name), f"{self._place}.{name}" if self._place else name)
+            convert(hint, vars(self)[name], f"{self._place}.{name}" if self._place else name)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -46,24 +47,24 @@ class Config:
         return cls.from_value(data)
 
     @classmethod
-    def from_value(cls, value: Any, where: str | None = None) -> Self:
+    def from_value(cls, value: object, where: str | None = None) -> Self:
         """From what a configuration holds at `where`: a mapping, or a short form where the class knows one. Raises UserError."""
-        built: Self = build(cls, value, cls._place if where is None else where)
-        return built
+        return build(cls, value, cls._place if where is None else where)
 
 
-def build(cls: Any, data: Any, where: str) -> Any:
+def build(cls: type[Built], data: object, where: str) -> Built:
     if not isinstance(data, Mapping):
         raise UserError(f"{where or 'The configuration'} must be a mapping of keys to values, got {shown(data)}.")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""
     for key in data:
         if key not in fields:
             raise UserError(f"Configuration key {shown(f'{prefix}{key}')} is not known.{did_you_mean(key, fields)}")
+    kind: type = cls
     values = {}
     for name, spec in fields.items():
         if name in data:
-            values[name] = convert(type_hints(cls)[name], data[name], prefix + name)
+            values[name] = convert(type_hints(kind)[name], data[name], prefix + name)
         elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             raise UserError(f"Configuration key '{prefix}{name}' is missing.")
     return cls(**values)
@@ -100,7 +101,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, Config):
         return hint.from_value(value, where)
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return build(hint, value, where)
     return _plain(value, where) if hint is Any else _scalar(hint, value, where)
 
@@ -130,7 +131,7 @@ def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where
     check_arguments(cls.__init__, given, where)
 
 
-def _is_known(hint: Any) -> bool:
+def _is_known(hint: object) -> bool:
     """Whether `convert` has rules for a type in a signature."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -143,7 +144,7 @@ def _is_known(hint: Any) -> bool:
     return hint is Any or hint in _KINDS or origin is Literal
 
 
-def _scalar(kind: type, value: Any, where: str) -> Any:
+def _scalar(kind: type, value: object, where: str) -> object:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
@@ -156,7 +157,7 @@ def _scalar(kind: type, value: Any, where: str) -> Any:
     return value
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: object, where: str) -> object:
     """An argument of a simulator or a function, of which only that its numbers are numbers is known here."""
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
@@ -169,7 +170,7 @@ def _plain(value: Any, where: str) -> Any:
     return value
 
 
-def _kind(kinds: list[Any], value: Any, where: str) -> Any:
+def _kind(kinds: list[type], value: object, where: str) -> type:
     """Of several dataclasses, the one whose field `name` has the value's name; the first where it has none."""
     by_name = {name: kind for kind in kinds for name in typing.get_args(type_hints(kind)["name"])}
     if not isinstance(value, Mapping) or "name" not in value:
@@ -191,11 +192,11 @@ def _bounded(cls: Any) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if any(bounds_in(hint)) or _is_free(hint)}
 
 
-def _is_free(hint: Any) -> bool:
+def _is_free(hint: object) -> bool:
     return hint is Any or any(_is_free(argument) for argument in typing.get_args(hint))
 
 
-def bounds_in(hint: Any) -> Iterator[Bounds]:
+def bounds_in(hint: object) -> Iterator[Bounds]:
     """The bounds of the numbers of a type: of the number itself, or of a list's."""
     for argument in typing.get_args(hint):
         if isinstance(argument, Bounds):

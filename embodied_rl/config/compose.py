@@ -240,7 +240,7 @@ def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     # Only choices of existing files: a mistake in another override would be reported in place of the key.
     chosen = [word for word in overrides if word.partition("=")[2] in group_names(word.partition("=")[0])]
     composed = compose_config(name, chosen)
-    here: Any = composed
+    here: object = composed
     walked: list[str] = []
     for part in key.split("."):
         if not isinstance(here, Mapping) or part not in here:

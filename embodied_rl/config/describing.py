@@ -17,11 +17,13 @@ GROUPS = {
     "sim": "SimConfig",
     "policy": "PolicyConfig",
     "policy (tiny_vla)": "TinyVLAConfig",
+    "policy (openvla and openvla_oft: in a simulator)": "VLAOptions",
     "policy (openvla)": "OpenVLAPolicyConfig",
     "policy (openvla_oft, beside openvla's)": "OpenVLAOFTPolicyConfig",
     "policy (flow and pi0: denoising)": "FlowOptions",
     "policy (flow: networks)": "FlowNetworkConfig",
     "policy (flow: other defaults)": "FlowPolicyConfig",
+    "policy (pi0: in a simulator)": "PI0Options",
     "policy (pi0)": "PI0PolicyConfig",
     "policy (policy=language)": "LanguageConfig",
     "policy (policy=custom)": "CustomPolicyConfig",
@@ -71,12 +73,12 @@ class Key:
 
 def described_keys() -> dict[str, list[Key]]:
     """{group of `GROUPS`: its keys}, in the order of the declarations."""
-    sources = {sys.modules[getattr(config, name).__module__] for name in GROUPS.values()}
+    sources = {sys.modules[vars(config)[name].__module__] for name in GROUPS.values()}
     nodes = [node for source in sources for node in ast.parse(inspect.getsource(source)).body]
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     found = {}
     for group, name in GROUPS.items():
-        hints = type_hints(getattr(config, name))
+        hints = type_hints(vars(config)[name])
         fields = [(field, text) for field, text in _fields(classes[name]) if not _is_group(field)]
         found[group] = [_key(group.partition(" ")[0], field, hints[ast.unparse(field.target)], text) for field, text in fields]
     return found
@@ -96,7 +98,7 @@ def _is_group(field: ast.AnnAssign) -> bool:
     return ast.unparse(field.annotation).endswith("Config")
 
 
-def _key(group: str, field: ast.AnnAssign, hint: Any, text: str) -> Key:
+def _key(group: str, field: ast.AnnAssign, hint: object, text: str) -> Key:
     name = ".".join(filter(None, [group, ast.unparse(field.target)]))
     bounds = next((str(bounds) for bounds in bounds_in(hint)), "")
     kind = _kind(hint) if bounds else ast.unparse(field.annotation).replace(" | None", " or null")

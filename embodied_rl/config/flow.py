@@ -94,14 +94,10 @@ class FlowPolicyConfig(FlowNetworkConfig, FlowOptions):
         return tuple(key for key in (self.state_key, self.image_key) if key is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PI0PolicyConfig(FlowOptions):
-    """pi0 from a folder of transformers' `PI0ForConditionalGeneration` (see docs/flow_policies.md)."""
+@dataclass(frozen=True)
+class PI0Options(Config, place="policy"):
+    """How pi0 stands in a simulator."""
 
-    path: str
-    """Folder with config.json, safetensors and the tokenizer's files."""
-    name: Literal["pi0"] = "pi0"
-    """The kind of policy."""
     cameras: tuple[str, ...] = ("rgb",)
     """Observations that hold the images, in the order that the model was trained with."""
     state_key: str | None = "state"
@@ -110,6 +106,25 @@ class PI0PolicyConfig(FlowOptions):
     """What to do; null: the observation's, or the simulator's own instruction."""
     instruction_key: str = "instruction"
     """Of the observation, where the simulator gives its own instructions."""
+    chunk: Chunk | None = None
+    """K: steps of the model's chunk that are carried out before it is asked again; null: all."""
+    prompt_tokens: Tokens | None = None
+    """All instructions are padded to this length, so that steps with different ones lie side by side; null: the longest's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
+        check_instruction(self.instruction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PI0PolicyConfig(PI0Options, FlowOptions):
+    """pi0 from a folder of transformers' `PI0ForConditionalGeneration` (see docs/flow_policies.md)."""
+
+    path: str
+    """Folder with config.json, safetensors and the tokenizer's files."""
+    name: Literal["pi0"] = "pi0"
+    """The kind of policy."""
     chunk: Chunk = 5
     """K: steps of the model's chunk that are carried out before it is asked again."""
     prompt_tokens: Tokens | None = 64
@@ -122,8 +137,6 @@ class PI0PolicyConfig(FlowOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
-        require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
-        check_instruction(self.instruction)
 
     @property
     def chunk_size(self) -> int:

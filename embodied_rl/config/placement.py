@@ -76,7 +76,7 @@ class PlacementConfig(Config, place="hybrid.placement"):
         )
 
     @classmethod
-    def from_value(cls, value: Any, where: str | None = None) -> Self:
+    def from_value(cls, value: object, where: str | None = None) -> Self:
         """From ``hybrid.placement``: the name of a kind, a mapping of fields, or a mapping of roles to devices. Raises UserError."""
         if isinstance(value, str):
             return super().from_value({"kind": value}, where)

@@ -50,7 +50,7 @@ class PolicyConfig(Config, place="policy"):
         fits = self.encoder == "mixed" or not self.observation_keys
         require(fits, "policy.observation_keys", f"empty for policy.encoder={self.encoder}, which reads one", self.observation_keys)
         for name in ("cnn_kernels", "cnn_strides"):
-            sizes = getattr(self, name)
+            sizes = vars(self)[name]
             require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)
 
     @property

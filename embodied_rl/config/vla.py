@@ -72,13 +72,9 @@ class TinyVLAConfig(Config, place="policy"):
 
 
 @dataclass(frozen=True)
-class OpenVLAPolicyConfig(Config, place="policy"):
-    """OpenVLA from a checkpoint folder (see docs/openvla.md), whole or with LoRA."""
+class VLAOptions(Config, place="policy"):
+    """How a VLA stands in a simulator."""
 
-    path: str
-    """Folder with config.json, safetensors and the tokenizer's files."""
-    name: Literal["openvla"] = "openvla"
-    """The kind of policy."""
     cameras: tuple[str, ...] = ("rgb",)
     """Observations that hold the images, in the order that the model was trained with."""
     proprio_key: str = "state"
@@ -93,7 +89,7 @@ class OpenVLAPolicyConfig(Config, place="policy"):
     """What of the recorded actions is mapped onto the ends of the action tokens: their 1% and 99% quantiles, or their extremes."""
     temperature: PositiveTemperature = 1.0
     """Of sampling and of log-probabilities."""
-    prompt_tokens: Tokens | None = 64
+    prompt_tokens: Tokens | None = None
     """All prompts are padded to this length, so that steps with different instructions lie side by side; null: the longest's."""
     image_recipe: Literal["resize", "libero"] = "resize"
     """How pictures are prepared: resized as the checkpoint says, or as LIBERO's data set was (half a turn, a JPEG round trip, a crop)."""
@@ -101,6 +97,23 @@ class OpenVLAPolicyConfig(Config, place="policy"):
     """How the gripper's dimension is translated: as it is, or from 0 … 1 to the 1 or -1 of LIBERO's simulator."""
     generation: Literal["eager", "compile", "cuda_graph"] = "eager"
     """How tokens are computed: step by step, compiled, or replayed as a CUDA graph."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
+        check_instruction(self.instruction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVLAPolicyConfig(VLAOptions):
+    """OpenVLA from a checkpoint folder (see docs/openvla.md), whole or with LoRA."""
+
+    path: str
+    """Folder with config.json, safetensors and the tokenizer's files."""
+    name: Literal["openvla"] = "openvla"
+    """The kind of policy."""
+    prompt_tokens: Tokens | None = 64
+    """All prompts are padded to this length, so that steps with different instructions lie side by side; null: the longest's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the model's weights; auto: as stored."""
     value_head: bool = True
@@ -121,10 +134,8 @@ class OpenVLAPolicyConfig(Config, place="policy"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
-        require(len(self.cameras) >= 1, "policy.cameras", "at least one image of the observation", self.cameras)
         require(len(self.vision) in (0, 2), "policy.vision", "the shapes of two vision transformers", self.vision)
         require(len(self.lora_targets) >= 1, "policy.lora_targets", "at least one name", self.lora_targets)
-        check_instruction(self.instruction)
 
     @property
     def chunk_size(self) -> int:
@@ -137,7 +148,7 @@ class OpenVLAPolicyConfig(Config, place="policy"):
         return self.cameras
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpenVLAOFTPolicyConfig(OpenVLAPolicyConfig):
     """OpenVLA-OFT: what OpenVLA takes, and what the checkpoint was fine-tuned with, which its files do not say."""
 

@@ -228,7 +228,7 @@ def retry_after_s(header: str | None) -> float | None:
     return max(seconds, 0.0) if seconds == seconds else None
 
 
-def _message(data: Any) -> str:
+def _message(data: object) -> str:
     error = data.get("error", data) if isinstance(data, dict) else data
     if isinstance(error, dict):
         return str(error.get("message") or error)

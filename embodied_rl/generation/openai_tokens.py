@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.background_loop import BackgroundLoop
-from embodied_rl.generation.mailbox import Mailbox
+from embodied_rl.generation.background_loop import BackgroundLoop, Mailbox
 from embodied_rl.generation.openai_http import Gate, Reply, RetryPolicy, ask
 from embodied_rl.generation.tokens import (
     Completion,
@@ -162,7 +161,6 @@ class OpenAITokens(TokenBackend):
             self._tasks.pop(request.request_id, None)
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`."""
         return self._mailbox.take(min_ready, timeout_s)
 
     def abort(self, request_ids: Iterable[int]) -> None:

@@ -40,7 +40,6 @@ class _Instant(TokenBackend):
         return self._version
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`."""
         check_new_ids(requests, (request.request_id for request in self._waiting))
         refuse_structures(requests)
         self._waiting += requests
@@ -60,11 +59,9 @@ class _Instant(TokenBackend):
         self._waiting = [request for request in self._waiting if request.request_id not in wanted]
 
     def pause(self) -> None:
-        """See `TokenBackend.pause`."""
         self._paused = True
 
     def resume(self) -> None:
-        """See `TokenBackend.resume`."""
         self._paused = False
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:

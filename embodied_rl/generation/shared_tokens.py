@@ -47,7 +47,6 @@ class TokenView(TokenBackend):
 
     @property
     def version(self) -> int:
-        """See `TokenBackend.version`."""
         return self._shared.backend.version
 
     @property
@@ -61,7 +60,6 @@ class TokenView(TokenBackend):
         self._ready.append(completion)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`."""
         if requests:
             check_new_ids(requests, self._numbers)
             self._numbers |= self._shared.submit(self, requests)
@@ -83,7 +81,6 @@ class TokenView(TokenBackend):
         return ready
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`."""
         self._shared.backend.abort([self._numbers[number] for number in request_ids if number in self._numbers])
 
     def pause(self) -> None:

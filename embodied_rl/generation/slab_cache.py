@@ -5,8 +5,6 @@ Shapes: R rows, C columns of room, n active rows (always the first n), w columns
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
@@ -35,7 +33,7 @@ class SlabLayer(CacheLayerMixin):
         assert self.values is not None
         return self.keys, self.values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Put one new token [n, heads, 1, D] behind each active row; returns views of [n, heads, w, D]."""
         own_keys, own_values = self._held()
         rows, places = self._slab.active_rows, self._slab.places

@@ -45,12 +45,10 @@ class Stepwise(TokenBackend):
             self._let_others_in()
 
     def pause(self) -> None:
-        """See `TokenBackend.pause`."""
         with self._turn():
             self._paused = True
 
     def resume(self) -> None:
-        """See `TokenBackend.resume`."""
         with self._turn():
             self._paused = False
 

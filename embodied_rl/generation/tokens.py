@@ -86,7 +86,7 @@ class GenerationRequest:
         }
         for name, (holds, wanted) in ranges.items():
             if not holds:
-                raise ValueError(f"Request {self.request_id}: {name} must be {wanted}, got {getattr(self, name)}.")
+                raise ValueError(f"Request {self.request_id}: {name} must be {wanted}, got {vars(self)[name]}.")
 
     @property
     def samples_from_policy(self) -> bool:

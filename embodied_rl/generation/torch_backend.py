@@ -6,7 +6,6 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ class TorchGenerator(Generator):
         self._acted: deque[ActedBatch] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        """See `Generator.send`."""
         action, log_prob = self._actor.act(observation, noise)
         given = given_action(self._policy, action) if self._policy.translates else None
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version, given))
@@ -62,8 +60,8 @@ class TorchGenerator(Generator):
         Raises:
             UserError: the policy does not draw tokens.
         """
-        module: Any = getattr(self._actor, "module", None)
-        if getattr(module, "temperature", None) is None:
+        module = self._actor.module
+        if module is None or module.temperature is None:
             raise UserError(
                 "A temperature of evaluation needs a policy of action tokens (tiny_vla, openvla, openvla_oft), not "
                 f"{type(self._policy).__name__}: set it null (0 at embodied_rl.evaluate)."
@@ -107,6 +105,9 @@ class ModuleActor:
 
 class NumpyGaussianActor:
     """The actor of a Gaussian MLP policy, out of copies of its weights."""
+
+    module: None = None
+    """It acts without one."""
 
     def __init__(self, policy: ActorCritic) -> None:
         self._key = policy.config.observation_key

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from embodied_rl.errors import UserError
@@ -96,7 +97,7 @@ class TorchTokens(Stepwise):
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         *,
         max_batch: int = 64,
         max_prefill_tokens: int = 8192,
@@ -163,7 +164,6 @@ class TorchTokens(Stepwise):
     # ---- TokenBackend -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`."""
         with self._turn():
             check_new_ids(requests, (row.request.request_id for row in [*self._rows, *self._waiting]))
             for request in requests:
@@ -179,7 +179,6 @@ class TorchTokens(Stepwise):
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`."""
         wanted = set(request_ids)
         with self._turn():
             for index in reversed([i for i, row in enumerate(self._rows) if row.request.request_id in wanted]):
@@ -189,7 +188,6 @@ class TorchTokens(Stepwise):
             self._waiting = deque(row for row in self._waiting if row.request.request_id not in wanted)
 
     def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
-        """See `TokenBackend`."""
         wanted = set(request_ids)
         with self._turn():
             return {row.request.request_id: list(row.token_ids) for row in self._rows if row.request.request_id in wanted}
@@ -396,8 +394,9 @@ class TorchTokens(Stepwise):
         """Of a decode step; one for each kind of layer where a model has several."""
         additive = self._config._attn_implementation == "eager"
         config = text_config(self._config)
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        kinds = set(getattr(config, "layer_types", None) or ())
+        known = vars(config)
+        window = known.get("sliding_window") if known.get("use_sliding_window", True) else None
+        kinds = set(known.get("layer_types") or ())
 
         def of(span: int | None) -> Tensor:
             return decode_mask(self._cache.places, self._cache.width, span, self._model.dtype, additive)
@@ -417,10 +416,10 @@ class TorchTokens(Stepwise):
         return next(self._model.parameters()).device
 
 
-def _check_layers(config: Any) -> None:
+def _check_layers(config: PretrainedConfig) -> None:
     """Raise UserError for a model whose layers keep anything but keys and values of every token."""
     text = text_config(config)
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYERS)
+    unknown = sorted(set(vars(text).get("layer_types") or ()) - _KNOWN_LAYERS)
     recurrent = [name for name in ("state_size", "ssm_cfg", "time_mix_extra_dim", "conv_kernel") if hasattr(text, name)]
     if unknown or recurrent:
         raise UserError(

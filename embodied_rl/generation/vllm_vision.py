@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.policies.model_folder import check_tokenizer, import_transformers, is_vision_language
 from embodied_rl.policies.vision_inputs import VisionInputs
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _WITHOUT_TORCHVISION = ("llava",)
 """Model types whose processor handles no videos, for which transformers needs torchvision."""
 
@@ -24,7 +27,7 @@ _WITHOUT_TORCHVISION = ("llava",)
 class VLLMVision:
     """Of one model folder."""
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: PretrainedConfig) -> None:
         """Raises UserError where vLLM could not prepare this model's pictures on this machine."""
         self.inputs, self._config = VisionInputs.read(folder, config), config
         if config.model_type not in _WITHOUT_TORCHVISION and importlib.util.find_spec("torchvision") is None:

@@ -6,13 +6,13 @@ It happens *after* advantages: before, copied or missing rows would bias the sta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError
 
 Adjustment = Literal["copy", "delete", "auto", "random_sample"]
 """copy: fill up with copies of random rows. delete: drop random rows. auto: the nearer of the two; copies where they are equally near
@@ -27,16 +27,14 @@ class AdjustedRows:
     indices: np.ndarray
     """[n] int64 rows of the batch; kept rows stay in their order, copies come last."""
     weight: np.ndarray
-    """[n] float32: 1.0, and 0.0 for copies (unless they were asked to count): multiply the loss mask with it."""
+    """[n] float32: 1.0, and 0.0 for copies: multiply the loss mask with it."""
 
     @property
     def num_rows(self) -> int:
         return int(self.indices.size)
 
 
-def adjust_rows(
-    num_rows: int, *, divisors: Sequence[int], mode: Adjustment, seed: int | Sequence[int], count_copies: bool = False
-) -> AdjustedRows:
+def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, seed: int | Sequence[int]) -> AdjustedRows:
     """Choose rows so that their number is a multiple of D, the least common multiple of `divisors` (ranks × micro-batch, say).
 
     With rem = num_rows mod D: ``copy`` adds D − rem copies, ``delete`` drops rem, ``random_sample`` draws num_rows − rem rows without
@@ -45,17 +43,11 @@ def adjust_rows(
     Args:
         divisors: what the learner needs the number of rows to be divisible by.
         seed: with the arguments, all that the result depends on; give (run seed, iteration).
-        count_copies: let copies weigh 1, as in ROLL. By default no row counts twice, and the weighted sum over the result is that
-            over the batch.
 
     Raises:
-        UserError: there is no row; ``delete`` would leave none; a divisor or the mode is not valid.
+        UserError: ``delete`` would leave none.
     """
-    if mode not in get_args(Adjustment):
-        raise UserError(f"batch adjustment {mode!r} is not a choice.{did_you_mean(str(mode), get_args(Adjustment))}")
-    if num_rows < 1:
-        raise UserError(f"A batch of {num_rows} rows cannot be adjusted: at least one is needed.")
-    multiple = least_common_multiple(divisors)
+    multiple = math.lcm(*divisors)
     rng = np.random.default_rng(np.random.SeedSequence(seed))
     rest = num_rows % multiple
     rows = np.arange(num_rows)
@@ -64,15 +56,9 @@ def adjust_rows(
     missing = multiple - rest
     if mode == "random_sample" and num_rows > multiple:
         return AdjustedRows(rng.permutation(num_rows)[rest:], np.ones(num_rows - rest, np.float32))
-    if mode == "random_sample":
-        copies = rng.integers(num_rows, size=missing)
-        return AdjustedRows(
-            np.concatenate([rows, copies]), np.concatenate([np.ones(num_rows), np.full(missing, count_copies)]).astype("f4")
-        )
-    if mode == "copy" or (mode == "auto" and (missing <= rest or num_rows < multiple)):
-        copies = _spread_draw(rng, num_rows, missing)
-        weight = np.concatenate([np.ones(num_rows, np.float32), np.full(missing, float(count_copies), np.float32)])
-        return AdjustedRows(np.concatenate([rows, copies]), weight)
+    if mode in ("copy", "random_sample") or (mode == "auto" and (missing <= rest or num_rows < multiple)):
+        copies = rng.integers(num_rows, size=missing) if mode == "random_sample" else _spread_draw(rng, num_rows, missing)
+        return AdjustedRows(np.concatenate([rows, copies]), np.repeat(np.array([1, 0], np.float32), [num_rows, missing]))
     if num_rows < multiple:
         raise UserError(
             f"Deleting rows of a batch of {num_rows} until {multiple} (the least common multiple of {list(divisors)}) divides their number "
@@ -86,11 +72,3 @@ def _spread_draw(rng: np.random.Generator, num_rows: int, count: int) -> np.ndar
     """`count` random rows [count] int64, none of them once more often than another."""
     rounds = [rng.permutation(num_rows) for _ in range(-(-count // num_rows))]
     return np.concatenate(rounds)[:count]
-
-
-def least_common_multiple(numbers: Iterable[int]) -> int:
-    """Of positive whole numbers; 1 of none. Raises UserError for others."""
-    values = list(numbers)
-    if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in values):
-        raise UserError(f"Divisors of a batch must be whole numbers >= 1, got {values}.")
-    return math.lcm(*values)

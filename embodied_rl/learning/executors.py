@@ -81,7 +81,7 @@ def norm_name(group: str) -> str:
 
 
 def objective_step(
-    objective: Objective[Any],
+    objective: Objective[Any, Any],
     policy: TrainedModule,
     optimizers: Optimizers,
     rows: Rows,
@@ -123,7 +123,7 @@ class Executor(ABC):
         return 1
 
     @abstractmethod
-    def begin(self, objective: Objective[Any], rows: Rows) -> None:
+    def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
         """Take the rows of one update. Statistics of observations do not change until the next `begin`."""
 
     @abstractmethod
@@ -174,15 +174,13 @@ class LocalExecutor(Executor):
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device, precision: Precision) -> None:
         super().__init__(policy, config, device)
         self.optimizer, self._precision = Optimizers(policy, config), precision
-        self._objective: Objective[Any] | None = None
+        self._objective: Objective[Any, Any] | None = None
         self._rows: Rows | None = None
 
-    def begin(self, objective: Objective[Any], rows: Rows) -> None:
-        """See `Executor.begin`."""
+    def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
         self._objective, self._rows = objective, rows.staged(self.device)
 
     def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
-        """See `Executor.step`."""
         assert self._objective is not None, "begin comes first"
         assert self._rows is not None, "begin comes first"
         rows = self._rows if chosen is None else self._rows.chosen(torch.from_numpy(chosen))
@@ -192,7 +190,6 @@ class LocalExecutor(Executor):
 
     @torch.no_grad()
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
-        """See `Executor.values`."""
         size, even, parts = forward_rows(self.policy, self.config), self.policy.even_rows, []
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
             for part in forwards(ready, size):
@@ -203,19 +200,15 @@ class LocalExecutor(Executor):
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `Executor.state_tensors`."""
         return self.optimizer.state_tensors()
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        """See `Executor.load_state_tensors`."""
         self.optimizer.load_state_tensors(state)
 
     def forget(self) -> None:
-        """See `Executor.forget`."""
         self.optimizer.forget()
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        """See `Executor.optimizer_tensors`."""
         return self.optimizer.tensors()
 
 

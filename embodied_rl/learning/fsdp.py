@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,22 +48,9 @@ def make_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (config.num_replicas, config.num_shards, config.num_tensor_shards), mesh_dim_names=MESH)
 
 
-def data_rank(mesh: DeviceMesh) -> int:
-    """Which part of a batch this rank computes; ranks that share matrix products have the same."""
-    return int(mesh.get_local_rank("replicate") * mesh["shard"].size() + mesh.get_local_rank("shard"))
-
-
-def num_data_ranks(mesh: DeviceMesh) -> int:
-    """Parts that a batch is divided into."""
-    return int(mesh["replicate"].size() * mesh["shard"].size())
-
-
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The parts that are gathered one at a time: what ``sharding_blocks()`` of the module says, else the entries of its outermost module
+    """The parts that are gathered one at a time: the entries of its outermost module
     lists (a transformer's layers), else its outermost sequences (an MLP each)."""
-    chosen = getattr(module, "sharding_blocks", None)
-    if chosen is not None:
-        return list(chosen())
     lists = [child for part in _outermost(module, nn.ModuleList) for child in part.children()]
     found = lists or _outermost(module, nn.Sequential)
     return [block for block in found if any(True for _ in block.parameters())]
@@ -106,7 +93,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     # Values and entropies are views; no caller writes into what a policy returns.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for name in FORWARD_METHODS:
-        if callable(getattr(module, name, None)):
+        if name in dir(module):
             register_fsdp_forward_method(module, name)
     return module
 
@@ -144,12 +131,12 @@ def accumulate(module: nn.Module, losses: Sequence[Callable[[], Tensor]], inputs
 def global_grad_norm(parameters: Iterable[Tensor]) -> float:
     """Euclidean norm of all gradients together, over the parts of all ranks; the same on every rank. Summed in float64."""
     sums: dict[tuple[int, ...], Tensor] = {}
-    meshes: dict[tuple[int, ...], list[Any]] = {}
+    meshes: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        groups: list[Any] = []
+        groups: list[dist.ProcessGroup] = []
         if isinstance(gradient, DTensor):
             mesh, placements = gradient.device_mesh, gradient.placements
             groups = [mesh.get_group(dim) for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
@@ -253,6 +240,6 @@ def _recompute(block: nn.Module) -> None:
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _on_group_device(tensor: Tensor, group: Any) -> Tensor:
+def _on_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """NCCL reduces only on GPUs; offloaded gradients lie on the host."""
     return tensor.cuda() if dist.get_backend(group) == "nccl" and tensor.device.type == "cpu" else tensor

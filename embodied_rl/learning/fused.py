@@ -218,8 +218,7 @@ class FusedExecutor(Executor):
         )
 
     @torch.no_grad()
-    def begin(self, objective: Objective[Any], rows: Rows) -> None:
-        """See `Executor.begin`."""
+    def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
         assert isinstance(rows, Batch), "rollouts"
         self.flat.tie()
         # The statistics are frozen while an update runs, so all rows are normalised once.
@@ -297,13 +296,11 @@ class FusedExecutor(Executor):
 
     @torch.no_grad()
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
-        """See `Executor.values`."""
         self.flat.tie()
         features = self.policy.features(ready).numpy()
         return self.critic.predict(np.ascontiguousarray(features))[:, 0]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `Executor.state_tensors`."""
         state = {"step": torch.tensor(self.flat.step, dtype=torch.int64)}
         for name in self.flat.parameters:
             state[f"exp_avg.{name}"] = torch.from_numpy(self.flat.view(self.flat.exp_avg, name).copy())
@@ -311,14 +308,12 @@ class FusedExecutor(Executor):
         return state
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        """See `Executor.load_state_tensors`."""
         self.flat.step = int(state["step"])
         for name in self.flat.parameters:
             self.flat.view(self.flat.exp_avg, name)[...] = state[f"exp_avg.{name}"].numpy()
             self.flat.view(self.flat.exp_avg_sq, name)[...] = state[f"exp_avg_sq.{name}"].numpy()
 
     def forget(self) -> None:
-        """See `Executor.forget`."""
         self.flat.step = 0
         self.flat.exp_avg[:] = self.flat.exp_avg_sq[:] = 0.0
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,16 +20,18 @@ from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.learning.batching import AdjustedRows, adjust_rows
-from embodied_rl.learning.devices import compute_threads, num_cores, resolve_device
+from embodied_rl.learning.devices import compute_threads, keep_freed_memory, num_cores, resolve_device
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
-from embodied_rl.learning.heap import keep_freed_memory
 from embodied_rl.learning.objectives import ActingObjective, Objective, RolloutObjective, TokenCloning
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import TrainedModule
+from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.packing import TokenSequence
+
+if TYPE_CHECKING:
+    from embodied_rl.policies.language import LanguagePolicy
 
 WIDE_LAYER = 128
 """From this width on, autograd's operations are worth more than one thread."""
@@ -52,25 +53,12 @@ class NonFiniteLossError(NonFiniteError):
         """The minibatch, under the names of `Rows.tensors`."""
 
 
-@dataclass(frozen=True)
-class Minibatches:
-    """One epoch: a permutation of the rows, cut into nearly equal parts."""
-
-    permutation: np.ndarray
-    """[B] int64"""
-    bounds: list[tuple[int, int]]
-    """Half-open ranges of the permutation."""
-
-    @staticmethod
-    def shuffle(generator: np.random.Generator, num_rows: int, minibatch_size: int) -> Minibatches:
-        """As few parts as keep each within `minibatch_size`; sizes differ by one at most, so that no tiny rest is stepped on."""
-        edges = np.linspace(0, num_rows, -(-num_rows // minibatch_size) + 1).astype(np.int64).tolist()
-        return Minibatches(generator.permutation(num_rows), list(itertools.pairwise(edges)))
-
-    @property
-    def rows(self) -> list[np.ndarray]:
-        """[n] of each minibatch."""
-        return [self.permutation[start:stop] for start, stop in self.bounds]
+def shuffled(generator: np.random.Generator, num_rows: int, minibatch_size: int) -> list[np.ndarray]:
+    """One epoch: the rows [n] of each minibatch. As few parts as keep each within `minibatch_size`; sizes differ by one at most, so that no
+    tiny rest is stepped on."""
+    edges = np.linspace(0, num_rows, -(-num_rows // minibatch_size) + 1).astype(np.int64).tolist()
+    permutation = generator.permutation(num_rows)
+    return [permutation[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def scheduled(config: AlgorithmConfig, progress: float) -> float:
@@ -82,7 +70,7 @@ class Learner:
     """Trains a policy with Adam on minibatches of rows, by an objective, through an executor."""
 
     def __init__(
-        self, policy: TrainedModule, config: AlgorithmConfig, objective: Objective[Any], executor: Executor, compute_threads: int
+        self, policy: TrainedModule, config: AlgorithmConfig, objective: Objective[Any, Any], executor: Executor, compute_threads: int
     ) -> None:
         """`compute_threads`: of one operation on the CPU. See `make_learner`."""
         self.policy, self.config, self.objective, self.executor = policy, config, objective, executor
@@ -117,7 +105,7 @@ class Learner:
             self.executor.begin(self.objective, counted)
             batch = self._adjusted(counted.num_rows, max(minibatch_rows, 1), seed)
             for _ in range(config.num_epochs):
-                minibatches = Minibatches.shuffle(generator, batch.num_rows, max(minibatch_rows, 1)).rows
+                minibatches = shuffled(generator, batch.num_rows, max(minibatch_rows, 1))
                 chosen = [own for places in minibatches if len(own := batch.indices[places][batch.weight[places] > 0])]
                 epochs.append([self._step(self.objective, counted, own, rate, kl_coef) for own in chosen])
                 if config.target_kl is not None and np.mean([figures["approx_kl"] for figures in epochs[-1]]) > config.target_kl:
@@ -141,21 +129,21 @@ class Learner:
         Raises:
             NonFiniteLossError: as `update`.
         """
-        rows, objective = TokenBatch.of_cloning(sequences), TokenCloning(self.policy, self.config)
+        rows, objective = TokenBatch.of_cloning(sequences), TokenCloning(cast("LanguagePolicy", self.policy), self.config)
         generator = np.random.default_rng(np.random.SeedSequence([seed, len(sequences)]))
         total = num_epochs * -(-len(sequences) // minibatch_rows)
         losses: list[float] = []
         with compute_threads(self.compute_threads):
             self.executor.begin(objective, rows)
             for epoch in range(num_epochs):
-                chosen = Minibatches.shuffle(generator, len(sequences), minibatch_rows).rows
+                chosen = shuffled(generator, len(sequences), minibatch_rows)
                 rates = [learning_rate * (1.0 - 0.9 * (epoch * len(chosen) + done) / total) for done in range(len(chosen))]
                 losses = [self._step(objective, rows, own, rate, 0.0)["loss"] for own, rate in zip(chosen, rates, strict=True)]
         self.executor.forget()
         self.executor.write_back()
         return float(np.mean(losses))
 
-    def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any]] = ()) -> Figures:
+    def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any, Any]] = ()) -> Figures:
         """One step of each of the objectives, in their order, on all of these rows: what a stream of minibatches is learned with.
 
         Args:
@@ -176,7 +164,7 @@ class Learner:
                     del taken["loss"]
         return taken
 
-    def _step(self, objective: Objective[Any], rows: Rows, chosen: np.ndarray | None, rate: float, kl_coef: float) -> Figures:
+    def _step(self, objective: Objective[Any, Any], rows: Rows, chosen: np.ndarray | None, rate: float, kl_coef: float) -> Figures:
         figures = self.executor.step(chosen, rate, kl_coef=kl_coef)
         if is_finite(figures):
             return figures
@@ -196,7 +184,7 @@ class Learner:
     def log_probs(self, ready: dict[str, Tensor], action: Tensor, *, of_reference: bool = False) -> Tensor:
         """[B, L] float32 of actions under the present policy, or under the reference."""
         assert isinstance(self.objective, ActingObjective), "tokens have `token_log_probs`"
-        policy: Any = self.policy.reference[0] if of_reference else self.policy
+        policy = cast(Policy, self.policy.reference[0] if of_reference else self.policy)
         parts = []
         with torch.no_grad(), compute_threads(self.compute_threads):
             for part in forwards({**ready, "": action}, forward_rows(policy, self.config)):
@@ -206,9 +194,9 @@ class Learner:
 
     def token_log_probs(self, sequences: Sequence[TokenSequence], *, of_reference: bool = False) -> Tensor:
         """[R, S] float32 of tokens under the present policy, or under the reference."""
-        policy: Any = self.policy
+        policy = cast("LanguagePolicy", self.policy)
         with torch.no_grad(), compute_threads(self.compute_threads):
-            found: Tensor = policy.reference_log_prob(sequences) if of_reference else policy.evaluate(sequences).log_prob
+            found = policy.reference_log_prob(sequences) if of_reference else policy.evaluate(sequences).log_prob
             return found.cpu()
 
     # ---- the reference ----------------------------------------------------------------------------------------------
@@ -233,11 +221,9 @@ class Learner:
     # ---- for the engine ---------------------------------------------------------------------------------------------
 
     def trained(self) -> list[Tensor]:
-        """See `Executor.trained`."""
         return self.executor.trained()
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        """See `Executor.optimizer_tensors`."""
         return self.executor.optimizer_tensors()
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
@@ -280,8 +266,8 @@ class Learner:
 
 
 def make_learner(
-    objective: Objective[Any],
-    policy: Any,
+    objective: Objective[Any, Any],
+    policy: TrainedModule,
     config: AlgorithmConfig,
     hybrid: HybridConfig,
     *,
@@ -322,7 +308,9 @@ def make_learner(
     return Learner(policy, config, objective, executor, num_threads)
 
 
-def _fused(objective: RolloutObjective, policy: Any, config: AlgorithmConfig, device: torch.device, num_threads: int) -> Executor | None:
+def _fused(
+    objective: RolloutObjective, policy: TrainedModule, config: AlgorithmConfig, device: torch.device, num_threads: int
+) -> Executor | None:
     """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
     if config.loss != "ppo_clip":
         return None
@@ -333,4 +321,4 @@ def _fused(objective: RolloutObjective, policy: Any, config: AlgorithmConfig, de
 
     if not FusedExecutor.supports(policy, device):
         return None
-    return FusedExecutor(policy, config, side_by_side=num_threads >= 2)
+    return FusedExecutor(cast(ActorCritic, policy), config, side_by_side=num_threads >= 2)

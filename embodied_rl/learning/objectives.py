@@ -13,7 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,10 @@ from embodied_rl.algorithms.losses import behaviour_cloning_loss, entropy_bonus,
 from embodied_rl.algorithms.units import at_level, mask_at_level, spread, unit_steps
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning.rows import EpisodeRows, TokenBatch
-from embodied_rl.policies.base import Evaluation, Policy, layout_of
+from embodied_rl.policies.base import Evaluation, Policy, TrainedModule, layout_of
+
+if TYPE_CHECKING:
+    from embodied_rl.policies.language import LanguagePolicy
 
 Metrics = dict[str, Tensor]
 Numbers = dict[str, float]
@@ -39,6 +42,7 @@ Numbers = dict[str, float]
 Precision = Literal["float32", "bfloat16"]
 _HOST = torch.device("cpu")
 AnyRows = TypeVar("AnyRows", bound=Rows)
+Trained = TypeVar("Trained", bound=TrainedModule)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,6 @@ class PolicyLoss:
 
     @property
     def needs_present(self) -> bool:
-        """See `Objective.needs_present`."""
         return needs_present(self.info, self.config.correction)
 
     def __call__(self, inputs: Mapping[str, Tensor], terms: Terms, numbers: Numbers) -> tuple[Tensor, Metrics]:
@@ -131,7 +134,7 @@ class PolicyLoss:
         return self.aggregation.mean(moved, terms.mask, numbers["entries"])
 
 
-class Objective(ABC, Generic[AnyRows]):
+class Objective(ABC, Generic[Trained, AnyRows]):
     """A loss on rows of one kind. The same on every rank; `policy` is handed in, since there it is a part of the whole one."""
 
     name: ClassVar[str]
@@ -148,7 +151,7 @@ class Objective(ABC, Generic[AnyRows]):
     frees_gradients: ClassVar[bool] = False
     """Whether gradients are freed after a step, not before the next: those of a language model take as much room as the model."""
 
-    def __init__(self, policy: Any, config: AlgorithmConfig, precision: Precision = "float32") -> None:
+    def __init__(self, policy: Trained, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         """`policy` says what its decisions are made of; which one is evaluated comes with each call."""
         self.config, self.precision = config, precision
 
@@ -167,13 +170,13 @@ class Objective(ABC, Generic[AnyRows]):
         return rows, {"kl_coef": kl_coef}
 
     @abstractmethod
-    def __call__(self, policy: Any, rows: AnyRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
+    def __call__(self, policy: Trained, rows: AnyRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
         """What these rows add to the loss and to the metrics of their minibatch."""
 
-    def stepped(self, policy: Any) -> None:
+    def stepped(self, policy: Trained) -> None:
         """What follows each step, on every rank."""
 
-    def divide(self, policy: Any, rows: AnyRows, num_parts: int, size: int | None) -> list[Part]:
+    def divide(self, policy: Trained, rows: AnyRows, num_parts: int, size: int | None) -> list[Part]:
         """One part for each rank, side by side, in micro-batches of about `size` rows; None: each part whole."""
         return divide(np.ones(rows.num_rows, np.int64), num_parts, size)
 
@@ -198,7 +201,7 @@ def filled_up(parts: list[Part]) -> list[Part]:
     return [Part(part.rows, [*part.micro, *([[-1]] * (most - len(part.micro)))]) for part in parts]
 
 
-class ActingObjective(Objective[AnyRows]):
+class ActingObjective(Objective[Policy, AnyRows]):
     """Of a policy whose decisions are made of action units."""
 
     def __init__(self, policy: Policy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
@@ -217,7 +220,6 @@ class ActingObjective(Objective[AnyRows]):
 
     @property
     def needs_present(self) -> bool:
-        """See `Objective.needs_present`."""
         return self.loss.needs_present
 
     def evaluate(self, policy: Policy, observation: dict[str, Tensor], action: Tensor) -> Evaluation:
@@ -245,7 +247,6 @@ class RolloutObjective(ActingObjective[Batch]):
         return rows, {"entries": float(entries), "values": float(values), "decisions": float(rows.num_rows), "kl_coef": kl_coef}
 
     def __call__(self, policy: Policy, rows: Batch, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """See `Objective.__call__`."""
         level, steps, units = self.config.ratio, self.steps(rows.action.device), rows.unit_mask
         found = self.evaluate(policy, rows.observation, rows.action)
         inputs = {
@@ -267,7 +268,6 @@ class RolloutObjective(ActingObjective[Batch]):
         return loss, metrics
 
     def summary(self, rows: Batch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
-        """See `Objective.summary`."""
         counted = rows.counted()
         return {"explained_variance": explained_variance(value=counted.value, returns=counted.returns), "epochs_done": float(num_epochs)}
 
@@ -314,13 +314,11 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
         return EpisodeRows(inputs, batch.observation, batch.action, batch.row, batch.column, batch.unit_mask)
 
     def begin(self, rows: EpisodeRows, *, kl_coef: float) -> tuple[EpisodeRows, Numbers]:
-        """See `Objective.begin`."""
         mask, decisions = rows.inputs["mask"], float(rows.inputs["decisions"].sum().clamp(min=1))
         entries, ratios = float(self.loss.aggregation.count(mask).clamp(min=1)), float(mask.sum().clamp(min=1))
         return rows, {"entries": entries, "decisions": decisions, "values": decisions, "ratios": ratios, "kl_coef": kl_coef}
 
     def __call__(self, policy: Policy, rows: EpisodeRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """See `Objective.__call__`."""
         inputs, units, at = rows.inputs, rows.unit_mask, (rows.row, rows.column)
         decisions, steps = inputs["decisions"], self.steps(rows.action.device)
         found = self.evaluate(policy, rows.observation, rows.action)
@@ -345,7 +343,6 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
         return divide(rows.inputs["decisions"].sum(1).numpy(), num_parts, size)
 
     def summary(self, rows: EpisodeRows, num_epochs: int, num_minibatches: int) -> dict[str, float]:
-        """See `Objective.summary`."""
         inputs, found = rows.inputs, super().summary(rows, num_epochs, num_minibatches)
         if "returns" not in inputs:
             return found
@@ -353,26 +350,23 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
         return {**found, "explained_variance": explained_variance(value=value, returns=returns)}
 
 
-class TokenObjective(Objective[TokenBatch]):
+class TokenObjective(Objective["LanguagePolicy", TokenBatch]):
     """Any loss of the table on texts of tokens; an entry is a token."""
 
     name, unit, rows, shows_loss, frees_gradients = "tokens", "rows of tokens", TokenBatch, True, True
 
-    def __init__(self, policy: Any, config: AlgorithmConfig, precision: Precision = "float32") -> None:
+    def __init__(self, policy: LanguagePolicy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         super().__init__(policy, config, precision)
         self.loss = PolicyLoss(config)
 
     @property
     def needs_present(self) -> bool:
-        """See `Objective.needs_present`."""
         return self.loss.needs_present
 
     def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
-        """See `Objective.begin`."""
         return rows, {"entries": float(self.loss.aggregation.count(rows.mask).clamp(min=1)), "kl_coef": kl_coef}
 
-    def __call__(self, policy: Any, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """See `Objective.__call__`."""
+    def __call__(self, policy: LanguagePolicy, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
         found = policy.evaluate(list(rows.sequences))
         width, device = found.log_prob.shape[1], found.log_prob.device
         entries = {
@@ -387,7 +381,7 @@ class TokenObjective(Objective[TokenBatch]):
         terms = Terms(found.log_prob, mask, found.entropy, mask)
         return self.loss({**inputs, "positive": rows.positive.to(device)}, terms, numbers)
 
-    def divide(self, policy: Any, rows: TokenBatch, num_parts: int, size: int | None) -> list[Part]:
+    def divide(self, policy: LanguagePolicy, rows: TokenBatch, num_parts: int, size: int | None) -> list[Part]:
         """See `Objective.divide`; micro-batches also fit a forward of the model (`LanguagePolicy.micro_batches`).
 
         Each part gets about as many tokens: the longest row first, to the part that has fewest.
@@ -422,15 +416,12 @@ class TokenCloning(TokenObjective):
 
     @property
     def what(self) -> str:
-        """See `Objective.what`."""
         return "cross-entropy"
 
     def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
-        """See `Objective.begin`."""
         return rows, {"entries": float(rows.mask.sum())}
 
-    def __call__(self, policy: Any, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """See `Objective.__call__`."""
+    def __call__(self, policy: LanguagePolicy, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
         found = policy.evaluate(list(rows.sequences))
         mask = rows.mask[:, : found.log_prob.shape[1]].to(found.log_prob.device)
         return behaviour_cloning_loss(log_prob=found.log_prob, mask=mask, denominator=numbers["entries"])

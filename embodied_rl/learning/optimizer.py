@@ -164,24 +164,19 @@ class Optimizers:
         return [tensor for optimizer in self.groups.values() for tensor in optimizer.tensors()]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `Optimizer.state_tensors`."""
         return self._named(lambda optimizer: optimizer.state_tensors())
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """See `Optimizer.load_state_tensors`."""
         for prefix, optimizer in self._prefixed():
             optimizer.load_state_tensors(_below(state, prefix))
 
     def parts(self) -> dict[str, Tensor]:
-        """See `Optimizer.parts`."""
         return self._named(lambda optimizer: optimizer.parts())
 
     def blank_parts(self) -> dict[str, Tensor]:
-        """See `Optimizer.blank_parts`."""
         return self._named(lambda optimizer: optimizer.blank_parts())
 
     def take_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """See `Optimizer.take_parts`."""
         for prefix, optimizer in self._prefixed():
             optimizer.take_parts(_below(parts, prefix))
 

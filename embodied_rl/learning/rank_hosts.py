@@ -80,7 +80,6 @@ class LocalRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, num_ranks: int, device: torch.device) -> None:
-        """See `RankHost.start`."""
         if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
             raise UserError(
                 f"hybrid.sharding has {num_ranks} ranks, and this machine {torch.cuda.device_count()} GPUs: each rank needs one of its "
@@ -104,7 +103,6 @@ class LocalRanks:
             yield where, open_store(where, num_ranks, timeout_s)
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """See `RankHost.tell`."""
         for link in self.links:
             link.send(message, tensors)
 
@@ -119,7 +117,6 @@ class LocalRanks:
         return None
 
     def close(self) -> None:
-        """See `RankHost.close`."""
         for link in self.links:
             link.close()  # type: ignore[attr-defined]
         for process in self.processes:

@@ -44,11 +44,11 @@ from embodied_rl.policies.base import TrainedModule
 
 _END_S = 10.0
 _CLOSED_S = 60.0
-_KINDS: tuple[type[Objective[Any]], ...] = (
+_KINDS: tuple[type[Objective[Any, Any]], ...] = (
     *(RolloutObjective, EpisodeObjective, TokenObjective, TokenCloning),
     *(CloningObjective, CriticsObjective, StateValueObjective, ImitationObjective, SoftPolicyObjective),
 )
-OBJECTIVES: dict[str, type[Objective[Any]]] = {kind.name: kind for kind in _KINDS}
+OBJECTIVES: dict[str, type[Objective[Any, Any]]] = {kind.name: kind for kind in _KINDS}
 """{name: class} of what ranks compute."""
 
 
@@ -63,9 +63,9 @@ class Rank:
         self.optimizer = Optimizers(self.policy, config, fused=not (sharding.cpu_offload and device.type == "cuda"))
         self.saving: SavingCheckpoint | None = None
         self._data_group = None if sharding.num_tensor_shards == 1 else self.mesh["replicate", "shard"]._flatten("data").get_group()
-        self._made: dict[str, Objective[Any]] = {}
+        self._made: dict[str, Objective[Any, Any]] = {}
 
-    def objective(self, name: str) -> Objective[Any]:
+    def objective(self, name: str) -> Objective[Any, Any]:
         """The objective of that name, as every rank makes it."""
         if name not in self._made:
             self._made[name] = OBJECTIVES[name](self.policy, self.config)
@@ -163,7 +163,7 @@ class RankExecutor(Executor):
         assert config.sharding is not None
         super().__init__(policy, algorithm, device)
         self.sharding = config.sharding
-        self._objective: Objective[Any] | None = None
+        self._objective: Objective[Any, Any] | None = None
         self._rows: Rows | None = None
         self._is_apart = False
         if dist.is_initialized():
@@ -205,13 +205,11 @@ class RankExecutor(Executor):
 
     @property
     def num_parts(self) -> int:
-        """See `Executor.num_parts`."""
         return self.sharding.num_shards * self.sharding.num_replicas
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def begin(self, objective: Objective[Any], rows: Rows) -> None:
-        """See `Executor.begin`."""
+    def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
         self._send_buffers()
         self._objective, self._rows = objective, rows
 
@@ -253,11 +251,9 @@ class RankExecutor(Executor):
         return torch.cat(found)[:num_rows].numpy()
 
     def trained(self) -> list[Tensor]:
-        """See `Executor.trained`."""
         return list(self.rank.policy.parameters())
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        """See `Executor.optimizer_tensors`."""
         return self.rank.optimizer.tensors()
 
     # ---- the trained weights ----------------------------------------------------------------------------------------
@@ -272,13 +268,11 @@ class RankExecutor(Executor):
                 own[name].copy_(tensor)
 
     def take_weights(self) -> None:
-        """See `Executor.take_weights`."""
         weights = self.policy.state_dict()
         self._tell({"do": "load_weights"}, weights)
         self.rank.load_weights(weights)
 
     def forget(self) -> None:
-        """See `Executor.forget`."""
         self._tell({"do": "forget"})
         self.rank.optimizer.forget()
 

@@ -20,7 +20,7 @@ from embodied_rl.algorithms.aggregation import masked_mean
 from embodied_rl.algorithms.losses import behaviour_cloning_loss
 from embodied_rl.config import CloningConfig, OffPolicyConfig
 from embodied_rl.episodes.transitions import Transitions
-from embodied_rl.learning.objectives import Metrics, Numbers, Objective
+from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Trained
 from embodied_rl.learning.rows import StepRows, StoredRows, TransitionRows
 from embodied_rl.policies.base import Policy, prepare_observation
 from embodied_rl.policies.q_ensemble import ActorWithCritics
@@ -29,20 +29,19 @@ from embodied_rl.types import Observation
 Stored = TypeVar("Stored", bound=StoredRows)
 
 
-class StoredObjective(Objective[Stored]):
+class StoredObjective(Objective[Trained, Stored]):
     """Of stored steps; every mean is over the steps of the whole minibatch."""
 
     unit = "steps"
 
     def begin(self, rows: Stored, *, kl_coef: float) -> tuple[Stored, Numbers]:
-        """See `Objective.begin`."""
         return rows, {"entries": float(rows.num_rows if rows.mask is None else int(rows.mask.sum()))}
 
 
 # ---- imitation ----------------------------------------------------------------------------------------------------------
 
 
-class CloningObjective(StoredObjective[StepRows]):
+class CloningObjective(StoredObjective[Policy, StepRows]):
     """Maximum likelihood of recorded actions, or the loss that the policy has for them; the critic is left as it is."""
 
     name, rows, draws = "cloning", StepRows, True
@@ -55,11 +54,9 @@ class CloningObjective(StoredObjective[StepRows]):
 
     @property
     def what(self) -> str:
-        """See `Objective.what`."""
         return "cloning loss"
 
     def __call__(self, policy: Policy, rows: StepRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """See `Objective.__call__`."""
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             if self.options.loss == "mse":
                 each = (policy.act(rows.observation, None).action - rows.action).square().mean(-1)
@@ -69,7 +66,6 @@ class CloningObjective(StoredObjective[StepRows]):
         return loss, {"imitation_loss": loss.detach()}
 
     def stepped(self, policy: Policy) -> None:
-        """See `Objective.stepped`."""
         policy.limit_noise(self.options.min_log_std)
 
     @torch.no_grad()
@@ -99,7 +95,7 @@ def step_rows(policy: Policy, batch: Transitions) -> StepRows:
 # ---- critics ------------------------------------------------------------------------------------------------------------
 
 
-class CriticsObjective(StoredObjective[TransitionRows]):
+class CriticsObjective(StoredObjective[ActorWithCritics, TransitionRows]):
     """The critics' error: Q(s, a) follows r + γ V(s'). The trunk of images learns from it, and from nothing else."""
 
     name, rows = "critics", TransitionRows
@@ -113,11 +109,9 @@ class CriticsObjective(StoredObjective[TransitionRows]):
 
     @property
     def what(self) -> str:
-        """See `Objective.what`."""
         return f"loss of {' and '.join(self.groups)}"
 
     def __call__(self, policy: ActorWithCritics, rows: TransitionRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """See `Objective.__call__`."""
         return policy.gathered(lambda: self.terms(policy, rows, numbers["entries"]))
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
@@ -139,7 +133,6 @@ class CriticsObjective(StoredObjective[TransitionRows]):
         return offline_rl.soft_value(value=value, log_prob=log_prob.sum(-1), entropy_coef=networks.log_entropy_coef.exp())
 
     def stepped(self, policy: ActorWithCritics) -> None:
-        """See `Objective.stepped`."""
         policy.move_targets()
 
 
@@ -150,7 +143,6 @@ class StateValueObjective(CriticsObjective):
     groups: ClassVar[tuple[str, ...]] = ("value",)
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
-        """See `CriticsObjective.terms`."""
         with torch.no_grad():
             features = networks.policy.features(rows.observation)
             recorded = offline_rl.smallest_of(networks.targets(features, rows.action))
@@ -169,7 +161,6 @@ class ImitationObjective(CriticsObjective):
     groups: ClassVar[tuple[str, ...]] = ("policy",)
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
-        """See `CriticsObjective.terms`."""
         policy, options = networks.policy, self.options
         with torch.no_grad():
             features = policy.features(rows.observation)
@@ -191,7 +182,6 @@ class ImitationObjective(CriticsObjective):
         return loss, metrics | imitation
 
     def stepped(self, policy: ActorWithCritics) -> None:
-        """See `Objective.stepped`."""
         policy.policy.limit_noise(self.options.min_log_std)
 
 
@@ -202,7 +192,6 @@ class SoftPolicyObjective(ImitationObjective):
     groups: ClassVar[tuple[str, ...]] = ("policy", "entropy")
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
-        """See `CriticsObjective.terms`."""
         with torch.no_grad():
             features = networks.policy.features(rows.observation)
         acted, log_prob = networks.policy.drawn(rows.observation, features, given(rows.noise))

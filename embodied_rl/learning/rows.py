@@ -32,16 +32,13 @@ class StoredRows(TensorRows):
 
     @property
     def device(self) -> torch.device:
-        """See `TensorRows.device`."""
         return self.action.device
 
     def filler(self) -> Self:
-        """See `Rows.filler`."""
         first = self.mapped(lambda tensor: tensor[:1])
         return first.replaced(mask=torch.zeros(1, dtype=torch.bool, device=self.device))
 
     def counted(self) -> Self:
-        """See `Rows.counted`."""
         return self if self.mask is None else self.chosen(self.mask.nonzero().squeeze(-1).cpu())
 
 
@@ -129,22 +126,18 @@ class EpisodeRows(Rows):
         )
 
     def filler(self) -> EpisodeRows:
-        """See `Rows.filler`."""
         first = self.chosen(torch.zeros(1, dtype=torch.int64))
         nothing = {name: torch.zeros_like(first.inputs[name]) for name in ("mask", "decisions")}
         return replace(first, inputs={**first.inputs, **nothing})
 
     def counted(self) -> EpisodeRows:
-        """See `Rows.counted`."""
         counted = self.inputs["decisions"].any(1)
         return self if bool(counted.all()) else self.chosen(counted.nonzero().squeeze(-1))
 
     def moved(self, device: torch.device) -> EpisodeRows:
-        """See `Rows.moved`."""
         return EpisodeRows.of_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Rows.tensors`."""
         named = {f"{_INPUT}{name}": value for name, value in self.inputs.items()}
         named |= {f"{_OBSERVATION}{key}": part for key, part in self.observation.items()}
         own = {"action": self.action, "row": self.row, "column": self.column}
@@ -201,17 +194,14 @@ class TokenBatch(Rows):
         return TokenBatch(tuple(self.sequences[int(number)] for number in rows), **named)
 
     def filler(self) -> TokenBatch:
-        """See `Rows.filler`."""
         first = self.chosen(torch.zeros(1, dtype=torch.int64))
         return replace(first, mask=torch.zeros_like(first.mask))
 
     def counted(self) -> TokenBatch:
-        """See `Rows.counted`."""
         counted = self.mask.any(1)
         return self if bool(counted.all()) else self.chosen(counted.nonzero().squeeze(-1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Rows.tensors`."""
         found = {
             "lengths": torch.tensor([len(sequence) for sequence in self.sequences]),
             "token_ids": torch.from_numpy(np.concatenate([sequence.token_ids for sequence in self.sequences]).astype(np.int64)),
@@ -224,7 +214,6 @@ class TokenBatch(Rows):
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> TokenBatch:
-        """See `Rows.of_tensors`."""
         lengths = tensors["lengths"].tolist()
         token_ids, evaluated = (np.split(tensors[name].numpy(), np.cumsum(lengths)[:-1]) for name in ("token_ids", "evaluated"))
         images: list[list[np.ndarray]] = [[] for _ in lengths]
@@ -235,5 +224,4 @@ class TokenBatch(Rows):
         return cls(sequences, **{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
 
     def _named(self) -> dict[str, Tensor]:
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sequences"}
-        return {name: value for name, value in own.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if name != "sequences" and value is not None}

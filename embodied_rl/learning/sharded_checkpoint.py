@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
 from embodied_rl.files import cannot_write, fsync, replace_folder, reset_mode, write_atomic
 from embodied_rl.learning import fsdp
+from embodied_rl.policies.model_folder import torch_dtype
 from embodied_rl.reading import parse_json, read_regular
 
 FORMAT_VERSION = 1
@@ -151,7 +152,7 @@ def load_sharded(folder: Path | str, tensors: Mapping[str, Tensor], *, verify: b
 def read_whole(folder: Path | str, *, verify: bool = True) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, put together. Raises IncompatibleCheckpointError as `load_sharded` does."""
     described = read_index(folder)["tensors"]
-    tensors = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in described.items()}
+    tensors = {name: torch.empty(entry["shape"], dtype=torch_dtype(entry["dtype"])) for name, entry in described.items()}
     load_sharded(folder, tensors, verify=verify)
     return tensors
 
@@ -187,7 +188,7 @@ def read_index(folder: Path | str) -> dict[str, Any]:
 
 def _check_parts(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Raise ValueError where what the index says of a tensor cannot be: before memory is taken for it."""
-    shape, dtype = entry["shape"], getattr(torch, str(entry["dtype"]), None)
+    shape, dtype = entry["shape"], vars(torch).get(str(entry["dtype"]))
     places = [(shape, shape), *((part["start"], part["size"]) for part in entry["parts"])]
     sides = [side for place in places for row in place for side in row]
     whole = all(isinstance(row, list) and len(row) == len(shape) for place in places for row in place)
@@ -212,27 +213,6 @@ def _sum_of(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def training_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """{name: tensor} of a module's parameters and buffers, and ``optimizer.<entry>.<parameter>`` of what was stepped so far."""
-    fsdp.reshard(module)
-    found = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
-    if optimizer is not None:
-        for name, parameter in module.named_parameters():
-            for entry, value in optimizer.state.get(parameter, {}).items():
-                found[f"optimizer.{entry}.{name}"] = value
-    return found
-
-
-def prepare_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make Adam's state of every trained parameter, zero, so that `training_tensors` lists it and `load_sharded` fills it."""
-    fsdp.reshard(module)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and not optimizer.state.get(parameter):
-                zeros = {key: torch.zeros_like(parameter).detach() for key in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **zeros}
-
-
 # ---- inside -------------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +224,7 @@ def _own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tens
         local, start = tensor.detach(), [0] * tensor.dim()
         if isinstance(local, DTensor):
             copies = [dim for dim, placement in enumerate(local.placements) if not isinstance(placement, Shard) and not _is_cut(placement)]
-            coordinate: Any = local.device_mesh.get_coordinate() or []
+            coordinate: Sequence[int] = local.device_mesh.get_coordinate() or []
             if any(coordinate[dim] for dim in copies):
                 continue
             start = [part.start for part in fsdp.own_slice(local)]
@@ -258,7 +238,7 @@ def _own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tens
     return parts, entries
 
 
-def _is_cut(placement: Any) -> bool:
+def _is_cut(placement: Placement) -> bool:
     """Whether it is some kind of shard (FSDP over tensor parallelism has its own class)."""
     return "Shard" in type(placement).__name__
 
@@ -377,7 +357,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _await(condition: Any, timeout_s: float, what: str) -> None:
+def _await(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,6 +11,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from embodied_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
@@ -54,22 +57,23 @@ def _no_plan(module: nn.Module, num_shards: int) -> UserError:
     )
 
 
-def _check_heads(config: Any, num_shards: int) -> None:
+def _check_heads(config: PretrainedConfig, num_shards: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, num_shards)
+        heads = vars(config).get(name, num_shards)
         if heads % num_shards:
             raise UserError(f"hybrid.sharding.num_tensor_shards={num_shards} does not divide the model's {name} {heads}.")
 
 
-def _models(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(name, part) for name, part in module.named_modules() if hasattr(part, "base_model_prefix") and hasattr(part, "config")]
+def _models(module: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    found = [(name, part) for name, part in module.named_modules() if hasattr(part, "base_model_prefix") and hasattr(part, "config")]
+    return cast("list[tuple[str, PreTrainedModel]]", found)
 
 
-def _plan(model: Any) -> dict[re.Pattern[str], str]:
+def _plan(model: PreTrainedModel) -> dict[re.Pattern[str], str]:
     """{pattern of a layer's name within `model`: style}. The plan of a base model's layers is its configuration's."""
-    if getattr(model, "base_model_prefix", "") in dict(model.named_children()):
+    if model.base_model_prefix in dict(model.named_children()):
         return {}  # the base model below has the plan; the output layer stays whole
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    plan = model.config.base_model_tp_plan or {}
     return {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
 
 

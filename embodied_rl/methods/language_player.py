@@ -179,8 +179,7 @@ def _check_texts(spec: SimSpec) -> None:
 
 
 def _make_tiny(config: TrainConfig, language: LanguageConfig, texts: Iterable[str], folder: Path) -> Path:
-    from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
-    from embodied_rl.policies.word_tokenizer import word_tokenizer
+    from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer
 
     tiny = language.tiny
     shape = TinyShape(

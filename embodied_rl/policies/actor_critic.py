@@ -64,14 +64,12 @@ class ActorCritic(Policy):
 
     @property
     def num_features(self) -> int:
-        """See `Policy.num_features`."""
         return self._num_features
 
     def state_value(self, features: Tensor) -> Tensor:
         return self.critic(features).squeeze(-1)
 
     def drawn(self, observation: TensorObservation, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Policy.drawn`."""
         action, log_prob = self.head.sample(self.actor(features), noise)
         bounded = self.squashed or self.spec.action.kind == "discrete"
         return (action if bounded else action.clamp(-1.0, 1.0)), log_prob
@@ -100,7 +98,6 @@ class ActorCritic(Policy):
 
     @torch.no_grad()
     def limit_noise(self, smallest: float) -> None:
-        """See `Policy.limit_noise`."""
         for name, parameter in self.head.named_parameters():
             if name.endswith("log_std"):
                 parameter.clamp_(min=smallest)

@@ -255,7 +255,6 @@ class Policy(TrainedModule):
         """Keep log standard deviations of actions above a bound: data without noise would drive them to minus infinity."""
 
     def describe(self) -> dict[str, Any]:
-        """See `TrainedModule.describe`."""
         return {"policy": dataclasses.asdict(self.built_from), "spec": self.spec.to_dict()}
 
 

@@ -2,80 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
-
-from embodied_rl.config import AnyPolicyConfig
+from embodied_rl.config import (
+    AnyPolicyConfig,
+    CustomPolicyConfig,
+)
+from embodied_rl.config.building import check_constructor
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.memory import parameter_bytes, require_memory
 from embodied_rl.policies.base import Policy
+from embodied_rl.registry import Registry, load_target
 from embodied_rl.types import SimSpec
 
 
 def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
     """The policy that a configuration describes, for a simulator.
 
-    New weights are drawn from torch's global generator, so seed it first. Heavy libraries are imported by the kinds that need them.
+    New weights are drawn from torch's global generator, so seed it first.
 
     Raises:
         UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
     """
     if config.name in _MADE_OF_SIZES:
         _require_memory(config, spec)
-    policy = BUILDERS[config.name](config, spec)
+    policy: Policy = load_target(BUILDERS[config.name])(config, spec)
     policy.built_from = config
     return policy
 
 
-def _actor_critic(config: Any, spec: SimSpec) -> Policy:
-    from embodied_rl.policies import actor_critic
-
-    return actor_critic.build_policy(config, spec)
-
-
-def _custom(config: Any, spec: SimSpec) -> Policy:
-    from embodied_rl.policies.custom import build_custom
-
-    return build_custom(config, spec)
-
-
-def _tiny_vla(config: Any, spec: SimSpec) -> Policy:
-    from embodied_rl.policies.tiny_vla import TinyVLAPolicy
-
-    return TinyVLAPolicy(config, spec)
-
-
-def _flow(config: Any, spec: SimSpec) -> Policy:
-    from embodied_rl.config import FlowNetworkConfig, FlowOptions
-    from embodied_rl.policies.flow.network import build_flow_policy
-
-    network = FlowNetworkConfig(**{field.name: getattr(config, field.name) for field in fields(FlowNetworkConfig)})
-    options = FlowOptions(**{field.name: getattr(config, field.name) for field in fields(FlowOptions)})
-    return build_flow_policy(network, options, spec)
-
-
-def _pi0(config: Any, spec: SimSpec) -> Policy:
-    from embodied_rl.policies.flow.pi0 import build_pi0
-
-    return build_pi0(config, spec)
-
-
-def _openvla(config: Any, spec: SimSpec) -> Policy:
-    from embodied_rl.policies.openvla.training import build_openvla
-
-    return build_openvla(config, spec)
-
-
-BUILDERS: dict[str, Callable[[Any, SimSpec], Policy]] = {
-    "actor_critic": _actor_critic,
-    "custom": _custom,
-    "flow": _flow,
-    "openvla": _openvla,
-    "openvla_oft": _openvla,
-    "pi0": _pi0,
-    "tiny_vla": _tiny_vla,
+BUILDERS: dict[str, str] = {
+    "actor_critic": "embodied_rl.policies.actor_critic:build_policy",
+    "custom": "embodied_rl.policies.build:build_custom",
+    "flow": "embodied_rl.policies.flow.network:build_flow",
+    "openvla": "embodied_rl.policies.openvla.training:build_openvla",
+    "openvla_oft": "embodied_rl.policies.openvla.training:build_openvla",
+    "pi0": "embodied_rl.policies.flow.pi0:build_pi0",
+    "tiny_vla": "embodied_rl.policies.tiny_vla:TinyVLAPolicy",
 }
-"""{`policy.name`: what builds it}"""
+"""{`policy.name`: what builds it of its configuration and a simulator's spec}; heavy libraries come with the kinds that need them."""
 
 _MADE_OF_SIZES = ("actor_critic", "flow", "tiny_vla")
 """Kinds whose networks are as large as the configuration says; the others are as large as their checkpoints."""
@@ -86,5 +49,34 @@ def _require_memory(config: AnyPolicyConfig, spec: SimSpec) -> None:
     import torch
 
     with torch.device("meta"):  # shapes without memory, and without drawing random numbers
-        policy = BUILDERS[config.name](config, spec)
+        policy: Policy = load_target(BUILDERS[config.name])(config, spec)
     require_memory(f"policy.name={config.name} with these sizes", parameter_bytes(policy), "policy.hidden_sizes, or policy.width,")
+
+
+POLICIES = Registry("policy", "policies", {})
+"""Those of installed packages (entry points ``embodied_rl.policies``)."""
+
+
+def custom_class(config: CustomPolicyConfig) -> type[Policy]:
+    """The class that `policy.target` names, whose constructor takes `policy.options`. Raises UserError."""
+    cls: object = POLICIES.load(config.target)
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise UserError(f"policy.target='{config.target}' is no policy: it must be a subclass of embodied_rl.policies.base.Policy.")
+    check_constructor(cls, config.target, config.options, "policy.options", offered=("spec",))
+    return cls
+
+
+def build_custom(config: CustomPolicyConfig, spec: SimSpec) -> Policy:
+    """The policy for a simulator. Raises UserError where it is none, or plays other chunks than the configuration says."""
+    policy = custom_class(config)(spec, **config.options)
+    policy.spec = spec
+    if policy.chunk_size != config.chunk:
+        raise UserError(
+            f"policy.chunk={config.chunk}, and '{config.target}' acts for {policy.chunk_size} steps at a time (its chunk_size): "
+            f"set policy.chunk={policy.chunk_size}."
+        )
+    for key in policy.observation_keys:
+        if key not in spec.observation:
+            known = did_you_mean(key, spec.observation)
+            raise UserError(f"'{config.target}' reads '{key}', which task '{spec.task}' does not show.{known}")
+    return policy

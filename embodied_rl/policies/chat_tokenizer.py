@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.policies.model_folder import check_tokenizer, first_line, import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text, or a list of parts {"type": "text" | "image", …}}"""
@@ -22,7 +25,7 @@ class ChatTokenizer:
     tokenises again.
     """
 
-    def __init__(self, tokenizer: Any, source: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self._tokenizer = tokenizer
         self._source = source
 
@@ -56,7 +59,7 @@ class ChatTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(self._tokenizer.chat_template)
 
     @property
     def eos_id(self) -> int | None:
@@ -76,7 +79,7 @@ class ChatTokenizer:
     def decode(self, token_ids: np.ndarray | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, spaces as they are. Ids beyond the vocabulary (padding of the embedding) are left out."""
         known = [int(token) for token in token_ids if 0 <= int(token) < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
     def chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
@@ -102,12 +105,13 @@ class ChatTokenizer:
                 "Use a model that was made for chat, or add chat_template.jinja to the folder."
             )
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 tokenize=False,
             )
+            return str(text)
         except Exception as error:  # templates are programs: jinja2's errors, KeyError, TypeError, …
             roles = ", ".join(str(message.get("role", "?")) for message in messages) or "none"
             raise UserError(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ from embodied_rl.policies.model_folder import (
 )
 from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
 from embodied_rl.policies.vision_inputs import VisionInputs
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _CHUNK = 1024
 """Evaluated tokens whose logits are turned into log-probabilities at a time."""
@@ -64,7 +68,8 @@ class LanguagePolicy(TrainedModule):
     def __init__(self, model: nn.Module, config: LanguageConfig, tokenizer: ChatTokenizer, vision: VisionInputs | None = None) -> None:
         """Take a loaded transformers model, or a peft model around one."""
         super().__init__()
-        self.model: Any = model
+        self.model = cast("PreTrainedModel", model)
+        """Or a peft model, which passes on what it has not itself."""
         self.config = config
         self.tokenizer = tokenizer
         self.vision = vision
@@ -78,9 +83,14 @@ class LanguagePolicy(TrainedModule):
         return {"policy": dataclasses.asdict(self.config), "layout": self.layout}
 
     @property
-    def base(self) -> Any:
+    def base(self) -> PreTrainedModel:
         """The transformers model, without peft around it."""
-        return self.model.get_base_model() if self.has_lora else self.model
+        return language_weights.base_of(self.model)
+
+    @property
+    def _adapted(self) -> PeftModel:
+        assert self.has_lora, "only with an adapter"
+        return cast("PeftModel", self.model)
 
     @property
     def has_lora(self) -> bool:
@@ -92,7 +102,7 @@ class LanguagePolicy(TrainedModule):
         return Path(self.config.folder) if self.has_lora else None
 
     @property
-    def hf_config(self) -> Any:
+    def hf_config(self) -> PretrainedConfig:
         """transformers' configuration of the whole model."""
         return self.base.config
 
@@ -139,7 +149,7 @@ class LanguagePolicy(TrainedModule):
             raise UserError(f"Model '{self.config.folder}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
         return self.vision.expand(prompt_ids, images)
 
-    def _evaluate(self, model: Any, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
+    def _evaluate(self, model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
         self._check(sequences)
         # Checkpointing works only in training mode; nothing else differs, since dropout is off.
         model.train(self.config.gradient_checkpointing and torch.is_grad_enabled())
@@ -172,7 +182,7 @@ class LanguagePolicy(TrainedModule):
         """Raise ValueError for what a model would fail on without saying why."""
         if not sequences:
             raise ValueError("evaluate needs at least one sequence.")
-        vocabulary, limit = self.base.get_input_embeddings().num_embeddings, context_limit(self.hf_config)
+        vocabulary, limit = cast(nn.Embedding, self.base.get_input_embeddings()).num_embeddings, context_limit(self.hf_config)
         for sequence in sequences:
             largest = int(sequence.token_ids.max())
             if largest >= vocabulary or int(sequence.token_ids.min()) < 0:
@@ -180,7 +190,7 @@ class LanguagePolicy(TrainedModule):
             if limit is not None and len(sequence) > limit:
                 raise ValueError(f"A sequence of {len(sequence)} tokens does not fit the model's context of {limit}.")
 
-    def _forward(self, model: Any, rows: Rows, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _forward(self, model: PreTrainedModel, rows: Rows, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor | None]:
         """log_prob, entropy, value, each [E]."""
         keep, kept = np.unique(rows.place, return_inverse=True)
         with _inputs_of(model.get_output_embeddings()) as hidden:
@@ -224,12 +234,12 @@ class LanguagePolicy(TrainedModule):
         return positions
 
     @contextmanager
-    def _reference_model(self) -> Iterator[Any]:
+    def _reference_model(self) -> Iterator[PreTrainedModel]:
         if self.has_lora:
-            with self.model.disable_adapter():
+            with self._adapted.disable_adapter():
                 yield self.model
         elif self.reference:
-            yield self.reference[0]
+            yield cast("PreTrainedModel", self.reference[0])
         else:
             raise UserError("There is no reference policy: train with policy.lora_rank > 0, or call keep_reference() before training.")
 
@@ -271,9 +281,11 @@ class LanguagePolicy(TrainedModule):
         """(checkpoint name, tensor) of the whole model with LoRA merged in, one at a time; a tied head is left out. See `TokenBackend`."""
         return language_weights.named_weights(self.model)
 
-    def generation_model(self) -> Any:
+    def generation_model(self) -> PreTrainedModel:
         """A plain transformers model with its own copy of the present weights, LoRA merged in: what a torch backend samples from."""
-        return language_weights.plain_copy(self.model).to(self.device)
+        copied = language_weights.plain_copy(self.model)
+        nn.Module.to(copied, self.device)  # transformers narrows the signature
+        return copied
 
     def save_model(self, folder: str | Path) -> Path:
         """An ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
@@ -290,7 +302,7 @@ class LanguagePolicy(TrainedModule):
         folder with both for a whole model.
         """
         if self.has_lora:
-            language_weights.save_adapter_config(self.model, Path(self.config.folder), Path(folder))
+            language_weights.save_adapter_config(self._adapted, Path(self.config.folder), Path(folder))
         else:
             self.save_config(folder)
         self.tokenizer.save(folder)
@@ -305,7 +317,7 @@ class LanguagePolicy(TrainedModule):
         """The LoRA adapter as peft writes it, and the value head. Raises UserError when there is no LoRA."""
         if not self.has_lora:
             raise UserError("There is no LoRA adapter to save (policy.lora_rank=0): use save_model.")
-        return language_weights.save_adapter(self.model, self.value_head, Path(folder))
+        return language_weights.save_adapter(self._adapted, self.value_head, Path(folder))
 
 
 def build_language_policy(config: LanguageConfig, device: str | torch.device = "cpu", *, weights: bool = True) -> LanguagePolicy:
@@ -328,9 +340,9 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
     else:
         model = empty_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
     tokenizer = ChatTokenizer.read(config.folder)
-    vision = VisionInputs.read(config.folder, model.config) if is_vision_language(model.config) else None
-    model = language_weights.with_lora(model, config)
-    policy = LanguagePolicy(model, config, tokenizer, vision).to(device)
+    described = language_weights.base_of(model).config
+    vision = VisionInputs.read(config.folder, described) if is_vision_language(described) else None
+    policy = LanguagePolicy(language_weights.with_lora(model, config), config, tokenizer, vision).to(device)
     for folder in (config.adapter, config.model):
         if policy.value_head is not None and folder is not None and language_weights.load_value_head(policy.value_head, Path(folder)):
             break

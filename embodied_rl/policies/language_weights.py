@@ -6,7 +6,8 @@ import copy
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +19,10 @@ from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.model_folder import check_safetensors, first_line
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 MODEL, ADAPTER, VALUE_HEAD = "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"
 _ADAPTER = "default"
@@ -40,7 +45,7 @@ def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
     if config.adapter is not None:
         found = _read_adapter(peft, model, Path(config.adapter))
     else:
-        targets: Any = list(config.lora_targets)
+        targets = list(config.lora_targets)
         settings = peft.LoraConfig(
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # peft divides by it; any number serves
@@ -61,7 +66,7 @@ def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
     return found
 
 
-def _read_adapter(peft: Any, model: nn.Module, folder: Path) -> nn.Module:
+def _read_adapter(peft: ModuleType, model: nn.Module, folder: Path) -> nn.Module:
     if not (folder / "adapter_config.json").is_file():
         raise UserError(f"'{folder}' holds no adapter_config.json, so it is not a peft adapter.")
     check_safetensors(folder, "adapter_model")
@@ -71,17 +76,16 @@ def _read_adapter(peft: Any, model: nn.Module, folder: Path) -> nn.Module:
         raise UserError(f"The adapter in '{folder}' does not fit this model: {first_line(error)}") from error
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model, without peft around it."""
+    return cast("PreTrainedModel", cast("PeftModel", model).get_base_model() if hasattr(model, "peft_config") else model)
 
 
 @torch.no_grad()
-def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) as the plain model's state names them, LoRA merged in, one at a time; tied tensors once."""
-    base = _base(model)
-    merged: dict[str, Any] = {
-        f"{name}.weight": module for name, module in base.named_modules() if hasattr(module, "get_delta_weight") and module.lora_A
-    }
+    base = base_of(model)
+    merged = {f"{name}.weight": module for name, module in base.named_modules() if hasattr(module, "get_delta_weight") and module.lora_A}
     given: set[int] = set()
     for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" in name:
@@ -116,9 +120,9 @@ def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
     return count
 
 
-def plain_copy(model: Any) -> Any:
+def plain_copy(model: nn.Module) -> PreTrainedModel:
     """A transformers model without peft, with its own copy of the merged weights, in evaluation mode."""
-    base = _base(model)
+    base = base_of(model)
     copied = type(base)._from_config(base.config, attn_implementation=base.config._attn_implementation, dtype=base.dtype)
     load_named_weights(copied, named_weights(model))
     return copied.eval().requires_grad_(False)
@@ -137,8 +141,7 @@ def save_model(model: nn.Module, tokenizer: ChatTokenizer, value_head: nn.Module
     return replace_folder(beside, folder)
 
 
-def save_adapter(model: Any, value_head: nn.Module | None, folder: Path) -> Path:
-    """See `LanguagePolicy.save_adapter`."""
+def save_adapter(model: PeftModel, value_head: nn.Module | None, folder: Path) -> Path:
     beside = _fresh(folder)
     model.save_pretrained(str(beside), safe_serialization=True)
     _save_value_head(value_head, beside)
@@ -146,7 +149,7 @@ def save_adapter(model: Any, value_head: nn.Module | None, folder: Path) -> Path
     return replace_folder(beside, folder)
 
 
-def save_config(model: Any, folder: Path) -> None:
+def save_config(model: PreTrainedModel, folder: Path) -> None:
     """config.json and generation_config.json of a transformers model, with the class and number format of its weights."""
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
@@ -155,16 +158,16 @@ def save_config(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(str(folder))
 
 
-def save_adapter_config(model: Any, base: Path, folder: Path) -> None:
+def save_adapter_config(model: PeftModel, base: Path, folder: Path) -> None:
     """adapter_config.json of the one adapter, with the folder of the model that it belongs to."""
     config = copy.deepcopy(model.peft_config[_ADAPTER])
     config.base_model_name_or_path, config.inference_mode = str(base.resolve()), True
     config.save_pretrained(str(folder))
 
 
-def exported_names(model: Any, value_head: nn.Module | None) -> dict[str, tuple[str, str]]:
+def exported_names(model: nn.Module, value_head: nn.Module | None) -> dict[str, tuple[str, str]]:
     """See `LanguagePolicy.exported_names`: names of `LanguagePolicy.state_dict`."""
-    base, prefix = _base(model), "model." if _base(model) is model else "model.base_model.model."
+    base, prefix = base_of(model), "model." if base_of(model) is model else "model.base_model.model."
     tensors, places = base.state_dict(), {name: f"{prefix}{name}" for name in base.state_dict()}
     adapter = {name for name in tensors if ".lora_" in name}
     plain = {name.replace(".base_layer.", "."): tensors[name] for name in tensors if name not in adapter}
@@ -181,7 +184,7 @@ def exported_names(model: Any, value_head: nn.Module | None) -> dict[str, tuple[
     return exported | {f"value_head.{name}": (VALUE_HEAD, name) for name in ([] if value_head is None else value_head.state_dict())}
 
 
-def _names_on_disk(base: Any, plain: dict[str, Tensor]) -> dict[str, str]:
+def _names_on_disk(base: PreTrainedModel, plain: dict[str, Tensor]) -> dict[str, str]:
     """{name in the model: name that transformers stores it under}. Where it would store the tensors in other pieces (some mixtures of
     experts), the model's own names, which transformers reads as well."""
     from transformers.core_model_loading import revert_weight_conversion

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,10 @@ from torch import nn
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.reading import parse_json, read_regular
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -105,7 +110,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
         model, report = auto.from_pretrained(
             folder,
             config=config,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            dtype=dtype if dtype == "auto" else torch_dtype(dtype),
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
@@ -137,8 +142,7 @@ def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sd
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         auto = _auto_class(transformers, config)
         _without_dropout(config)
-        stored = getattr(config, "dtype", None) or torch.float32
-        chosen = stored if dtype == "auto" else getattr(torch, dtype)
+        chosen = config.dtype or torch.float32 if dtype == "auto" else torch_dtype(dtype)
         with torch.random.fork_rng(devices=[]):
             model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
         if (folder / "generation_config.json").is_file():
@@ -153,27 +157,36 @@ def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sd
     return model.to(device).eval()
 
 
-def is_vision_language(config: Any) -> bool:
+def torch_dtype(name: str) -> torch.dtype:
+    """Of its name, as configurations and files have it. Raises UserError for another one."""
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"'{name}' is no dtype of torch: take float32 or bfloat16.")
+    return found
+
+
+def is_vision_language(config: PretrainedConfig) -> bool:
     """Whether a transformers configuration has a vision tower beside its language model."""
-    return getattr(config, "vision_config", None) is not None
+    return vars(config).get("vision_config") is not None
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """The language model's part of a transformers configuration."""
     return config.get_text_config(decoder=True)
 
 
-def context_limit(config: Any) -> int | None:
+def context_limit(config: PretrainedConfig) -> int | None:
     """Tokens that a model's positions reach, prompt and answer together; None where its configuration names no limit."""
     text = text_config(config)
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
+        # Some families have the number under another name (`attribute_map`).
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
             return value
     return None
 
 
-def max_context(config: Any) -> int:
+def max_context(config: PretrainedConfig) -> int:
     """`context_limit`. Raises UserError when there is none."""
     limit = context_limit(config)
     if limit is None:
@@ -181,7 +194,7 @@ def max_context(config: Any) -> int:
     return limit
 
 
-def import_transformers() -> Any:
+def import_transformers() -> ModuleType:
     """The library. Raises MissingExtraError when it is not installed."""
     try:
         import transformers
@@ -201,7 +214,7 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= _MESSAGE else text[:_MESSAGE] + "…"
 
 
-def _auto_class(transformers: Any, config: Any) -> Any:
+def _auto_class(transformers: ModuleType, config: PretrainedConfig) -> type[_BaseAutoModelClass]:
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         is_vision_auto = auto is transformers.AutoModelForImageTextToText
         if is_vision_auto == is_vision_language(config) and type(config) in auto._model_mapping:
@@ -212,7 +225,7 @@ def _auto_class(transformers: Any, config: Any) -> Any:
     )
 
 
-def _without_dropout(config: Any) -> None:
+def _without_dropout(config: PretrainedConfig) -> None:
     for part in {id(part): part for part in (config, text_config(config))}.values():
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):

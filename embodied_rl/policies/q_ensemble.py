@@ -129,11 +129,9 @@ class ActorWithCritics(TrainedModule):
         return {group: parameters for group, parameters in groups.items() if parameters}
 
     def changing(self) -> set[str]:
-        """See `TrainedModule.changing`."""
         return super().changing() | {f"targets.{name}" for name, _ in self.targets.named_parameters()}
 
     def beside(self) -> dict[str, Tensor]:
-        """See `TrainedModule.beside`."""
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("policy.")}
 
     def describe(self) -> dict[str, Any]:

@@ -5,10 +5,12 @@ Nothing is downloaded: the tokenizer is learned from the texts that are given.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +18,9 @@ from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.files import reset_mode
 from embodied_rl.memory import parameter_bytes, require_memory
 from embodied_rl.policies.model_folder import import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 """Special tokens, ids 0, 1 and 2. END closes every turn and is the end of a sequence."""
@@ -51,7 +56,7 @@ class TinyShape:
             )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Any:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer in transformers' clothes: every text can be encoded, and decodes to itself.
 
     Args:
@@ -91,7 +96,7 @@ def make_tiny_model(
     shape: TinyShape | None = None,
     vocab_size: int = 512,
     seed: int = 0,
-    tokenizer: Any | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
     """Write config.json, model.safetensors, the tokenizer and its chat template; the same folder for the same seed and texts.
 
@@ -131,3 +136,45 @@ def make_tiny_model(
     tokenizer.save_pretrained(str(folder))
     reset_mode(folder)
     return folder
+
+
+UNKNOWN = "<|unk|>"
+_PIECE = re.compile(r" ?[a-z]+| ?[^ ]| ")
+"""A run of small letters is one piece, everything else is a separate piece: capitals, digits, signs, line ends. A space belongs to what
+stands behind it."""
+_SIGNS = ["\n", " ", *(space + chr(code) for code in range(33, 127) for space in ("", " "))]
+"""Always known: the printable signs of ASCII, without and after a space."""
+
+
+def word_tokenizer(texts: Iterable[str], max_words: int = 4096) -> Any:
+    """A word-level tokenizer in transformers' clothes, of the pieces that occur in `texts` and the signs of ASCII.
+
+    Texts of these pieces decode to themselves; any other piece becomes one unknown token.
+
+    Args:
+        max_words: the most frequent ones are kept.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+    """
+    transformers = import_transformers()
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise MissingExtraError("A tokenizer", "language", error) from error
+    counted = Counter(piece for text in [*texts, "user", "assistant", "system"] for piece in _PIECE.findall(text))
+    frequent = [piece for piece, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:max_words]]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys([PAD, START, END, UNKNOWN, *_SIGNS, *frequent]))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECE.pattern), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped

@@ -71,7 +71,6 @@ class TinyVLAPolicy(Policy):
     translates = True
     critics_train = ("value_decoder.",)
     temperature: float
-    """See `Policy.temperature`."""
     noise_kind: Literal["uniform"] = "uniform"
     """`act` wants noise uniform in [0, 1), one number for each action token."""
 
@@ -208,7 +207,6 @@ class TinyVLAPolicy(Policy):
 
     @property
     def num_features(self) -> int:
-        """See `Policy.num_features`."""
         return self.config.width
 
     def features(self, observation: Mapping[str, Any]) -> Tensor:
@@ -303,7 +301,6 @@ class _Encoder(nn.Module):
         self.norm = nn.LayerNorm(config.width)
 
     def forward(self, ready: Mapping[str, Tensor]) -> _Memory:
-        """See `TinyVLAPolicy._memory`."""
         pixels = ready["image"].permute(0, 3, 1, 2).to(dtype=torch.float32, memory_format=torch.channels_last)
         fine = self.fine(pixels / 64.0 - 1.0)
         patches = self.coarse(fine).flatten(2).transpose(1, 2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 from embodied_rl.errors import UserError
 from embodied_rl.policies.model_folder import first_line, import_transformers
 
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
+
 _IMAGE = 1
 """How transformers marks an image's tokens in ``mm_token_type_ids``; text is 0."""
 
@@ -24,7 +27,7 @@ _IMAGE = 1
 class VisionInputs:
     """What a vision-language model needs beside token ids."""
 
-    def __init__(self, processor: Any, config: Any) -> None:
+    def __init__(self, processor: BaseImageProcessor, config: PretrainedConfig) -> None:
         self._processor = processor
         self._config = config
         self.image_token_id = int(_image_token_id(config))
@@ -32,7 +35,7 @@ class VisionInputs:
         """Whether the number of an image's tokens follows from its size."""
 
     @staticmethod
-    def read(folder: str | Path, config: Any) -> VisionInputs:
+    def read(folder: str | Path, config: PretrainedConfig) -> VisionInputs:
         """From a model folder and its transformers configuration.
 
         Raises:
@@ -58,7 +61,7 @@ class VisionInputs:
 
     def placeholder_ids(self) -> list[int]:
         """Tokens that stand for one image in a text, before `expand`: those that begin and end an image, where the model has them."""
-        first, last = (getattr(self._config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
+        first, last = (vars(self._config).get(name) for name in ("vision_start_token_id", "vision_end_token_id"))
         if isinstance(first, int) and isinstance(last, int):
             return [first, self.image_token_id, last]
         return [self.image_token_id]
@@ -121,7 +124,7 @@ class VisionInputs:
         """[..., V] logits with -inf for the image token: a sampled one would stand for a picture that the request does not have."""
         return logits.index_fill(-1, torch.tensor([self.image_token_id], device=logits.device), float("-inf"))
 
-    def position_ids(self, model: Any, token_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
+    def position_ids(self, model: PreTrainedModel, token_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
         """Positions of one sequence [S]: [S] int64, or [3, S] (time, height, width) for models that have rotary positions in three."""
         plain = np.arange(len(token_ids))
         if not hasattr(model.model, "get_rope_index"):
@@ -136,9 +139,9 @@ class VisionInputs:
         return positions[:, 0].numpy()
 
 
-def _image_token_id(config: Any) -> int:
+def _image_token_id(config: PretrainedConfig) -> int:
     for name in ("image_token_id", "image_token_index"):
-        value = getattr(config, name, None)
+        value = vars(config).get(name)
         if isinstance(value, int):
             return value
     raise UserError(f"The configuration of model type '{config.model_type}' names no image token.")

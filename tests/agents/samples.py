@@ -17,8 +17,7 @@ from embodied_rl.generation.scripted_tokens import RandomTokens
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
-from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
-from embodied_rl.policies.word_tokenizer import word_tokenizer
+from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue

@@ -14,8 +14,7 @@ from torch import distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from embodied_rl.algorithms.aggregation import global_denominator
-from tests.algorithms.loss_cases import AGGREGATIONS, OPTIONS, gradient, log_prob_of, make_case, run, select
+from tests.algorithms.loss_cases import AGGREGATIONS, OPTIONS, global_denominator, gradient, log_prob_of, make_case, run, select
 
 BOUNDS = (0, 5, 21, 26, 40, 64)
 """Micro-batches of unequal size: the first two are rank 0's, the others rank 1's."""
@@ -41,7 +40,7 @@ def main(rank: int, num_ranks: int, store: str, output: str) -> None:
     masks = [part["mask"] for part in parts]
     results: dict[str, torch.Tensor] = {}
     for aggregation in AGGREGATIONS:
-        denominator = global_denominator(masks, aggregation=aggregation)
+        denominator = global_denominator(masks, aggregation)
         results[f"denominator {aggregation.mode}"] = denominator
         for name in OPTIONS:
             loss, grad = gradient(name, parts, aggregation=aggregation, denominator=denominator)
@@ -56,7 +55,7 @@ def main(rank: int, num_ranks: int, store: str, output: str) -> None:
 def averaged_gradient(parts: list[dict[str, torch.Tensor]], aggregation: object) -> torch.Tensor:
     """Through DistributedDataParallel, which averages over ranks; one backward pass per micro-batch, reduced at the last."""
     policy = torch.nn.parallel.DistributedDataParallel(Policy(parts[0]["theta"]))
-    denominator = global_denominator([part["mask"] for part in parts], aggregation=aggregation, gradients="averaged")  # type: ignore[arg-type]
+    denominator = global_denominator([part["mask"] for part in parts], aggregation) / dist.get_world_size()  # type: ignore[arg-type]
     for index, part in enumerate(parts):
         policy.require_backward_grad_sync = index == len(parts) - 1
         loss, _ = run("ppo_clip", part, aggregation=aggregation, denominator=denominator, log_prob=policy(part))  # type: ignore[arg-type]

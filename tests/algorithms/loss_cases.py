@@ -92,3 +92,11 @@ def gradient(name: str, parts: list[Case], *, aggregation: Aggregation, denomina
         total += loss.detach()
     assert theta.grad is not None
     return total, theta.grad
+
+
+def global_denominator(masks: list[Tensor], aggregation: Aggregation) -> Tensor:
+    """Units in all masks of all ranks, at least 1."""
+    total = torch.stack([aggregation.count(mask) for mask in masks]).sum().double()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+    return total.clamp(min=1)

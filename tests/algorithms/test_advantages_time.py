@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.advantages import Moments, action_gae, chunk_gae, gae, returns_to_go, sum_chunks, token_returns, whiten
-from embodied_rl.algorithms.scans import gae_scan, reverse_scan, token_returns_scan
+from embodied_rl.algorithms.advantages import (
+    action_gae,
+    chunk_gae,
+    gae,
+    gae_scan,
+    returns_to_go,
+    reverse_scan,
+    sum_chunks,
+    token_returns,
+    token_returns_scan,
+    whiten,
+)
 from tests.algorithms.test_advantages import column, flags, random_rollout
 
 DTYPES = [np.float32, np.float64]
@@ -399,19 +409,13 @@ def test_token_returns_equal_plain_python_and_the_scan(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_whiten_with_the_moments_of_the_whole(dtype: Any) -> None:
+def test_whitening_has_mean_zero_and_deviation_one(dtype: Any) -> None:
     rng = np.random.default_rng(9)
     x, mask = (100 + rng.normal(size=(6, 5))).astype(dtype), holes((6, 5), 3)
     x[~mask] = np.nan
     whole = whiten(x, mask)
-    parts = [slice(0, 1), slice(1, 4), slice(4, 6)]
-    merged = Moments.merge(Moments.of(x[part], mask[part]) for part in parts)
-    split = np.concatenate([whiten(x[part], mask[part], moments=merged) for part in parts])
-    np.testing.assert_allclose(split, whole, atol=10 * TOLERANCE[dtype])
     np.testing.assert_allclose(whole[mask].mean(), 0, atol=1e-5)
     np.testing.assert_allclose(whole[mask].std(ddof=1), 1, rtol=1e-6)
-    local = np.concatenate([whiten(x[part], mask[part]) for part in parts])
-    assert np.abs(local - whole).max() > 0.1, "a rank's own moments would be wrong, and the test sees it"
     as_tensor = whiten(torch.from_numpy(x), torch.from_numpy(mask))
     np.testing.assert_allclose(as_tensor.numpy(), whole, atol=TOLERANCE[dtype] * 10)
 
@@ -420,8 +424,6 @@ def test_equal_entries_become_exactly_zero() -> None:
     for count in (1, 3, 7):
         assert whiten(np.full(count, 0.1)).tolist() == [0.0] * count
         assert whiten(torch.full((count,), 0.1)).tolist() == [0.0] * count
-    empty = Moments.of(np.zeros(0))
-    assert Moments.merge([empty, Moments.of(np.full(3, 0.1)), empty]).variance == 0.0
 
 
 def test_whitening_forgets_scale_and_shift() -> None:

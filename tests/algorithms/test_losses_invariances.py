@@ -54,9 +54,8 @@ def entry(name: str, case: dict, i: int, t: int) -> float:
 def test_equals_a_loop_over_entries(name: str) -> None:
     case = make_case(seed=3)
     lists = {key: x.tolist() for key, x in {**case, "log_prob": log_prob_of(case["theta"], case)}.items()}
-    terms = [
-        [entry(name, lists, i, t) * lists["weight"][i][t] for t in range(len(units)) if units[t]] for i, units in enumerate(lists["mask"])
-    ]
+    weights = lists["weight"] if "weight" in LOSSES[name].optional_inputs else torch.ones_like(case["weight"]).tolist()
+    terms = [[entry(name, lists, i, t) * weights[i][t] for t in range(len(units)) if units[t]] for i, units in enumerate(lists["mask"])]
     count = sum(len(row) for row in terms)
     filled = [row for row in terms if row]
     loss, _ = run(name, case, aggregation=TOKEN_MEAN)
@@ -137,7 +136,7 @@ def test_on_policy_every_loss_has_the_gradient_of_the_plain_policy_gradient(name
     # (Behaviour cloning: with A = 1.)
     case = make_case()
     same = log_prob_of(case["theta"], case)
-    case |= dict.fromkeys(("old_log_prob", "behaviour_log_prob"), same)
+    case |= dict.fromkeys(("old_log_prob", "behaviour_log_prob"), same) | {"weight": torch.ones_like(case["weight"])}
     _, grad = gradient(name, [case], aggregation=SEQUENCE_MEAN, denominator=None)
     reference = {**case, "advantage": torch.ones_like(case["advantage"])} if name == "behaviour_cloning" else case
     _, expected = gradient("policy_gradient", [reference], aggregation=SEQUENCE_MEAN, denominator=None)

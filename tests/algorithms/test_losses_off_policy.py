@@ -203,11 +203,11 @@ def test_topr_by_hand() -> None:
     assert by_mean.item() == pytest.approx((2 + 2 - 2 - 2 * 0.5) / 8)
 
 
-def test_truncated_importance_sampling_multiplies_any_loss() -> None:
+def test_truncated_importance_sampling_weighs_advantages() -> None:
     # Generator and trainer disagree about the second entry by a factor of 4, truncated to 2.
     log_prob, behaviour = double([[-1.0, -1.0]]), double([[-1.0, -1.0]]) - double([[1.0, 4.0]]).log()
     weight, _ = importance_weights(log_prob=log_prob, behaviour_log_prob=behaviour, high=2.0)
-    loss, _ = policy_gradient_loss(log_prob=log_prob, advantage=double([1.0]), weight=weight)
+    loss, _ = policy_gradient_loss(log_prob=log_prob, advantage=double([1.0]) * weight)
     assert loss.item() == pytest.approx((1 + 2) / 2)
 
 

@@ -162,17 +162,6 @@ def test_normalized_rewards_do_not_see_scale_or_offset() -> None:
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
-def test_parts_of_a_batch_are_normalised_by_the_whole() -> None:
-    rng = np.random.default_rng(3)
-    reward = torch.from_numpy(np.concatenate([rng.normal(size=20), rng.normal(size=12) * 9 + 4]))
-    whole = normalize_reward(reward=reward, mean="batch", std="batch")
-    moments = Moments.of(reward[:20]).merge(Moments.of(reward[20:]))
-    parts = [normalize_reward(reward=part, mean="batch", std="batch", batch_moments=moments) for part in (reward[:20], reward[20:])]
-    torch.testing.assert_close(torch.cat(parts), whole)
-    local = normalize_reward(reward=reward[:20], mean="batch", std="batch")
-    assert (local - whole[:20]).abs().max() > 0.1, "local statistics are something else here"
-
-
 def test_running_statistics() -> None:
     running = Moments()
     for part in ([1.0, 2.0], [3.0, 6.0]):

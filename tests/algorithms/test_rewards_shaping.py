@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.algorithms.kl import AdaptiveKlCoefficient, kl_estimate
+from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
 from embodied_rl.algorithms.reward_shaping import (
     clip_reward,
     kl_in_reward,
@@ -79,7 +79,7 @@ def test_kl_in_reward_keeps_a_bandit_near_its_reference() -> None:
 
 
 def test_adaptive_coefficient_steers_the_penalty() -> None:
-    coefficient = AdaptiveKlCoefficient(0.1, target=0.01, horizon=10)
+    coefficient = KlCoefficient(0.1, target=0.01, horizon=10)
     log_prob, reference = torch.full((4,), math.log(0.9)), torch.full((4,), math.log(0.5))
     kl = log_prob - reference
     before, metrics = kl_in_reward(reward=torch.zeros(4), kl=kl, coefficient=coefficient.value)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from embodied_rl.checkpoint import load_checkpoint, save_checkpoint
-from embodied_rl.checkpoint.checksums import sum_of_document, sums_of
+from embodied_rl.checkpoint.tensors import sum_of_document, sums_of
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recorded import RecordedEpisode

@@ -22,14 +22,10 @@ from embodied_rl.config import ShardingConfig
 from embodied_rl.config.language import LanguageConfig
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.ranks import join
-from embodied_rl.learning.sharded_checkpoint import (
-    load_sharded,
-    prepare_optimizer,
-    save_sharded,
-    training_tensors,
-)
+from embodied_rl.learning.sharded_checkpoint import load_sharded, save_sharded
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape
+from tests.learning.samples import prepare_optimizer, training_tensors
 from tests.policies.language_models import random_sequences, tiny
 
 SEQUENCES = [(4, 5), (3, 9), (6, 1), (2, 7), (5, 3), (4, 8)]
@@ -107,7 +103,8 @@ def main(rank: int, num_ranks: int, store: str, folder: Path) -> None:
         mesh = fsdp.make_mesh(sharding, "cpu")
         policy = fsdp.shard(make(folder, **options.get("language", {})), mesh, sharding)
         before = len(sent)
-        norms, optimizer = train(policy, fsdp.data_rank(mesh), fsdp.num_data_ranks(mesh))
+        place = mesh.get_local_rank("replicate") * mesh["shard"].size() + mesh.get_local_rank("shard")
+        norms, optimizer = train(policy, place, mesh["replicate"].size() * mesh["shard"].size())
         results[f"{case}/norms"] = torch.tensor(norms, dtype=torch.float64)
         results[f"{case}/reductions"] = torch.tensor([len(sent) - before, len(fsdp.sharded_parts(policy))])
         results |= {f"{case}/{name}": tensor.clone() for name, tensor in fsdp.gather_named(policy)}

@@ -11,6 +11,7 @@ import torch
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.config import AlgorithmConfig, HybridConfig, PolicyConfig, ShardingConfig
 from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.learning import fsdp
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Precision, RolloutObjective
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, step_rows, steps_of, transition_rows
@@ -108,3 +109,24 @@ class Critics:
         rows = transition_rows(self.networks, batch, rng, with_policy=with_policy)
         steps = [kind(self.networks, self.config) for kind in steps_of(self.options, with_policy=with_policy)]
         return self.learner.step(rows, learning_rate, steps)
+
+
+def training_tensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """{name: tensor} of a module's parameters and buffers, and ``optimizer.<entry>.<parameter>`` of what was stepped so far."""
+    fsdp.reshard(module)
+    found = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    if optimizer is not None:
+        for name, parameter in module.named_parameters():
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                found[f"optimizer.{entry}.{name}"] = value
+    return found
+
+
+def prepare_optimizer(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make Adam's state of every trained parameter, zero, so that `training_tensors` lists it and `load_sharded` fills it."""
+    fsdp.reshard(module)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and not optimizer.state.get(parameter):
+                zeros = {key: torch.zeros_like(parameter).detach() for key in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **zeros}

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from embodied_rl.config import ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.learning import fsdp
-from embodied_rl.learning.sharded_checkpoint import load_sharded, prepare_optimizer, read_index, read_whole, save_sharded, training_tensors
+from embodied_rl.learning.sharded_checkpoint import load_sharded, read_index, read_whole, save_sharded
 from embodied_rl.learning.tensor_parallel import parallelize
 from tests.learning.fsdp_rank import CASES, MAX_NORM, MICRO_BATCHES, losses, make, make_folder, train
-from tests.learning.samples import make_policy
+from tests.learning.samples import make_policy, prepare_optimizer, training_tensors
 
 RANK = Path(__file__).with_name("fsdp_rank.py")
 

@@ -11,7 +11,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, sys
-from embodied_rl.learning.heap import keep_freed_memory
+from embodied_rl.learning.devices import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 c = ctypes.CDLL(None)

@@ -19,7 +19,7 @@ def total(
     """The loss with advantages of 0: what stands beside the policy's."""
     terms = Terms(log_prob, None, torch.zeros_like(log_prob), None, value)
     given = {"advantage": torch.zeros_like(log_prob), "old_log_prob": log_prob.detach(), "behaviour_log_prob": log_prob.detach(), **inputs}
-    return PolicyLoss(config, "ppo_clip", {})(given, terms, {"entries": 2.0, "values": 2.0, "kl_coef": 0.1})[0]
+    return PolicyLoss(config)(given, terms, {"entries": 2.0, "values": 2.0, "kl_coef": 0.1})[0]
 
 
 def test_huber_is_linear_from_its_delta_on() -> None:

@@ -25,6 +25,7 @@ GRPO = (
     "total_steps=120",
 )
 EXPERT = "algorithm.recorded.expert=tests.vla.toys:PointExpert"
+MASKED = ("algorithm.ratio=token", "algorithm.correction.mode=mask", "algorithm.correction.level=chunk", "algorithm.correction.reject=3")
 CRITICS = ("algorithm.off_policy.hidden_sizes=[16]", "algorithm.minibatch_size=16", "algorithm.off_policy.updates_per_iteration=10")
 WARM = "+algorithm.warm_start={episodes: 24, num_epochs: 12, minibatch_rows: 32, learning_rate: 0.003, measured_episodes: 16}"
 
@@ -40,7 +41,9 @@ def curve(run_dir: Path) -> list[dict]:
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param((*PPO, "algorithm.advantage=gae_chunk", "algorithm.ratio=token", "algorithm.micro_batch_size=5"), id="ppo chunks"),
+        pytest.param(
+            (*PPO, "algorithm.advantage=gae_chunk", "algorithm.ratio=token", "algorithm.micro_batch_size=5", *MASKED), id="ppo chunks"
+        ),
         pytest.param(
             (*PPO, "algorithm.advantage=gae_action", "algorithm.ratio=action", "policy.value=action"),
             id="ppo actions",
@@ -51,7 +54,8 @@ def curve(run_dir: Path) -> list[dict]:
         ),
         pytest.param((*PPO, "policy=flow", "policy.chunk=3", "policy.hidden_sizes=[16]", "policy.num_steps=2"), id="ppo flow"),
         pytest.param(
-            (*GRPO, "algorithm.ratio=token", "algorithm.aggregation=seq-mean-token-mean", "algorithm.kl.coef=0.1"), id="grpo tokens"
+            (*GRPO, *MASKED, "algorithm.aggregation=seq-mean-token-mean", "algorithm.kl.coef=0.1"),
+            id="grpo tokens",
         ),
         pytest.param(
             (

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.config import FlowNetworkConfig, PolicyConfig
+from embodied_rl.config import FlowNetworkConfig, FlowPolicyConfig, PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.actor_critic import ImageTrunk, make_mlp
 from embodied_rl.policies.base import TensorObservation
 from embodied_rl.policies.flow.options import FlowOptions
-from embodied_rl.policies.flow.policy import FlowPolicy
+from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
 from embodied_rl.policies.normalization import RunningNorm
 from embodied_rl.types import SimSpec, TensorSpec
 
 
-class FlowNetwork(nn.Module):
-    """Implements `VelocityModel`: a multilayer perceptron over (x, features of t, features of the observation)."""
+class FlowNetwork(VelocityModel[Tensor]):
+    """A multilayer perceptron over (x, features of t, features of the observation)."""
 
     frequencies: Tensor
     """[time_features / 2]"""
@@ -56,6 +56,10 @@ class FlowNetwork(nn.Module):
         self.register_buffer("frequencies", 0.5 * math.pi * 2.0 ** torch.linspace(0.0, 3.0, half), persistent=False)
         width = self.latent[0] * self.latent[1]
         self.layers = make_mlp(width + config.time_features + size, config.hidden_sizes, width, config.activation, output_gain=0.1)
+
+    @property
+    def convolutions(self) -> nn.Module | None:
+        return self.trunk
 
     def context(self, observation: Mapping[str, Any]) -> Tensor:
         """[B, F]: the normalised state, then the image's features."""
@@ -91,7 +95,7 @@ class Critic(nn.Module):
         return self.layers(features).squeeze(-1)
 
 
-def build_flow_policy(config: FlowNetworkConfig, options: FlowOptions, spec: SimSpec) -> FlowPolicy:
+def build_flow_policy(config: FlowNetworkConfig, options: FlowOptions, spec: SimSpec) -> FlowPolicy[Tensor]:
     """The small flow policy for a simulator; weights are drawn from torch's global generator, so seed it first.
 
     Raises:
@@ -101,6 +105,11 @@ def build_flow_policy(config: FlowNetworkConfig, options: FlowOptions, spec: Sim
         raise UserError(f"A flow policy makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones. Use policy=mlp.")
     network = FlowNetwork(config, spec)
     return FlowPolicy(network, Critic(network.num_features, config), spec, options, network.latent)
+
+
+def build_flow(config: FlowPolicyConfig, spec: SimSpec) -> FlowPolicy[Tensor]:
+    """`build_flow_policy` of a configuration that is both."""
+    return build_flow_policy(config, config, spec)
 
 
 def _part(spec: SimSpec, key: str, num_axes: int) -> TensorSpec:

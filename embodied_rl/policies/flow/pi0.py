@@ -10,9 +10,9 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,12 +20,11 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
-from embodied_rl.config import PI0PolicyConfig
+from embodied_rl.config.flow import FlowOptions, PI0Options, PI0PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import reset_mode, write_atomic
 from embodied_rl.policies.base import TensorObservation
-from embodied_rl.policies.flow.options import FlowOptions
-from embodied_rl.policies.flow.pi0_model import PI0Model
+from embodied_rl.policies.flow.pi0_model import PI0Context, PI0Model
 from embodied_rl.policies.flow.policy import FlowPolicy
 from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
@@ -33,6 +32,10 @@ from embodied_rl.policies.openvla.images import check_images
 from embodied_rl.policies.openvla.projector import ValueHead
 from embodied_rl.reading import parse_json, read_regular
 from embodied_rl.types import SimSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from transformers import PI0ForConditionalGeneration, PretrainedConfig, PreTrainedTokenizerBase
 
 VALUE_HEAD, NOISE_NET, STATISTICS = "value_head.safetensors", "noise_net.safetensors", "flow_statistics.json"
 _EPSILON = 1e-8
@@ -62,28 +65,12 @@ class Moments:
         return (values * (np.asarray(self.std) + _EPSILON) + np.asarray(self.mean)).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class PI0Options:
-    """How pi0 stands in a simulator."""
-
-    cameras: tuple[str, ...] = ("rgb",)
-    """Observations that hold the images, in the order that the model was trained with."""
-    state_key: str | None = "state"
-    """Observation that holds the robot's state; None: zeros."""
-    instruction: str | None = None
-    """What to do; None: the observation's, or the simulator's own instruction."""
-    instruction_key: str = "instruction"
-    """Observation that holds each row's instruction, where there is one."""
-    chunk: int | None = None
-    """K: steps of the model's chunk that are carried out; None: all."""
-    prompt_tokens: int | None = None
-    """Prompts are padded to this length beside the images' tokens; None: to the longest of a batch."""
-
-
 class PI0Inputs:
     """Pictures, prompts and states as pi0 reads them."""
 
-    def __init__(self, tokenizer: Any, config: Any, spec: SimSpec, options: PI0Options, state: Moments) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, spec: SimSpec, options: PI0Options, state: Moments
+    ) -> None:
         for key in (*options.cameras, *([options.state_key] if options.state_key is not None else [])):
             if key not in spec.tensors:
                 raise UserError(f"Observation '{key}' does not exist in task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
@@ -159,13 +146,22 @@ class PI0Inputs:
         return torch.tensor(ids), torch.tensor(mask)
 
 
-class PI0Policy(FlowPolicy):
+class PI0Policy(FlowPolicy[PI0Context]):
     """pi0 on the interface of every policy. Actions reach the simulator in the units that the checkpoint was trained with."""
 
     action_units = "simulator"
+    model: PI0Model
 
     def __init__(
-        self, pi0: Any, tokenizer: Any, spec: SimSpec, options: PI0Options, flow: FlowOptions, *, state: Moments, action: Moments
+        self,
+        pi0: PI0ForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        spec: SimSpec,
+        options: PI0Options,
+        flow: FlowOptions,
+        *,
+        state: Moments,
+        action: Moments,
     ) -> None:
         """Raises UserError when the checkpoint does not fit the simulator."""
         if spec.action.kind != "continuous":
@@ -273,9 +269,8 @@ def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
         )
     if config.instruction is None and config.instruction_key not in spec.observation and spec.instruction is None:
         raise UserError(f"Task '{spec.task}' gives no instruction; pi0 acts on language. Set policy.instruction='pick up the …'.")
-    options = PI0Options(**{field.name: getattr(config, field.name) for field in fields(PI0Options)})
-    flow = FlowOptions(**{field.name: getattr(config, field.name) for field in fields(FlowOptions)})
-    policy = load_pi0_policy(config.path, spec, options, flow, dtype=getattr(torch, config.dtype))
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    policy = load_pi0_policy(config.path, spec, config, config, dtype=dtype)
     if config.freeze_vlm:
         policy.model.pi0.model.vlm.requires_grad_(False)
     return policy
@@ -305,5 +300,5 @@ def _read_statistics(folder: Path) -> dict[str, Moments]:
         raise UserError(f"'{path}' is damaged: {type(error).__name__}: {error}.") from error
 
 
-def _numpy(values: Any) -> np.ndarray:
+def _numpy(values: Tensor | ArrayLike) -> np.ndarray:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodied_rl.policies.base import TensorObservation
+from embodied_rl.policies.flow.policy import VelocityModel
+
+if TYPE_CHECKING:
+    from transformers import Cache, PI0ForConditionalGeneration, PretrainedConfig
 
 
 @dataclass(frozen=True)
 class PI0Context:
     """What the denoising steps of one decision share."""
 
-    cache: Any
+    cache: Cache
     """Keys and values of the prefix; every step appends to it and is cut off again."""
     mask: Tensor
     """[B, P] int64, 0 at padding."""
@@ -30,10 +34,14 @@ class PI0Context:
     """[B, F] mean of the prefix's last hidden states."""
 
 
-class PI0Model(nn.Module):
-    """Implements `VelocityModel` around a `PI0ForConditionalGeneration`."""
+class PI0Model(VelocityModel[PI0Context]):
+    """Around a `PI0ForConditionalGeneration`."""
 
-    def __init__(self, pi0: Any, prepare: Callable[[Mapping[str, Any]], TensorObservation], observation_keys: tuple[str, ...]) -> None:
+    pi0: PI0ForConditionalGeneration
+
+    def __init__(
+        self, pi0: PI0ForConditionalGeneration, prepare: Callable[[Mapping[str, Any]], TensorObservation], observation_keys: tuple[str, ...]
+    ) -> None:
         """
         Args:
             prepare: a simulator's observation → images uint8 [B, I, S, S, 3], input_ids [B, P], attention_mask [B, P],
@@ -46,7 +54,7 @@ class PI0Model(nn.Module):
         self.observation_keys = observation_keys
         config = self.pi0.config
         self.latent = (int(config.chunk_size), int(config.max_action_dim))
-        self.num_features = int(config.vlm_config.text_config.hidden_size)
+        self.num_features = int(cast("PretrainedConfig", config.vlm_config).text_config.hidden_size)
 
     def context(self, observation: Mapping[str, Any]) -> PI0Context:
         ready = observation if "input_ids" in observation else self._prepare(observation)

@@ -10,9 +10,10 @@ W numbers of a recorded action, L action units.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,17 +21,19 @@ from torch import Tensor, nn
 
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
-from embodied_rl.policies.flow.density import log_density
-from embodied_rl.policies.flow.matching import flow_matching_loss
 from embodied_rl.policies.flow.options import FlowOptions, Record, RecordLayout
-from embodied_rl.policies.flow.schedule import Transition, initial_log_prob, ode_step, sde_step, step_time
+from embodied_rl.policies.flow.schedule import Transition, flow_matching_loss, initial_log_prob, log_density, ode_step, sde_step, step_time
 from embodied_rl.types import SimSpec
 
 _FIXED_NOISE_SEED = 0
 
 
-class VelocityModel(Protocol):
-    """A network that says where noise moves; also an `nn.Module`."""
+Context = TypeVar("Context")
+"""What all denoising steps of a decision share: an encoding, a key-value cache."""
+
+
+class VelocityModel(nn.Module, ABC, Generic[Context]):
+    """A network that says where noise moves."""
 
     latent: tuple[int, int]
     """(H, D)"""
@@ -38,19 +41,25 @@ class VelocityModel(Protocol):
     """F"""
     observation_keys: tuple[str, ...]
 
-    def context(self, observation: Mapping[str, Any]) -> Any:
-        """What all denoising steps of a decision share (an encoding, a key-value cache)."""
-        ...
+    @property
+    def convolutions(self) -> nn.Module | None:
+        """Where it has some: learners choose their threads by them."""
+        return None
 
-    def features(self, context: Any) -> Tensor:
+    @abstractmethod
+    def context(self, observation: Mapping[str, Any]) -> Context:
+        """Of observations."""
+
+    @abstractmethod
+    def features(self, context: Context) -> Tensor:
         """[B, F] for the value and the learned deviation."""
-        ...
 
-    def velocity(self, context: Any, x: Tensor, t: Tensor) -> Tensor:
+    @abstractmethod
+    def velocity(self, context: Context, x: Tensor, t: Tensor) -> Tensor:
         """(x [B, H, D], t [B]) → [B, H, D]"""
-        ...
 
-    def update_statistics(self, observation: TensorObservation) -> None: ...
+    def update_statistics(self, observation: TensorObservation) -> None:
+        """Fold a rollout's observations into the normalisation."""
 
 
 class NoiseNet(nn.Module):
@@ -82,7 +91,7 @@ class _Step:
     """[B, H, D]"""
 
 
-class FlowPolicy(Policy):
+class FlowPolicy(Policy, Generic[Context]):
     """An action is a row [B, W] of `RecordLayout`; the simulator gets its head."""
 
     translates = True
@@ -93,10 +102,11 @@ class FlowPolicy(Policy):
     initial_noise: Tensor
     """[1, H, D] what deterministic actions start from."""
 
-    def __init__(self, model: Any, critic: nn.Module, spec: SimSpec, options: FlowOptions, chunk: tuple[int, int]) -> None:
+    def __init__(
+        self, model: VelocityModel[Context], critic: nn.Module, spec: SimSpec, options: FlowOptions, chunk: tuple[int, int]
+    ) -> None:
         """
         Args:
-            model: an `nn.Module` that is a `VelocityModel`.
             critic: features [B, F] → values [B].
             chunk: (K, A) of what the simulator gets.
 
@@ -122,8 +132,7 @@ class FlowPolicy(Policy):
 
     @property
     def trunk(self) -> nn.Module | None:
-        """The model's convolutions, where it has some: learners choose their threads by it."""
-        return getattr(self.model, "trunk", None)
+        return self.model.convolutions
 
     @property
     def chunk_size(self) -> int:
@@ -194,7 +203,6 @@ class FlowPolicy(Policy):
 
     @property
     def num_features(self) -> int:
-        """See `Policy.num_features`."""
         return self.model.num_features
 
     def features(self, observation: Mapping[str, Any]) -> Tensor:
@@ -220,12 +228,12 @@ class FlowPolicy(Policy):
         noise: Tensor | None = None,
         t: Tensor | None = None,
     ) -> Tensor:
-        """Flow-matching loss [B] of recorded chunks; see `matching.flow_matching_loss`.
+        """Flow-matching loss [B] of recorded chunks; see `schedule.flow_matching_loss`.
 
         Args:
             action: [B, H, D'] normalised; dimensions that are missing are filled up with zeros, as pi0 has it.
             noise: [B, H, D] standard normal; None: from torch's global generator.
-            t: [B] times, of `matching.sample_times`; None: uniform ones, from the same.
+            t: [B] times, of `schedule.sample_times`; None: uniform ones, from the same.
             mask: [B, H] steps that exist.
         """
         context = self.model.context(observation)
@@ -256,7 +264,7 @@ class FlowPolicy(Policy):
         latent = self.layout.num_latent
         return noise[:, :latent].reshape(rows, *self.layout.latent), noise[:, latent:]
 
-    def _denoise_one(self, context: Any, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
+    def _denoise_one(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
         """One random stochastic step for each row, the others ordinary."""
         rows, num_steps = len(features), self.options.num_steps
         x, rest = self._start(rows, noise)
@@ -281,7 +289,7 @@ class FlowPolicy(Policy):
         used = self.layout.used
         return Record(used(x), before[:, None], used(after), index), [_Step(Transition(mean, std), after)]
 
-    def _denoise_all(self, context: Any, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
+    def _denoise_all(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
         """Every step stochastic."""
         rows, num_steps = len(features), self.options.num_steps
         x, rest = self._start(rows, noise)
@@ -300,7 +308,7 @@ class FlowPolicy(Policy):
             x = moved
         return Record(self.layout.used(x), torch.stack(chain, dim=1)), steps
 
-    def _replay(self, context: Any, features: Tensor, record: Record) -> list[_Step]:
+    def _replay(self, context: Context, features: Tensor, record: Record) -> list[_Step]:
         """The stochastic steps of a record under the present weights."""
         num_steps = self.options.num_steps
         if record.index is not None:

@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 
+from embodied_rl.config.vla import VLAOptions
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.model import OpenVLA
 from embodied_rl.policies.openvla.oft import OFT_KEY, OFTConfig, OpenVLAOFT
-from embodied_rl.policies.openvla.policy import VALUE_HEAD, OFTPolicy, OpenVLAPolicy, VLAOptions, VLAPolicy
+from embodied_rl.policies.openvla.policy import VALUE_HEAD, OFTPolicy, OpenVLAPolicy, VLAPolicy
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from embodied_rl.types import SimSpec
 

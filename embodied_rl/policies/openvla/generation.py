@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -134,5 +134,5 @@ class _Graph(Generic[Output]):
             if place is not None and source is not None:
                 place.copy_(source)
         self._graph.replay()
-        copies = {part.name: getattr(self._outputs, part.name).clone() for part in fields(self._outputs)}  # type: ignore[arg-type]
+        copies = {name: part.clone() for name, part in vars(self._outputs).items()}
         return type(self._outputs)(**copies)

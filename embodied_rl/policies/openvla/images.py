@@ -47,7 +47,7 @@ class PixelNormaliser(nn.Module):
         super().__init__()
         constants = constants or Normalisation()
         for name in ("mean", "std"):
-            self.register_buffer(name, torch.tensor(getattr(constants, name), dtype=torch.float32).view(6, 1, 1), persistent=False)
+            self.register_buffer(name, torch.tensor(vars(constants)[name], dtype=torch.float32).view(6, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 [B, I, S, S, 3] → float32 [B, I, 6, S, S]"""

@@ -15,11 +15,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import LlamaModel
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 _Function = Callable[[Tensor], Tensor]
 _Added = Callable[[Tensor, Tensor], Tensor]
@@ -66,12 +70,12 @@ class Layers:
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
     @staticmethod
-    def of(llama: Any) -> Layers:
+    def of(llama: LlamaModel) -> Layers:
         """Of transformers' `LlamaModel`."""
         config = llama.config
         num_heads = config.num_attention_heads
         return Layers(
-            tuple(_layer(layer, config.hidden_act) for layer in llama.layers),
+            tuple(_layer(cast("LlamaDecoderLayer", layer), config.hidden_act) for layer in llama.layers),
             _norm(llama.norm),
             config.num_key_value_heads or num_heads,
             config.head_dim or config.hidden_size // num_heads,
@@ -121,7 +125,7 @@ class Layers:
         return self.final_norm(x).view(rows, -1, width)
 
 
-def _layer(layer: Any, activation: str) -> _Layer:
+def _layer(layer: LlamaDecoderLayer, activation: str) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         _norm(layer.input_layernorm),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from embodied_rl.policies.openvla.projector import Projector
 from embodied_rl.policies.openvla.vision import VisionBackbone
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaForCausalLM, LlamaModel
 
 BOS_TOKEN = 1
 EMPTY_TOKEN = 29871
@@ -194,13 +194,13 @@ class OpenVLA(VisionLanguageModel):
         return self.action_logits(hidden), hidden[:, 0]
 
 
-def _fuse_norms(llama: Any) -> None:
+def _fuse_norms(llama: LlamaModel) -> None:
     """Give Llama torch's own RMSNorm, one kernel where transformers' has six; same formula, same parameter."""
     config = llama.config
     for layer in llama.layers:
         layer.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         layer.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-    llama.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+    llama.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)  # type: ignore[assignment]
 
 
 def join(text: Tensor, patches: Tensor, mask: Tensor, *, padded: bool) -> Embedded:

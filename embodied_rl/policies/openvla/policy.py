@@ -10,60 +10,32 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_rl.config.vla import VLAOptions
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
-from embodied_rl.policies.openvla.generation import Accelerated, GenerationMode, generate
+from embodied_rl.policies.openvla.generation import Accelerated, generate
 from embodied_rl.policies.openvla.images import PixelNormaliser, libero_gripper, libero_images
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel
-from embodied_rl.policies.openvla.norm_stats import Bounds, range_of
+from embodied_rl.policies.openvla.norm_stats import range_of
 from embodied_rl.policies.openvla.oft import OpenVLAOFT
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from embodied_rl.policies.openvla.projector import ValueHead, value_head_state
 from embodied_rl.types import SimSpec
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 VALUE_HEAD = "value_head.safetensors"
 PREPARED = ("images", "input_ids", "prompt_mask")
 """What `prepare` makes of an observation, and "proprio" where the model reads it."""
-
-
-@dataclass(frozen=True)
-class VLAOptions:
-    """How a VLA stands in a simulator."""
-
-    cameras: tuple[str, ...] = ("rgb",)
-    """Observations that hold the images, in the order that the model was trained with."""
-    proprio_key: str = "state"
-    """Observation that holds the robot's state, where the model reads it."""
-    instruction: str | None = None
-    """What to do; None: the observation's, or the simulator's own instruction."""
-    instruction_key: str = "instruction"
-    """Observation that holds each row's instruction, where there is one."""
-    unnorm_key: str | None = None
-    """Data set whose action ranges are used; None where the checkpoint has only one."""
-    bounds: Bounds = "quantiles"
-    temperature: float = 1.0
-    """Of sampling and of log-probabilities."""
-    prompt_tokens: int | None = None
-    """P; None: as many as the longest prompt of a batch needs."""
-    image_recipe: Literal["resize", "libero"] = "resize"
-    """resize: the checkpoint's strategy. libero: rotate, JPEG, Lanczos, crop, as LIBERO's checkpoints were trained."""
-    gripper: Literal["as_is", "libero"] = "as_is"
-    """libero: the last action dimension from 0 … 1 to the simulator's 1 or -1."""
-    generation: GenerationMode = "eager"
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise UserError(f"policy.temperature must be > 0, got {self.temperature}. Evaluation takes the most likely tokens anyway.")
-        if not self.cameras:
-            raise UserError("policy.cameras must name at least one image of the observation.")
 
 
 @dataclass(frozen=True)
@@ -299,7 +271,7 @@ class VLAPolicy(Policy):
         return hidden.new_zeros(len(hidden), dtype=torch.float32) if self.value_head is None else self.value_head(hidden)
 
     @abstractmethod
-    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Any) -> Decision:
+    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> Decision:
         """Images to sampled tokens; one fixed program, so that it can be captured."""
 
     @abstractmethod
@@ -326,7 +298,7 @@ class OpenVLAPolicy(VLAPolicy):
     def _prefix(self, tensors: dict[str, Any], padded: bool) -> Embedded:
         return self.model.prefix(self.normaliser(tensors["images"]), tensors["input_ids"], tensors["prompt_mask"], padded=padded)
 
-    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Any) -> Decision:
+    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> Decision:
         sampled = generate(self.model, self._prefix(tensors, padded), noise, self.num_units, temperature)
         return Decision(sampled.choices, sampled.log_prob, self._value(sampled.hidden))
 
@@ -410,7 +382,7 @@ class OFTPolicy(VLAPolicy):
         pixels = self.normaliser(tensors["images"])
         return self.model.sequence(pixels, tensors["input_ids"], tensors["prompt_mask"], padded=padded, proprio=tensors["proprio"])
 
-    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Any) -> Decision:
+    def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> Decision:
         hidden = self.model.decide_hidden(self._sequence(tensors, padded))
         distribution = TokenDistribution.from_logits(self.model.action_logits(hidden), temperature)
         choices = distribution.sample(noise)
@@ -424,7 +396,7 @@ class OFTPolicy(VLAPolicy):
         return self.model.action_hidden(self._sequence(tensors, padded))[:, 0]
 
 
-def _numpy(values: Any) -> np.ndarray:
+def _numpy(values: Tensor | ArrayLike) -> np.ndarray:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 

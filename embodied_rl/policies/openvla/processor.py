@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -142,7 +141,7 @@ def _tokenizer(directory: Path) -> Encode:
         if (directory / "tokenizer.model").exists():
             from transformers import AutoTokenizer
 
-            converted: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+            converted = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
             return lambda text: list(converted(text)["input_ids"])
     except ImportError as error:
         raise MissingExtraError("OpenVLA's tokenizer", "language", error) from error

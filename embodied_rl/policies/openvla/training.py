@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.policies.openvla.build import load_vla_policy
 from embodied_rl.policies.openvla.config import shapes_of
 from embodied_rl.policies.openvla.oft import OFTConfig
-from embodied_rl.policies.openvla.policy import VLAOptions, VLAPolicy
+from embodied_rl.policies.openvla.policy import VLAPolicy
 from embodied_rl.types import SimSpec
 
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,7 +32,6 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
         )
     if config.instruction is None and config.instruction_key not in spec.observation and spec.instruction is None:
         raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='put the … on the …'.")
-    options = VLAOptions(**{field.name: getattr(config, field.name) for field in fields(VLAOptions)})
     oft = None
     if isinstance(config, OpenVLAOFTPolicyConfig):
         oft = OFTConfig(
@@ -48,7 +46,7 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
     values = config.value if isinstance(config, OpenVLAOFTPolicyConfig) else "chunk"
     dtype = _DTYPES[config.dtype]
     vision = shapes_of(config.vision)
-    policy = load_vla_policy(config.path, spec, options, oft=oft, value_head=config.value_head, values=values, dtype=dtype, vision=vision)
+    policy = load_vla_policy(config.path, spec, config, oft=oft, value_head=config.value_head, values=values, dtype=dtype, vision=vision)
     if policy.chunk_size != config.chunk_size:
         raise UserError(f"'{config.path}' holds OpenVLA-OFT (chunks of {policy.chunk_size} steps): set policy.name=openvla_oft.")
     choose_trained(policy, config)
