@@ -290,20 +290,20 @@ def _choose_nodes(
     topology: Topology, num_workers: int, policy: PlacementPolicy, served: Sequence[Gpu | None], threads: int
 ) -> dict[int, int]:
     """{worker: node}. Nodes are filled until all are full, then once more with what is left in them."""
-    rooms = _rooms(topology, num_workers, threads)
-    room: dict[int, int] = {}
+    capacities = _capacities(topology, num_workers, threads)
+    capacity: dict[int, int] = {}
     left: dict[int, int] = {}
     chosen: dict[int, int] = {}
     for worker in _order(served):
         while not any(left.values()):
-            room = next(rooms)
-            left = dict(room)
+            capacity = next(capacities)
+            left = dict(capacity)
         free = sorted(node for node in left if left[node])
         gpu = served[worker]
         if policy == "near_gpu" and gpu is not None and gpu.node is not None:
             node = topology.nearest(gpu.node, free)[0]
         elif policy == "spread":
-            node = min(free, key=lambda node: ((room[node] - left[node] + 1) / room[node], node))
+            node = min(free, key=lambda node: ((capacity[node] - left[node] + 1) / capacity[node], node))
         else:
             node = free[0]
         left[node] -= 1
@@ -323,7 +323,7 @@ def _order(served: Sequence[Gpu | None]) -> list[int]:
     return sorted(range(len(served)), key=lambda worker: (ranks[worker], worker))
 
 
-def _rooms(topology: Topology, num_workers: int, threads: int) -> Iterator[dict[int, int]]:
+def _capacities(topology: Topology, num_workers: int, threads: int) -> Iterator[dict[int, int]]:
     """{node: workers it has room for}: on physical cores, then on their other hardware threads, then all over again."""
     cores = {node.index: topology.usable_in(node.index) for node in topology.nodes}
     wide = {node: len(own) // threads for node, own in cores.items()}

@@ -97,7 +97,7 @@ class WorkerProcess:
             with waiting:
                 message, payload = self.channel.next_answer(timeout_s)
             if (kind := message.get("kind")) in ("user_error", "fault"):
-                raise self._told(message)
+                raise self._reported(message)
             if kind != "done":
                 raise ChannelGarbled(f"a message of kind {kind!r:.40}")
         except ChannelClosed:
@@ -185,7 +185,7 @@ class WorkerProcess:
         self.channel.close()
         self._output.close()
 
-    def _told(self, message: Mapping[str, Any]) -> UserError | SimFault:
+    def _reported(self, message: Mapping[str, Any]) -> UserError | SimFault:
         """The failure that a worker reports. Raises ChannelGarbled where it is none."""
         try:
             if message["kind"] == "user_error":

@@ -274,7 +274,7 @@ def action_rows(space: gymnasium.Space, actions: Any, num_envs: int) -> np.ndarr
         UserError: another number of actions, or of another kind or size.
     """
     if isinstance(actions, int | float | np.number):
-        raise LoneActionError(f"A step takes {num_envs} actions of {space}, got {_told(actions)}.")
+        raise LoneActionError(f"A step takes {num_envs} actions of {space}, got {_described(actions)}.")
     try:
         if isinstance(space, spaces.Text):
             texts = list(actions)
@@ -289,10 +289,10 @@ def action_rows(space: gymnasium.Space, actions: Any, num_envs: int) -> np.ndarr
                 return rows.reshape(num_envs, -1) - start if start else rows.reshape(num_envs, -1)
     except (TypeError, ValueError, KeyError, IndexError) as error:
         raise UserError(f"A step takes {num_envs} actions of {space}: {error}.") from error
-    raise UserError(f"A step takes {num_envs} actions of {space}, got {_told(actions)}.")
+    raise UserError(f"A step takes {num_envs} actions of {space}, got {_described(actions)}.")
 
 
-def _told(actions: object) -> str:
+def _described(actions: object) -> str:
     try:
         array: np.ndarray = np.asarray(actions)
     except ValueError:

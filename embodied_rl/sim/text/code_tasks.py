@@ -53,7 +53,7 @@ class CodeTest:
     stdout: str = ""
 
     @property
-    def told(self) -> str:
+    def wanted(self) -> str:
         """For the agent."""
         if self.call is not None:
             return f"{self.call} must give {_short(repr(self.result))}"
@@ -93,17 +93,17 @@ def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, level:
     def run(source: str, stdin: str = "") -> ProgramEnd:
         return run_program(source, limits, level, network=network, stdin=stdin, separate=True)
 
-    told: list[str] = [""] * len(tests)  # why each failed
+    problems: list[str] = [""] * len(tests)  # why each failed
     calls = [index for index, test in enumerate(tests) if test.call is not None]
     if calls:
         found = _call(run, code, [str(tests[index].call) for index in calls], limits)
         for index, (value, problem) in zip(calls, found, strict=True):
             right = not problem and _same(value, tests[index].result)
-            told[index] = "" if right else f"{tests[index].told}; it gave {_short(problem or value)}"
+            problems[index] = "" if right else f"{tests[index].wanted}; it gave {_short(problem or value)}"
     for index, test in enumerate(tests):
         if test.call is None:
-            told[index] = _print(run, code, test, limits)
-    return CodeReport(tuple(not reason for reason in told), next((reason for reason in told if reason), ""))
+            problems[index] = _print(run, code, test, limits)
+    return CodeReport(tuple(not reason for reason in problems), next((reason for reason in problems if reason), ""))
 
 
 def _call(run: Callable[..., ProgramEnd], code: str, calls: list[str], limits: PythonLimits) -> list[tuple[str, str]]:
@@ -124,11 +124,11 @@ def _print(run: Callable[..., ProgramEnd], code: str, test: CodeTest, limits: Py
     """Why a test of what is printed failed; empty: it passed."""
     ended = run(code, test.stdin)
     if ended.timed_out or ended.status != 0:
-        return f"{test.told}; {_short(_why(ended, limits))}"
+        return f"{test.wanted}; {_short(_why(ended, limits))}"
     given, wanted = ended.output.split(), test.stdout.split()
     if len(given) == len(wanted) and all(_same_word(one, other) for one, other in zip(given, wanted, strict=True)):
         return ""
-    return f"{test.told}; it printed {_short(repr(ended.output))}"
+    return f"{test.wanted}; it printed {_short(repr(ended.output))}"
 
 
 def _why(ended: ProgramEnd, limits: PythonLimits) -> str:
