@@ -30,7 +30,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, TokenBackend
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump, copied
+from embodied_rl.rollout.observations import copied
+from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
 from embodied_rl.rollout.training_recording import AgentRecord
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.stopping import waiting

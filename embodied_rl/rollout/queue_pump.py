@@ -6,7 +6,7 @@ import abc
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -15,24 +15,6 @@ from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.members import Assignment
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Episode, EpisodeGroup
-
-_Row = TypeVar("_Row")
-
-
-def copied(value: _Row) -> _Row:
-    """A row that stays as it is when its batch is overwritten."""
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def stacked(values: list[Any]) -> np.ndarray:
-    """[n, ...]; an object array where the values are not arrays of one shape."""
-    first = values[0]
-    if isinstance(first, (np.ndarray, np.generic)) and all(np.shape(value) == np.shape(first) for value in values):
-        return np.stack(values)
-    rows = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        rows[row] = value
-    return rows
 
 
 def batch_figures(queue: GroupQueue, groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:

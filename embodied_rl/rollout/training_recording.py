@@ -22,7 +22,7 @@ from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.queue_pump import copied, stacked
+from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.sim.instrumented import split
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import Episode, Observation, StepBatch
