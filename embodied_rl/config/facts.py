@@ -190,6 +190,11 @@ class Run:
         return [name for name, domain in self.config.domains.items() if domain.policy is None]
 
     @property
+    def played(self) -> list[str]:
+        """Domains that players of `generation.mix` can play: agent programs talk to the run's own policy."""
+        return [name for name in self.texts if not is_program(self.config.domains[name].sim)]
+
+    @property
     def ill_named(self) -> str | None:
         return next((name for name in self.config.domains if not name.isidentifier() or name in (LANGUAGE, "roles")), None)
 
@@ -220,11 +225,11 @@ class Run:
     def stray(self) -> tuple[str, str] | None:
         """(player, domain) of the first player of `generation.mix` that is to play where no text is."""
         named = ((name, domain) for name, player in self.config.generation.mix.items() for domain in player.domains)
-        return next(((name, domain) for name, domain in named if domain not in self.texts), None)
+        return next(((name, domain) for name, domain in named if domain not in self.played), None)
 
     @property
     def near_stray(self) -> str:
-        return did_you_mean(self.stray[1], self.texts) if self.stray is not None else ""
+        return did_you_mean(self.stray[1], self.played) if self.stray is not None else ""
 
     @property
     def mixed(self) -> str:

@@ -458,7 +458,7 @@ _DOMAINS = (
     ),
     Rule(
         "mix_without_text",
-        lambda run: run.config.generation.mix and not run.texts,
+        lambda run: run.config.generation.mix and not run.played,
         "generation.mix.{run.mixed}: there is no domain of text to play.",
     ),
 )

@@ -27,6 +27,7 @@ from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.simulators import Simulators, SimulatorsElsewhere
+from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import EpisodeSummary, SimSpec
 
 OWN_PLAYER = "policy"
@@ -95,9 +96,9 @@ def domains_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
-    """The domains where a player of generation.mix plays."""
+    """The domains where a player of generation.mix plays: by default those of text but agent programs, which talk to the run's policy."""
     chosen = config.generation.mix[player].domains
-    text = [name for name, domain in config.domains.items() if domain.policy is None]
+    text = [name for name, domain in config.domains.items() if domain.policy is None and not is_program(domain.sim)]
     return tuple(name for name in config.domains if name in (chosen or text))
 
 
