@@ -193,12 +193,9 @@ class GroupMethod(Method):
         self.queue = queue or make_queue(config, streams)
         if queue is not None:
             self.collector = make_collector(config, streams, queue)
+        # Of several policies none is the run's.
+        self.learner = next(iter(self.learners.values())).learner if len(self.learners) == 1 else None
         self._figures: dict[str, float] = {}
-
-    @property
-    def only(self) -> GroupLearner | None:
-        """The one learner of a run with one policy."""
-        return next(iter(self.learners.values())) if len(self.learners) == 1 else None
 
     @property
     def sharded(self) -> RankExecutor | None:

@@ -21,8 +21,10 @@ from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.optimizer import Optimizer
 from embodied_rl.methods.base import Method
+from embodied_rl.trainer import Trainer
 from tests.learning.samples import CONFIG, make_batch, make_policy, parameters, rollout_learner, update
 from tests.policies.language_models import load, tiny
+from tests.roles.runs import GROUPS, configured
 
 
 class Trains(Method):
@@ -218,3 +220,13 @@ def test_gpu_memory_is_given_back_by_the_allocators_own_numbers() -> None:
     residency.begin("training")
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor.cpu(), before[name])
+
+
+def test_the_optimizer_of_groups_is_moved(tmp_path: Path) -> None:
+    """A method on groups says what it trains, as one on rollouts does; its run is the same."""
+    (tmp_path / "run").mkdir()
+    config = configured(tmp_path / "run", *GROUPS, "hybrid.offload=[optimizer]", "hybrid.device=cpu", "total_steps=100")
+    with Trainer(config, tmp_path / "run", command="test") as trainer:
+        assert trainer.method.learner is not None
+        trainer.run()
+        assert "optimizer" in trainer.engine.residency.memory_usage()
