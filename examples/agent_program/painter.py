@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Literal
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+from agents import Agent, ModelBehaviorError, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -23,7 +23,10 @@ def play(client: OpenAI, task: dict[str, str]) -> float:
     """Ask for the task's colour; 1 for the right one."""
     model = OpenAIChatCompletionsModel(os.environ["OPENAI_MODEL"], AsyncOpenAI(base_url=client.base_url, api_key=client.api_key))
     agent = Agent(name="Painter", model=model, output_type=Paint)
-    answer = Runner.run_sync(agent, f"say {task['colour']}", max_turns=1).final_output
+    try:
+        answer = Runner.run_sync(agent, f"say {task['colour']}", max_turns=1).final_output
+    except ModelBehaviorError:  # cut before its end: no colour
+        return 0.0
     return 1.0 if answer.colour == task["colour"] else 0.0
 
 

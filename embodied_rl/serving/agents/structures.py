@@ -9,7 +9,7 @@ from typing import Any
 from embodied_rl.serving.agents.tool_calls import CALL, CALL_END
 from embodied_rl.serving.http_server import HttpProblem
 
-_MOST_SPACES = 32
+_MOST_SPACES = 16
 """Side by side: a model must not write spaces for ever."""
 _LARGEST_BYTES = 2**18
 
