@@ -26,6 +26,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.paths import configs_dir
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
+from embodied_rl.sim.rendering import configure_rendering
 from embodied_rl.types import StepBuffers
 
 NUM_ENVS = 2
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--only", help="measure this one in this process, and print JSON")
     options = parser.parse_args()
     if options.only:
+        configure_rendering()
         print(json.dumps(measure(options.only, options.steps, options.rounds)))
         return
     rows = []
