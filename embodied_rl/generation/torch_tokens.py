@@ -35,7 +35,7 @@ from embodied_rl.generation.tokens import (
 )
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
-from embodied_rl.policies.model_folder import max_context, text_config
+from embodied_rl.policies.model_folder import max_context, text_config, value_of
 from embodied_rl.policies.vision_inputs import VisionInputs
 
 _FIRST_COLUMNS = 128
@@ -394,9 +394,8 @@ class TorchTokens(Stepwise):
         """Of a decode step; one for each kind of layer where a model has several."""
         additive = self._config._attn_implementation == "eager"
         config = text_config(self._config)
-        known = vars(config)
-        window = known.get("sliding_window") if known.get("use_sliding_window", True) else None
-        kinds = set(known.get("layer_types") or ())
+        window = None if value_of(config, "use_sliding_window") is False else value_of(config, "sliding_window")
+        kinds = set(value_of(config, "layer_types") or ())
 
         def of(span: int | None) -> Tensor:
             return decode_mask(self._cache.places, self._cache.width, span, self._model.dtype, additive)
@@ -419,7 +418,7 @@ class TorchTokens(Stepwise):
 def _check_layers(config: PretrainedConfig) -> None:
     """Raise UserError for a model whose layers keep anything but keys and values of every token."""
     text = text_config(config)
-    unknown = sorted(set(vars(text).get("layer_types") or ()) - _KNOWN_LAYERS)
+    unknown = sorted(set(value_of(text, "layer_types") or ()) - _KNOWN_LAYERS)
     recurrent = [name for name in ("state_size", "ssm_cfg", "time_mix_extra_dim", "conv_kernel") if hasattr(text, name)]
     if unknown or recurrent:
         raise UserError(

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from embodied_rl.errors import UserError
+from embodied_rl.policies.model_folder import value_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,8 +60,8 @@ def _no_plan(module: nn.Module, num_shards: int) -> UserError:
 
 def _check_heads(config: PretrainedConfig, num_shards: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = vars(config).get(name, num_shards)
-        if heads % num_shards:
+        heads = value_of(config, name)
+        if heads is not None and heads % num_shards:
             raise UserError(f"hybrid.sharding.num_tensor_shards={num_shards} does not divide the model's {name} {heads}.")
 
 
@@ -73,7 +74,7 @@ def _plan(model: PreTrainedModel) -> dict[re.Pattern[str], str]:
     """{pattern of a layer's name within `model`: style}. The plan of a base model's layers is its configuration's."""
     if model.base_model_prefix in dict(model.named_children()):
         return {}  # the base model below has the plan; the output layer stays whole
-    plan = model.config.base_model_tp_plan or {}
+    plan = value_of(model.config, "base_model_tp_plan") or {}
     return {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
 
 

@@ -165,9 +165,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+def value_of(config: PretrainedConfig, name: str) -> Any:
+    """What only some families of models have, under its own name or another (properties, `attribute_map`); None: this one has it not."""
+    return getattr(config, name, None)
+
+
 def is_vision_language(config: PretrainedConfig) -> bool:
     """Whether a transformers configuration has a vision tower beside its language model."""
-    return vars(config).get("vision_config") is not None
+    return value_of(config, "vision_config") is not None
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -179,8 +184,7 @@ def context_limit(config: PretrainedConfig) -> int | None:
     """Tokens that a model's positions reach, prompt and answer together; None where its configuration names no limit."""
     text = text_config(config)
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
-        # Some families have the number under another name (`attribute_map`).
-        value = getattr(text, name, None)
+        value = value_of(text, name)
         if isinstance(value, int) and value > 0:
             return value
     return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.policies.model_folder import first_line, import_transformers
+from embodied_rl.policies.model_folder import first_line, import_transformers, value_of
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
@@ -61,7 +61,7 @@ class VisionInputs:
 
     def placeholder_ids(self) -> list[int]:
         """Tokens that stand for one image in a text, before `expand`: those that begin and end an image, where the model has them."""
-        first, last = (vars(self._config).get(name) for name in ("vision_start_token_id", "vision_end_token_id"))
+        first, last = (value_of(self._config, name) for name in ("vision_start_token_id", "vision_end_token_id"))
         if isinstance(first, int) and isinstance(last, int):
             return [first, self.image_token_id, last]
         return [self.image_token_id]
@@ -141,7 +141,7 @@ class VisionInputs:
 
 def _image_token_id(config: PretrainedConfig) -> int:
     for name in ("image_token_id", "image_token_index"):
-        value = vars(config).get(name)
+        value = value_of(config, name)
         if isinstance(value, int):
             return value
     raise UserError(f"The configuration of model type '{config.model_type}' names no image token.")

@@ -307,8 +307,8 @@ def test_what_does_not_fit_the_simulator(checkpoint: Path) -> None:
     refuse(r"'rbg' is not an observation of task 'Spoon-v1'\. Did you mean 'rgb'", cameras=("rbg",))
     refuse(r"'state' of task 'Spoon-v1' is float32 \[8\], not uint8", cameras=("state",))
     refuse(r"sees 1 image\(s\), but policy\.cameras names 2", cameras=("rgb", "wrist"))
-    refuse(r"policy\.temperature must be > 0", temperature=0.0)
-    refuse("must name at least one image", cameras=())
+    refuse(r"policy\.temperature must be above 0", temperature=0.0)
+    refuse("must be at least one image", cameras=())
     small = dataclasses.replace(SPEC, observation={**SPEC.observation, "state": TensorSpec((6,))})
     with pytest.raises(UserError, match=r"robot state of 8 numbers, but 'state' of task 'Spoon-v1' is \[6\]"):
         oft(checkpoint, OFTConfig(proprio_dim=8), small)
