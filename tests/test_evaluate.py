@@ -409,7 +409,7 @@ def test_each_task_of_a_multi_task_simulator_has_its_row(tmp_path: Path, capsys:
             score_interval(round(figures["success"] * len(returns)), len(returns)), abs=1e-9
         )
         (line,) = [line for line in shown.splitlines() if name in line]
-        assert f" {figures['return_mean']:.4g} " in line
+        assert f"{figures['return_mean']:.4g}" in line.split("\t")
     with (run / "evaluation.csv").open(newline="", encoding="utf-8") as file:
         assert [row["task"] for row in csv.DictReader(file)] == [row["task"] for row in document["episodes"]]
 

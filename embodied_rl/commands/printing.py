@@ -38,7 +38,8 @@ def print_tables(*tables: Table) -> None:
 
     if not sys.stdout.isatty():
         for table in tables:
-            print("\n".join([*filter(None, [str(table.title or "")]), *("\t".join(row).rstrip("\t") for row in _cells(table))]))
+            rows = ["\t".join(row).rstrip("\t") for row in _cells(table)]
+            print("\n".join([*_text(table.title), *rows, *_text(table.caption)]))
         return
     console = Console(highlight=False)
     for table in tables:
@@ -64,5 +65,10 @@ def _as_rows(table: Table, width: int) -> list[str]:
     lines = wrapped_lines(str(table.title or ""), width)
     for name, *cells in rows:
         told = ", ".join(f"{heading} {cell}" for heading, cell in zip(headings[1:], cells, strict=True) if cell)
-        lines += [f"{part}" for part in wrapped_lines(f"  {name or headings[0]}: {told}", width, 6)]
-    return lines
+        lines += wrapped_lines(f"  {name or headings[0]}: {told}", width, 6)
+    return [*lines, *(part for line in _text(table.caption) for part in wrapped_lines(line, width))]
+
+
+def _text(heading: object) -> list[str]:
+    """A table's title or caption, where it has one."""
+    return [str(heading)] if heading else []
