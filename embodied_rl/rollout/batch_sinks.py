@@ -119,6 +119,8 @@ class BatchSinks:
         Raises:
             RecordingError: as of `EpisodeSink.step`.
         """
+        if snapshots is not None and not any(snapshots):
+            snapshots = None  # none was due before this step
         known = self._known.get(id(batch))
         if known is not None and rows is None and snapshots is None and tuple(given) == known.given:
             # Nothing ended, or it would be another object.
