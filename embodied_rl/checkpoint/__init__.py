@@ -10,13 +10,15 @@ from embodied_rl.checkpoint.folder import (
     STATE_FILE,
     Checkpoint,
     adopt_checkpoint,
+    base_of,
     checkpoint_name,
     find_last,
     load_checkpoint,
+    note_base,
     resolve_checkpoint,
     save_checkpoint,
 )
-from embodied_rl.checkpoint.tensors import MODEL_FOLDER, POLICY_FILE, Exported, base_of, note_base
+from embodied_rl.checkpoint.tensors import MODEL_FOLDER, POLICY_FILE, Exported
 from embodied_rl.checkpoint.writer import CheckpointWriter
 
 __all__ = [

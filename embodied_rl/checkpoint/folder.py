@@ -95,7 +95,7 @@ class Checkpoint:
     package_version: str
     """Version of embodied_rl that wrote it."""
     base: dict[str, Any] | None = None
-    """Which model `policy` is an adapter of (`embodied_rl.checkpoint.tensors`); None: it is whole."""
+    """Which model `policy` is an adapter of (`base_of`); None: it is whole."""
     exported: Exported = field(default_factory=dict)
     """Tensors of `policy` that lie in the model folder."""
 
@@ -469,3 +469,45 @@ def _prune(root: Path, keep_last: int) -> None:
             doomed = root / f".tmp-pruned-{folder.name}"
             os.rename(folder, doomed)
             shutil.rmtree(doomed)
+
+
+_WEIGHTS = ("*.safetensors", "config.json")
+"""Of a model's folder: what makes it the model that it is."""
+
+
+def note_base(folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
+    """What a checkpoint keeps about the model of its adapter: the folder's path, as seen from the run where it lies within, and the
+    SHA-256 of its weights (about a second for two gigabytes)."""
+    place, run = Path(folder).resolve(), Path(run_dir).resolve()
+    files = [path for pattern in _WEIGHTS for path in place.glob(pattern)]
+    within = place.is_relative_to(run)
+    return {"path": str(place.relative_to(run) if within else place), "within_run": within, "files": sums_of(place, files)}
+
+
+def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = True) -> Path | None:
+    """The folder of the model that a checkpoint's adapter belongs to; None where the checkpoint is whole.
+
+    Args:
+        given: the folder that the configuration names; the noted one where there is none.
+        verify: read the files, and compare them with those that were trained on.
+
+    Raises:
+        IncompatibleCheckpointError: the model is not there, or is another one than that which was trained on.
+    """
+    if checkpoint.base is None:
+        return None
+    base: Mapping[str, Any] = checkpoint.base
+    noted = checkpoint.run_dir / base["path"] if base["within_run"] else Path(base["path"])
+    folder = noted if given is None or not Path(given).is_dir() else Path(given)
+    who = f"Checkpoint '{checkpoint.path}' holds only an adapter"
+    if not folder.is_dir():
+        raise IncompatibleCheckpointError(
+            f"{who}, and its base model is not there: '{folder}'. Put that folder back (a link will do), or resume with policy.model "
+            "(policy.path of a vision-language-action model) naming where it lies now."
+        )
+    for name, told in base["files"].items() if verify else ():
+        if (fault := fault_of(folder / name, told)) is not None:
+            raise IncompatibleCheckpointError(
+                f"{who}, and '{folder}' is not the base model that it was trained on: of '{name}', {fault}. Give the folder of that model."
+            )
+    return folder
