@@ -205,3 +205,15 @@ def test_critics_find_what_is_good_in_random_chunks(tmp_path: Path) -> None:
     learned = success_of(tmp_path / "iql", *CRITICS, *offline, "algorithm=iql", f"recording={tmp_path / 'bc' / 'demonstrations'}")
     assert learned >= cloned + 0.3
     assert learned >= 0.8
+
+
+@pytest.mark.slow
+def test_a_flow_follows_its_critics_through_its_denoising(tmp_path: Path) -> None:
+    """Soft actor-critic on chunks of three steps: a point walks to the right end, where the only reward is."""
+    words = ("sim=custom", "sim.target=tests.methods.line:Line", "sim.num_slots=4", "sim.num_workers=1", *QUIET, *CRITICS)
+    words += ("policy=flow", "policy.chunk=3", "policy.hidden_sizes=[32]", "policy.num_steps=4", "policy.method=flow_noise")
+    words += ("algorithm=sac", "algorithm.minibatch_size=128", "algorithm.off_policy.warmup_steps=60", "total_steps=2400")
+    last = ("hybrid.num_threads=1", "hybrid.device=cpu", "evaluation.num_episodes=32", f"run_dir={tmp_path}")
+    chosen = {word.partition("=")[0]: word for word in (*words, *last)}
+    run_dir = train(load_train_config([*chosen.values()]))
+    assert json.loads((run_dir / "results.json").read_text())["success"] >= 0.8
