@@ -237,7 +237,7 @@ def test_openvla_oft_trains_on_libero(suite: str, assets: str, tmp_path: Path) -
     train(load_train_config(words))
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("train/policy_loss" in row for row in logged) == 2, "sixteen steps are two groups of two episodes of four"
-    assert json.loads((tmp_path / "run" / "results.json").read_text())["env_steps"] == 16
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["steps"] == 16
 
 
 @draws
