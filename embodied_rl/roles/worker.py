@@ -135,7 +135,7 @@ class RolloutWorker:
             "specs": [stream.spec.to_dict() for stream in self.streams],
         }
 
-    def texts(self, domain: str) -> list[str]:
+    def texts(self, domain: str = "") -> list[str]:
         """First observations of a domain, which a tiny model's tokenizer must know; before any episode."""
         return self._stream(domain).manager.texts()
 
@@ -191,12 +191,12 @@ class RolloutWorker:
         spans = [] if self.lease is None else self.lease.spans()
         return Collected(groups, self.collector.times, state, self._new_faults(), self._metrics(), rollout, spans)
 
-    def demonstrate(self, domain: str) -> list[AgentEpisode]:
+    def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
         """See `play_script`; what was being played is lost, so that `restart` must follow."""
         self._give_up_episodes()
         return play_script(self._stream(domain))
 
-    def evaluate(self, num_episodes: int, first_seed: int, domain: str) -> list[EpisodeSummary]:
+    def evaluate(self, num_episodes: int, first_seed: int, domain: str = "") -> list[EpisodeSummary]:
         """See `rollout.evaluation.evaluate`; what was being played is lost, so that `restart` must follow.
 
         `domain`: empty: `num_episodes` of every domain, or of the only one.
