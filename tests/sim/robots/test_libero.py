@@ -18,8 +18,6 @@ import pytest
 
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
-from embodied_rl.sim.check import check_sim
-from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import libero, robosuite
 from embodied_rl.sim.robots.libero_states import chosen_states, read_init_states
@@ -210,14 +208,6 @@ def test_libero_goal_is_reached_when_the_thing_lies_in_the_basket(assets: str) -
     sim.step([0], hold, out)
     assert (out.reward[0], out.success[0], out.terminated[0]) == (1.0, True, False)
     sim.close()
-
-
-@draws
-@pytest.mark.slow
-def test_libero_is_well_behaved(assets: str) -> None:
-    kwargs = {"assets_dir": assets, "image_size": 32, "cameras": ["agentview"]}
-    report = check_sim(SimFactory("embodied_rl.sim.robots.libero:make", "libero_spatial/2", kwargs), num_envs=2, steps=6, seed=0)
-    assert report.ok, str(report)
 
 
 @draws
