@@ -54,7 +54,7 @@ def kinds(folder: Path) -> dict[str, tuple[AnyPolicyConfig, SimSpec]]:
     from tests.golden.runs import make_openvla
 
     path, spec = str(make_openvla(folder)), spec_of()
-    openvla = OpenVLAPolicyConfig(path, unnorm_key="bridge_orig", dtype="float32", prompt_tokens=24)
+    openvla = OpenVLAPolicyConfig(path=path, unnorm_key="bridge_orig", dtype="float32", prompt_tokens=24)
     return {
         "mlp": (PolicyConfig(hidden_sizes=(16, 16)), spec),
         "mlp, normalised": (PolicyConfig(hidden_sizes=(16, 16), normalize_observation=True), spec),

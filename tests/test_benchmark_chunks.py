@@ -43,6 +43,7 @@ def test_chunks_runs() -> None:
     rows = columns(lines, below="observation")
     assert set(rows) == {"drawn at every step", "drawn where it is read"}
     milliseconds = {name: printed(cells[0]) for name, cells in rows.items()}
-    figure = re.fullmatch(r"figure: rollouts where observations are drawn as they are read: ([\d.]+)x \(chunks of 4\)", lines[-1])
+    said = r"figure: rollouts where observations are drawn as they are read: ([\d.]+)x \(chunks of 4\); by processor time ([\d.]+)x"
+    figure = re.fullmatch(said, lines[-1])
     assert figure is not None
     assert agree(printed(figure[1]), over(milliseconds["drawn at every step"], milliseconds["drawn where it is read"]))

@@ -36,10 +36,14 @@ class Page(HTMLParser):
         super().__init__()
         self.texts: list[str] = []
         self.scores: list[float] = []
+        """Without those of the legend."""
+        self._in_episode = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.scores += [float(value) for name, value in attrs if name == "title" and value is not None]
+        self._in_episode |= tag == "section"
+        if self._in_episode:
+            self.scores += [float(value) for name, value in attrs if name == "title" and value is not None]
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
@@ -166,7 +170,7 @@ def test_captured_sessions_become_films_and_a_page(tmp_path: Path, capsys: pytes
     assert film == tmp_path / "out" / "captured_best.mp4"
     read = Page(page)
     told = "".join(read.texts)
-    assert "success, return 1, 1 turns" in told.partition("success, return 0.5")[0], "the best one comes first"
+    assert "success, return 0.5, 1 turns" in told.partition("success, return 1")[0], "a page shows lower returns first"
     assert "return 0," not in told
     assert set(read.scores) == {-0.5}
     assert "upleftturn 1" in told, "what was asked, what was answered"

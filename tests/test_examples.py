@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(EXAMPLES.rglob("README.md")), *GUIDES]
-HYDRA_FLAGS = ("--help", "--config-dir", "--cfg")
+OTHER_FLAGS = ("--help", "--explain", "--config-dir", "--cfg")
 
 
 def blocks(text: str, *languages: str) -> Iterator[str]:
@@ -68,7 +68,7 @@ def check(name: str, arguments: list[str]) -> None:
         if "sim=my_robot" in arguments:  # the name that examples/custom_simulator brings once it is installed: test_custom_simulator.py
             arguments = ["sim=custom", "sim.target=my_robot_sim.sim:MyRobot", *(word for word in arguments if word != "sim=my_robot")]
             arguments.append("sim.name=my_robot")
-        if any(flag in arguments for flag in HYDRA_FLAGS):
+        if any(flag in arguments for flag in OTHER_FLAGS):
             return
         jobs = sweep([word for word in arguments if word != "-m"]) if "-m" in arguments else [arguments]
         for overrides in jobs:

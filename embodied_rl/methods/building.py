@@ -372,7 +372,7 @@ def _learning(
             wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]
             learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
     trained = RunPolicies(policies, language) if streams[0].domain else policies[""]
-    method = GroupMethod(config, streams, learners, run_dir, queue)
+    method = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
     return RunParts(trained, language, method, generator or Generator())
 
 

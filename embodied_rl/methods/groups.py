@@ -180,15 +180,19 @@ class GroupMethod(Method):
         learners: Mapping[str, GroupLearner],
         run_dir: Path,
         queue: GroupQueue | None = None,
+        *,
+        divided: str,
     ) -> None:
         """
         Args:
             streams: where they play in this process, with collectors that fill `queue`.
             learners: {name of the policy (`Stream.policy`): what trains it}.
             run_dir: gets what is written down when the run ends.
+            divided: name of the policy that ranks train, in this run or in the one that wrote its checkpoint.
             queue: None: the streams are played elsewhere, and what connects them sets `collector`.
         """
         self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
+        self._divided = divided
         self.warm_start: LearnersStart = LearnersStart(list(self.learners.values()))
         self.queue = queue or make_queue(config, streams)
         if queue is not None:
@@ -266,7 +270,7 @@ class GroupMethod(Method):
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
-        return prefixed(next(name for name, own in self.learners.items() if own.learner.ranks is not None), state)
+        return prefixed(self._divided, state)
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         for name, own in self.learners.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import EpisodeBatch
-from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig, TinyVLAConfig
+from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, HybridConfig, KlConfig, TinyVLAConfig
 from embodied_rl.learning.executors import LocalExecutor
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import EpisodeObjective
@@ -260,7 +260,7 @@ def test_length_normalisation_divides_by_the_tokens_that_were_executed() -> None
     for row in range(6):
         own = batch.row == row
         means.append(float((flat[own] * credit.advantage[row, batch.column[own]][:, None])[batch.unit_mask[own]].mean()))
-    decoupled = dataclasses.replace(config, loss="decoupled_ppo", loss_options={"weight_high": 1e6})
+    decoupled = dataclasses.replace(config, correction=CorrectionConfig(mode="mask", high=1e6))
     found = learn(episode_learner(policy, decoupled), batch)
     assert np.isfinite(found["policy_loss"])
     # ppo_clip against the acting policy itself: old log-probabilities are those of the present weights, so the ratio is 1.

@@ -23,6 +23,7 @@ RECONFIGURE = {"reconfigure": True}
 UNPATCHED_COMPARISON = """
 import numpy as np, torch
 import gymnasium
+from embodied_rl.errors import MissingAssetsError, UserError
 from embodied_rl.sim.robots import maniskill
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.rendering import vulkan_available
@@ -66,13 +67,13 @@ for task, control in tasks:
 for task, words in [("PickSingleYCB-v1", "ycb"), ("PickCubeWidowXAI-v1", "widowxai"), ("ReplicaCAD_SceneManipulation-v1", "replica_cad")]:
     try:
         maniskill.make(task, 1)
-    except maniskill.MissingAssetsError as error:
+    except MissingAssetsError as error:
         assert words in str(error) and "mani_skill.utils.download_asset" in str(error), error
         print("refused", task)
 assert not {"PickSingleYCB-v1", "PickCubeWidowXAI-v1"} & set(maniskill.tasks()) and len(maniskill.tasks()) >= 40
 try:
     maniskill.make("PushCube-v1", 1, render=True)
-except maniskill.UserError as error:
+except UserError as error:
     print("no pictures:", error)
 """
 

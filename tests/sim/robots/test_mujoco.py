@@ -148,5 +148,5 @@ def test_pictures_depend_on_the_seed_alone_and_render_is_larger() -> None:
     assert_depends_on_seed_alone(sim, num_steps=5)
     assert sim.render(0).shape == (96, 96, 3)
     assert sim.render(0).std() > 5
-    assert len(sim._renderers) == 2, "environments of a process share a drawing context per size"
+    assert len(sim._drawing._renderers) == 2, "environments of a process share a drawing context per size"
     sim.close()
