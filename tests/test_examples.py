@@ -78,6 +78,13 @@ def check(name: str, arguments: list[str]) -> None:
                 assert config.sim.name == chosen["sim"], "an experiment won over the simulator on the command line"
     elif name in ("evaluate", "render", "record", "replay", "offline_eval", "plan", "serve_agent", "serve_envs"):
         importlib.import_module(f"embodied_rl.commands.{name}").COMMAND.parse(arguments)
+    elif name == "tune":
+        from embodied_rl.commands import tune
+
+        own = {argument.name for argument in tune.COMMAND.arguments}
+        tune.COMMAND.parse([word for word in arguments if word.partition("=")[0] in own])
+        fixed, ranges = tune.split_words([word for word in arguments if word.partition("=")[0] not in own])
+        load_train_config([*fixed, *(one.word(one.choices[0] if one.choices else one.low) for one in ranges)])
     elif name == "report":
         from embodied_rl.commands.report import COMMAND
 

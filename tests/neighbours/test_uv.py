@@ -18,7 +18,14 @@ def test_uv_installs_the_project_and_reads_the_locks(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         done = subprocess.run(
-            [*arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, check=False
+            [*arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
