@@ -70,7 +70,7 @@ def registered() -> Mapping[str, Any]:
 
 def make(
     num_envs: int,
-    task: str = "TicTacToe-v0",
+    task: str = "SimpleNegotiation-v0",
     opponent: str = "random",
     opponent_options: Mapping[str, Any] | None = None,
     seat: int | Literal["alternate"] = "alternate",
