@@ -70,7 +70,7 @@ def test_players_are_on_the_nodes_that_are_named_and_one_that_is_killed_costs_no
     folder.mkdir()
     with Trainer(configured(folder, *task, "hybrid=ray", where), folder, command="test") as trainer:
         manager: Any = trainer.manager
-        nodes = [[node_of(ray, actor) for actor in (player.env, player.generation)] for player in manager._handle._players]
+        nodes = [[node_of(ray, actor) for actor in (player.env, player.generation)] for player in manager._handle._workers]
         assert all(env == generation for env, generation in nodes), "what a player asks for does not leave its node"
         assert len({env for env, _ in nodes}) == 2
         method: Any = trainer.method
@@ -78,7 +78,7 @@ def test_players_are_on_the_nodes_that_are_named_and_one_that_is_killed_costs_no
 
         def kill_first(experience: Any) -> Any:
             if trainer.iteration == 1:
-                ray.kill(getattr(manager._handle._players[1], role))
+                ray.kill(getattr(manager._handle._workers[1], role))
             return prepare_update(experience)
 
         method.prepare = kill_first

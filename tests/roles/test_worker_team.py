@@ -97,7 +97,7 @@ def test_a_team_is_a_function_of_the_seed_whoever_is_killed(tmp_path: Path) -> N
     """With evaluations in between; both are replaced when one ends."""
     task = [*GROUPS, *TWO, "total_steps=250", "evaluation.every_steps=100"]
     whole = trained(tmp_path / "whole", *task)
-    run_with_a_kill(tmp_path / "killed", task, lambda player: player._handle._players[1].process.pid)
+    run_with_a_kill(tmp_path / "killed", task, lambda player: player._handle._workers[1].process.pid)
     assert_same_run(whole, tmp_path / "killed")
 
 
