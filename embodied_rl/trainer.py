@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from embodied_rl.config.rules import resolve
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import next_free
 from embodied_rl.hybrid.assembly import make_engine
-from embodied_rl.loggers import check_loggers, make_loggers
+from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
 from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.training_records import start_recorders
@@ -51,7 +51,14 @@ class Trainer:
     """One run. `run` trains; `evaluate` plays held-out seeds; use as a context manager, so that no process stays behind."""
 
     def __init__(
-        self, config: TrainConfig, run_dir: Path, *, command: str, checkpoint: Checkpoint | None = None, started: float | None = None
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        *,
+        command: str,
+        checkpoint: Checkpoint | None = None,
+        started: float | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         """Start the simulators and build policy, learner and generator.
 
@@ -61,6 +68,7 @@ class Trainer:
             command: how the run was started, for the model card.
             checkpoint: continue from here; its simulator and policy must fit.
             started: time.time() at which the user's wall-clock began; default: now.
+            loggers: beside those of the configuration; what they raise ends the run.
 
         Raises:
             UserError: the simulator rejects its configuration, packages or assets are missing.
@@ -103,7 +111,12 @@ class Trainer:
             self.run_id = run_id(run_dir)
             self._folder = run_dir.stat()
             self.loggers = make_loggers(
-                config.logger, run_dir, config.to_dict(), config.total_steps, resume_step=self.steps if checkpoint else None
+                config.logger,
+                run_dir,
+                config.to_dict(),
+                config.total_steps,
+                resume_step=self.steps if checkpoint else None,
+                further=loggers,
             )
             undo.pop_all()
 

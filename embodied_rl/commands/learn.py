@@ -21,6 +21,7 @@ from embodied_rl.run_folder import SOURCE_FOLDER
 
 if TYPE_CHECKING:
     from embodied_rl.commands.load_policy import LoadedPolicy
+    from embodied_rl.loggers import Logger
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,13 @@ def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
     return ["sim=custom", f"sim.target={sim}"] if ":" in sim else [f"sim={sim}"]
 
 
-def trained(words: list[str], source: Path | None = None) -> Run:
-    """Train as the command line would with these words; `source` is a folder whose modules the simulators need. Raises as `learn`."""
+def trained(words: list[str], source: Path | None = None, loggers: Sequence[Logger] = ()) -> Run:
+    """Train as the command line would with these words; `source` is a folder whose modules the simulators need.
+
+    `loggers`: see `Trainer`. Raises as `learn`.
+    """
     from embodied_rl.commands.train import train
     from embodied_rl.config.compose import load_train_config
 
     variable = f"PYTHONPATH={shlex.quote(str(source))} " if source is not None and source.is_dir() else ""
-    return Run(train(load_train_config(words), overrides=words, command=variable + command_line("train", words)))
+    return Run(train(load_train_config(words), overrides=words, command=variable + command_line("train", words), loggers=loggers))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import TrainConfig
+    from embodied_rl.loggers import Logger
 
 
 def main() -> None:
@@ -109,7 +110,13 @@ def _train_composed(composed: DictConfig, overrides: list[str]) -> None:
         _swept.append(folder)
 
 
-def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = "from Python, with the configuration below") -> Path:
+def train(
+    config: TrainConfig,
+    *,
+    overrides: Sequence[str] = (),
+    command: str = "from Python, with the configuration below",
+    loggers: Sequence[Logger] = (),
+) -> Path:
     """Run a configuration from start to report. Returns the run's folder.
 
     Args:
@@ -117,6 +124,7 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
             the values of `overrides` in place of the stored ones.
         overrides: the ``key=value`` of the command line.
         command: how the run was started, for the model card.
+        loggers: see `Trainer`.
 
     Raises:
         UserError: and its kinds, for everything a user can mend.
@@ -146,7 +154,7 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
             from embodied_rl.roles.failures import RoleLost
         for num_restarts in itertools.count():
             try:
-                _run(config, run_dir, command, checkpoint, started)
+                _run(config, run_dir, command, checkpoint, started, loggers)
             except RoleLost as lost:
                 # Who trained has ended, and its weights are gone with it.
                 checkpoint, started = _last_before(lost, config, run_dir, num_restarts), None
@@ -155,7 +163,9 @@ def train(config: TrainConfig, *, overrides: Sequence[str] = (), command: str = 
     return run_dir
 
 
-def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None) -> None:
+def _run(
+    config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None, loggers: Sequence[Logger]
+) -> None:
     from embodied_rl.checkpoint import resume_command
     from embodied_rl.errors import UserError
     from embodied_rl.reporting import shows_progress
@@ -164,7 +174,7 @@ def _run(config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoin
         from embodied_rl.roles.failures import RoleLost
         from embodied_rl.trainer import Trainer
 
-    with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started) as trainer:
+    with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started, loggers=loggers) as trainer:
         try:
             trainer.run()
             trainer.loggers.training_ended()

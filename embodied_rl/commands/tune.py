@@ -193,17 +193,22 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
 def _run(trial: Trial, words: Sequence[str], run_dir: Path) -> float | None:
     """Success in the final evaluation, or the return where there is none; None for a run that was interrupted. Raises Pruned."""
     from embodied_rl.commands.learn import Run, trained
-    from embodied_rl.loggers.base import watched
+    from embodied_rl.loggers import Logger
 
-    def watch(step: int, metrics: Mapping[str, float]) -> None:
-        score = metrics.get("eval/success", metrics.get("eval/return"))
-        if score is not None:
-            trial.report(float(score), step)
-            if trial.should_prune():
-                raise Pruned(f"its interim evaluation gave {score:.4g} after {step:,} steps, below the median of earlier trials")
+    class Watcher(Logger):
+        """Tells Optuna of interim evaluations, and ends the run where Optuna gives it up."""
 
-    with watched(watch):
-        run: Run = trained([*words, f"run_dir={run_dir}", "video.enabled=no"])
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            score = metrics.get("eval/success", metrics.get("eval/return"))
+            if score is not None:
+                trial.report(float(score), step)
+                if trial.should_prune():
+                    raise Pruned(f"its interim evaluation gave {score:.4g} after {step:,} steps, below the median of earlier trials")
+
+        def close(self) -> None:
+            return
+
+    run: Run = trained([*words, f"run_dir={run_dir}", "video.enabled=no"], loggers=[Watcher()])
     if not (run.path / "results.json").is_file():
         return None
     results = run.results

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -94,32 +93,6 @@ class Logger(ABC):
         ...
 
 
-Watcher = Callable[[int, Mapping[str, float]], object]
-"""Gets what loggers get, in the process that trains; what it raises ends the run."""
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-
-
-@contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Runs that begin in this block hand their metrics to `watcher` too."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
-
-
-class _Watched(Logger):
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher = watcher
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._watcher(step, metrics)
-
-    def close(self) -> None:
-        return
-
-
 class LoggerGroup(Logger):
     """Several loggers as one."""
 
@@ -177,8 +150,9 @@ def make_loggers(
     *,
     resume_step: int | None = None,
     stream: TextIO | None = None,
+    further: Sequence[Logger] = (),
 ) -> LoggerGroup:
-    """Build the loggers that ``config.names`` lists; the other arguments are those of `LoggedRun`.
+    """Build the loggers that ``config.names`` lists; `further` ones come last, and the other arguments are those of `LoggedRun`.
 
     Raises:
         MissingExtraError: a logger's packages are not installed.
@@ -195,9 +169,8 @@ def make_loggers(
     except BaseException:
         LoggerGroup(loggers).close()
         raise
-    watcher = _watcher.get()
-    # The last one: what it raises leaves nothing unwritten.
-    return LoggerGroup([*loggers, *([] if watcher is None else [_Watched(watcher)])])
+    # Last: what they raise leaves nothing unwritten.
+    return LoggerGroup([*loggers, *further])
 
 
 def _made(cls: type[Logger], run: LoggedRun, options: Mapping[str, Any] | None = None) -> Logger:
