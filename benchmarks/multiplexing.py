@@ -16,7 +16,7 @@ from long_tails import LongTail, episode_of
 from tables import provenance, text_table
 
 from embodied_rl.hybrid.multiplex import Multiplexer
-from embodied_rl.planning.events import EventClock
+from embodied_rl.planning.stations import EventClock
 from embodied_rl.rollout.members import Assignment
 
 

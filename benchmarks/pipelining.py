@@ -19,7 +19,7 @@ import numpy as np
 from sleepers import LineTime, SleepingDevice, SleepingGenerator
 from tables import provenance, text_table
 
-from embodied_rl.planning.lockstep import pipelined_rollout
+from embodied_rl.planning.stations import pipelined_rollout
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager

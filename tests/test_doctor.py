@@ -17,7 +17,7 @@ from embodied_rl.commands import doctor
 from embodied_rl.commands.doctor import can_train, run_probe
 from embodied_rl.probes import machine
 from embodied_rl.probes.base import Check, Probe, Status
-from embodied_rl.probes.drawing import describe_picture
+from embodied_rl.probes.simulators import describe_picture
 from tests.sim.fake_sysfs import FakeNode, build, single_threads, two_nodes
 
 

@@ -1,20 +1,365 @@
-"""A language agent: a conversation strategy, how its answers are sampled, and how they are read."""
+"""A language agent: a conversation strategy, how it sees pictures, how its answers are sampled, and how they are read.
+
+Conversation strategies: which tokens a turn's prompt consists of.
+
+``full`` and ``last_k`` put the sampled token ids themselves into later prompts, and tokenise only what is new: decoding an answer and
+tokenising it again may give other tokens (merges across its border, templates that strip spaces or leave earlier thoughts out), and what
+is trained would not be what was sampled. ``memory`` and ``summarised`` write a prompt of their own for each turn.
+
+How an agent that reads sees pictures: a placeholder in the text for each, which becomes as many tokens as the picture takes.
+
+Conversations hold only text. A prompt shows the newest messages of an episode, so that its placeholders are those of the episode's newest
+pictures, whatever the strategy keeps and drops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from embodied_rl.agents.conversation import Conversation, Prompt, Prompts, PromptTokenizer, PromptTooLong
-from embodied_rl.agents.image_inputs import ImageInputs
-from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest
-from embodied_rl.agents.tool_calls import tool_calls, tools_text
+from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest, tagged, tool_calls, tools_text
 from embodied_rl.agents.tools.runner import ToolBudget, ToolRunner
+from embodied_rl.agents.turns import Dropped
 from embodied_rl.config.agent import AgentConfig
+from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
+
+_SENTINEL = "answer-of-the-assistant-0451"
+"""Stands for an answer while a chat template is asked what it writes behind one."""
+
+
+class PromptTokenizer(Protocol):
+    """What a conversation needs of `embodied_rl.policies.chat_tokenizer.ChatTokenizer`."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray: ...
+
+    def decode(self, token_ids: np.ndarray | Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str: ...
+
+    def stop_ids(self, *tokens: str) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What the model is asked."""
+
+    token_ids: np.ndarray
+    """[P] int64"""
+    dropped: Dropped | None = None
+    """None: nothing was left out."""
+    shown: tuple[Exchange, ...] = ()
+    """What stands before the message that is to be answered."""
+    message: str = ""
+    """That message, as text."""
+    images: tuple[np.ndarray, ...] = ()
+    """uint8 [H, W, 3] each, of the placeholders in `token_ids` (`embodied_rl.agents.agent`)."""
+
+
+@dataclass(frozen=True)
+class PromptTooLong:
+    """No prompt: even the shortest that the strategy allows has more tokens than it may have."""
+
+    num_tokens: int
+    limit: int
+
+
+class Conversation(Protocol):
+    """One episode as the agent sees it: `prompt` and `answered` in turns."""
+
+    def prompt(self, observation: str) -> Prompt | PromptTooLong:
+        """The next turn's prompt."""
+        ...
+
+    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
+        """What was sampled called tools, and `response` is what they gave: the prompt to go on with, in the same turn."""
+        ...
+
+    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
+        """What was sampled after it, as ids and as text, and what the simulator got."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A message, and what was sampled after it."""
+
+    message: str
+    answer_ids: np.ndarray
+
+
+class Prompts:
+    """Makes conversations, and the prompts' texts and tokens."""
+
+    def __init__(
+        self, config: AgentConfig, tokenizer: PromptTokenizer, *, instruction: str | None, max_context: int, tools: str = ""
+    ) -> None:
+        """
+        Args:
+            instruction: the simulator's, for {instruction}.
+            max_context: tokens of prompt and answer together.
+            tools: what is said about the tools, before the system's text.
+
+        Raises:
+            UserError: the context leaves no room for a prompt, or less than `max_prompt_tokens`; system text and templates already fill it;
+                or the model has no (usable) chat template.
+        """
+        self.config, self.tokenizer = config, tokenizer
+        self.instruction = instruction or ""
+        room = max_context - config.max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"agent.max_new_tokens={config.max_new_tokens} leaves no room for a prompt in the model's context of {max_context} tokens."
+            )
+        if config.max_prompt_tokens is not None and config.max_prompt_tokens > room:
+            raise UserError(
+                f"agent.max_prompt_tokens={config.max_prompt_tokens} is more than the {room} tokens that agent.max_new_tokens="
+                f"{config.max_new_tokens} leaves of the model's context of {max_context}: make one of them smaller, or set "
+                "agent.max_prompt_tokens=null (all that is left)."
+            )
+        self.limit = config.max_prompt_tokens or room
+        """Most tokens of a prompt."""
+        self._template = _template(config)
+        self._system = tools + _about_summary(config) + config.system.format(instruction=self.instruction)
+        self._check_room(max_context)
+        self.begin()  # raises UserError now for a template that cannot be used
+
+    def _check_room(self, max_context: int) -> None:
+        """Raises UserError where nothing can be observed, because what stands around an observation fills every prompt."""
+        try:
+            needed = len(self.opening(self.message(".", 1)))
+        except UserError:  # of the chat template: raised with the first prompt, for a program may write prompts without it
+            return
+        if needed <= self.limit:
+            return
+        if self.config.max_prompt_tokens is not None:
+            said = f"agent.max_prompt_tokens={self.limit} is"
+        else:
+            said = f"The {self.limit} tokens that agent.max_new_tokens={self.config.max_new_tokens} leaves of {max_context} of context are"
+        raise UserError(
+            f"{said} too few for a prompt: agent.system, agent.template, what is said of tools and the model's chat template make {needed} "
+            "of an observation of one letter. Allow more, or shorten these texts."
+        )
+
+    def begin(self) -> Conversation:
+        """A new episode's conversation."""
+        if self.config.strategy in ("full", "last_k"):
+            return _Growing(self, None if self.config.strategy == "full" else self.config.last_turns)
+        return _Rendered(self)
+
+    def message(self, observation: str, step: int, *, memory: str = "", summary: str = "") -> str:
+        """The text of one message."""
+        return self._template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
+
+    def opening(self, message: str) -> np.ndarray:
+        """[n] int64: a conversation's first tokens, up to where the answer begins."""
+        if not self.config.chat:
+            return self._encoded(self._system + message)
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return self._encoded(self.tokenizer.chat_text([*system, {"role": "user", "content": message}]))
+
+    def continuation(self, message: str, answer_ids: np.ndarray) -> np.ndarray:
+        """[n] int64: what stands between an answer's sampled tokens and the next answer.
+
+        Raises:
+            UserError: the chat template does not show an answer's text as it is.
+        """
+        if not self.config.chat:
+            return self.tokenizer.encode(message)
+        shown = self.tokenizer.chat_text(
+            [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL}, {"role": "user", "content": message}]
+        )
+        _, found, behind = shown.partition(_SENTINEL)
+        if not found:
+            raise UserError(
+                "The model's chat template leaves earlier answers out, so a conversation cannot be continued token by token. "
+                "Set agent.strategy=memory, or agent.chat=false."
+            )
+        token_ids = self.tokenizer.encode(behind)
+        # The token that ends a turn was sampled, unless the answer was cut.
+        ended = len(answer_ids) > 0 and len(token_ids) > 0 and int(answer_ids[-1]) == int(token_ids[0])
+        return token_ids[1:] if ended else token_ids
+
+    def joined(self, shown: Sequence[Exchange], message: str) -> Prompt:
+        """Exchanges behind one another and a message to be answered; each sampled token stands there as it was sampled."""
+        parts = [self.opening(shown[0].message if shown else message)]
+        for index, exchange in enumerate(shown):
+            following = shown[index + 1].message if index + 1 < len(shown) else message
+            parts += [exchange.answer_ids, self.continuation(following, exchange.answer_ids)]
+        return Prompt(np.concatenate(parts).astype(np.int64), shown=tuple(shown), message=message)
+
+    def messages(self, prompt: Prompt) -> tuple[dict[str, str], ...]:
+        """A prompt as chat messages, for servers that apply a template of their own; answers are decoded for it."""
+        found = [{"role": "system", "content": self._system}] if self._system else []
+        for exchange in prompt.shown:
+            found.append({"role": "user", "content": exchange.message})
+            found.append({"role": "assistant", "content": self.tokenizer.decode(exchange.answer_ids)})
+        return (*found, {"role": "user", "content": prompt.message})
+
+    def _encoded(self, text: str) -> np.ndarray:
+        token_ids = self.tokenizer.encode(text)
+        if len(token_ids) == 0:
+            raise UserError(
+                "A prompt is empty: agent.template must name {observation} or hold some text, and observations must not be empty."
+            )
+        return token_ids
+
+
+def _template(config: AgentConfig) -> str:
+    """What is remembered stands before a template that does not name it."""
+    if config.strategy == "memory" and config.last_turns and "{memory" not in config.template:
+        return "{memory}" + config.template
+    if config.strategy == "summarised" and "{summary" not in config.template:
+        return "{summary}\n" + config.template
+    return config.template
+
+
+def _about_summary(config: AgentConfig) -> str:
+    """How a summary is given, unless the prompt's own texts speak of it."""
+    tag = f"<{config.summary_tag}>"
+    if config.strategy != "summarised" or tag in config.system or tag in config.template:
+        return ""
+    return (
+        f"You will see nothing of what came before but the summary that you give: write {tag}what you need to remember"
+        f"</{config.summary_tag}> in every answer.\n"
+    )
+
+
+class _Growing:
+    """``full`` and ``last_k``: messages and sampled tokens behind one another."""
+
+    def __init__(self, prompts: Prompts, last_turns: int | None) -> None:
+        self._prompts, self._last_turns = prompts, last_turns
+        self._past: list[list[Exchange]] = []
+        self._within: list[Exchange] = []
+        self._message = ""
+        self._step = 0
+
+    def prompt(self, observation: str) -> Prompt | PromptTooLong:
+        """See `Conversation.prompt`."""
+        self._step += 1
+        self._message, self._within = self._prompts.message(observation, self._step), []
+        return self._fitted()
+
+    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
+        """See `Conversation.tools_answered`."""
+        self._within.append(Exchange(self._message, token_ids))
+        self._message = response
+        return self._fitted()
+
+    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
+        """See `Conversation.answered`."""
+        self._past.append([*self._within, Exchange(self._message, token_ids)])
+        self._within = []
+
+    def _fitted(self) -> Prompt | PromptTooLong:
+        wanted = len(self._past) if self._last_turns is None else min(self._last_turns, len(self._past))
+        return _fitted(self._prompts, wanted, self._draft)
+
+    def _draft(self, num_turns: int) -> Prompt:
+        earlier = [exchange for turn in self._past[len(self._past) - num_turns :] for exchange in turn]
+        return self._prompts.joined([*earlier, *self._within], self._message)
+
+
+class _Rendered:
+    """``memory`` and ``summarised``: one message, rewritten for each turn; tools within a turn continue it token by token."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self._past: list[tuple[str, str]] = []
+        self._within: list[tuple[np.ndarray, str]] = []  # (what was sampled, what the tools gave)
+        self._observation = ""
+        self._summary = ""
+        self._step = 0
+
+    def prompt(self, observation: str) -> Prompt | PromptTooLong:
+        """See `Conversation.prompt`."""
+        self._step += 1
+        self._observation, self._within = observation, []
+        return _fitted(self._prompts, len(self._past), self._draft)
+
+    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
+        """See `Conversation.tools_answered`."""
+        self._within.append((token_ids, response))
+        return _fitted(self._prompts, len(self._past), self._draft)
+
+    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
+        """See `Conversation.answered`."""
+        config = self._prompts.config
+        self._within = []
+        if config.strategy == "summarised":
+            found = tagged(answer, config.summary_tag)
+            self._summary = self._summary if found is None else found[: config.summary_chars]
+        elif config.last_turns:
+            self._past = [*self._past, (self._observation, action)][-config.last_turns :]
+
+    def _draft(self, num_turns: int) -> Prompt:
+        first = self._step - len(self._past)
+        items = [
+            self._prompts.config.memory_item.format(observation=observation, action=action, step=first + index)
+            for index, (observation, action) in enumerate(self._past)
+        ]
+        memory = "".join(items[len(items) - num_turns :])
+        messages = [
+            self._prompts.message(self._observation, self._step, memory=memory, summary=self._summary),
+            *(response for _, response in self._within),
+        ]
+        shown = [Exchange(message, answer_ids) for message, (answer_ids, _) in zip(messages, self._within, strict=False)]
+        return self._prompts.joined(shown, messages[-1])
+
+
+def _fitted(prompts: Prompts, num_turns: int, draft: Callable[[int], Prompt]) -> Prompt | PromptTooLong:
+    """The prompt with as many of the past turns as fit, the newest ones; `draft(n)` is the one with n of them."""
+    whole = draft(num_turns)
+    length = len(whole.token_ids)
+    if length <= prompts.limit:
+        return whole
+    if prompts.config.overflow == "drop_oldest":
+        for kept in range(num_turns - 1, -1, -1):
+            shorter = draft(kept)
+            if len(shorter.token_ids) <= prompts.limit:
+                return dataclasses.replace(shorter, dropped=Dropped(num_turns - kept, length - len(shorter.token_ids)))
+        length = len(draft(0).token_ids)
+    return PromptTooLong(length, prompts.limit)
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """Of one model, on one simulator."""
+
+    keys: tuple[str, ...]
+    """Parts of an observation that are pictures [H, W, 3] uint8, in the order in which they stand before the text."""
+    placeholder: str
+    """What stands for one picture in a text."""
+    image_token_id: int
+    """The token of a placeholder that is expanded."""
+    expand: Callable[[np.ndarray, Sequence[np.ndarray]], np.ndarray]
+    """[P] int64 and pictures → [P'] int64 with as many tokens as they take."""
+
+    def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
+        """The text of a row of observations, placeholders first; its pictures are appended to `seen`.
+
+        Raises:
+            UserError: the text itself holds a placeholder.
+        """
+        text = str(observation["text"][row])
+        if self.placeholder.strip() in text:
+            raise UserError(f"An observation's text holds '{self.placeholder.strip()}', which stands for a picture to this model.")
+        seen.extend(np.array(observation[key][row], np.uint8) for key in self.keys)
+        return self.placeholder * len(self.keys) + text
+
+    def show(self, prompt: Prompt, seen: Sequence[np.ndarray], limit: int) -> Prompt | PromptTooLong:
+        """The prompt with its pictures, whose tokens count against `limit` too."""
+        count = int((prompt.token_ids == self.image_token_id).sum())
+        images = tuple(seen[len(seen) - count :])
+        token_ids = self.expand(prompt.token_ids, images)
+        if len(token_ids) > limit:
+            return PromptTooLong(len(token_ids), limit)
+        return dataclasses.replace(prompt, token_ids=token_ids, images=images)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from dataclasses import asdict, replace
 from embodied_rl.commands.cli import Argument, Command
 from embodied_rl.commands.printing import print_tables
 from embodied_rl.probes.base import Check, NotHere, Probe, Status, installed_version
-from embodied_rl.probes.drawing import DRAWING
-from embodied_rl.probes.machine import package_checks, placement_checks, system_checks
-from embodied_rl.probes.simulators import SIMULATORS
-from embodied_rl.probes.training import TRAINING
+from embodied_rl.probes.machine import TRAINING, package_checks, placement_checks, system_checks
+from embodied_rl.probes.simulators import DRAWING, SIMULATORS
 
 PROBE_TIMEOUT_S = 120.0
 """Generous: first imports on a cold disk are slow. The probes run side by side, and all take about 10 s on two cores."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from embodied_rl.config.placement import ClusterConfig, WorkloadConfig
     from embodied_rl.hybrid.placement import Cluster
     from embodied_rl.planning.measuring import Measurement
-    from embodied_rl.planning.search import Plan
+    from embodied_rl.planning.model import Plan
 
 COMMAND = Command(
     name="plan",
@@ -74,7 +74,7 @@ def _main(argv: Sequence[str]) -> None:
     from embodied_rl.config.placement import PlacementConfig
     from embodied_rl.files import write_atomic
     from embodied_rl.hybrid.placement import Cluster
-    from embodied_rl.planning.search import candidates, plan
+    from embodied_rl.planning.model import candidates, plan
 
     _check(values, overrides)
     cluster = Cluster(cluster_of(values["cluster"]))

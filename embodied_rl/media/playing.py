@@ -7,8 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from embodied_rl.agents.agent import Answer
-from embodied_rl.agents.conversation import Prompt
+from embodied_rl.agents.agent import Answer, Prompt
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import Completion

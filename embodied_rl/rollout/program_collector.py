@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied_rl.agents.conversation import PromptTokenizer
+from embodied_rl.agents.agent import PromptTokenizer
 from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.rollout.groups import GroupQueue

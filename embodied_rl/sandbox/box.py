@@ -1,22 +1,31 @@
-"""What a sandboxed program may see, reach and use, and the process that is started for it."""
+"""Programs in a sandbox: what they may see, reach and use, Python that a model wrote, and what each level stops.
+
+The table in docs/sandbox.md is `protection_table`, and `tests/sandbox` runs a program for each of its cells.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO, Literal, TypedDict
+from typing import IO, Literal, TypedDict, get_args
 
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sandbox import landlock
 
 Level = Literal["namespaces", "landlock", "prlimit"]
-"""What holds a program, the strongest first; `embodied_rl.sandbox.levels` compares them."""
+"""What holds a program, the strongest first; `embodied_rl.sandbox.box` compares them."""
 Network = Literal["none", "ports", "open"]
 """none: not even this machine. ports: TCP connections to the ports that are named. open: any."""
 
@@ -191,3 +200,278 @@ class Sandboxed:
             self.process.wait()
         self._folder.cleanup()
         return self.process.returncode
+
+
+_READ_S = 30.0
+"""For what a program has printed before it ended to be read, on a busy machine."""
+_LATE_S = 10.0
+"""The supervisor keeps the time; this much later it is taken for lost."""
+
+
+@dataclass(frozen=True)
+class PythonLimits:
+    """What one program, with all that it starts, may use. Raises UserError for a limit that is not above 0."""
+
+    timeout_s: float = 10.0
+    """Also of processor time: on average it may use one core."""
+    memory_mb: int = 512
+    """Memory (2**20 bytes) of all its processes together, and address space of each."""
+    scratch_mb: int = 16
+    """Files in its folder, all together (2**20 bytes)."""
+    processes: int = 64
+    """Processes and threads at a time."""
+    output_bytes: int = 2**16
+    """What a program prints beyond is thrown away."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise UserError(f"{name} must be > 0, got {value}.")
+
+    def box(self, level: Level, *, network: bool) -> Box:
+        """Of a program with these limits."""
+        return Box(
+            level,
+            "open" if network else "none",
+            memory_mb=self.memory_mb,
+            address_mb=self.memory_mb,
+            processes=self.processes,
+            cpu_s=self.timeout_s + 1.0,
+            timeout_s=self.timeout_s,
+            scratch_mb=self.scratch_mb,
+        )
+
+
+@dataclass(frozen=True)
+class ProgramEnd:
+    """What became of a program."""
+
+    status: int
+    """Exit status; 128 + n: killed by signal n."""
+    output: str
+    """What it printed, on either stream where they were not kept apart."""
+    errors: str
+    """What it printed on its error stream, where that was kept apart."""
+    timed_out: bool
+    stopped: str = ""
+    """Which other limit it passed, as a sentence; empty: none."""
+
+
+def run_program(
+    code: str, limits: PythonLimits, level: Level, *, network: bool = False, stdin: str = "", separate: bool = False
+) -> ProgramEnd:
+    """Run a program to its end, or to the end of its time.
+
+    Args:
+        level: what holds it (`embodied_rl.sandbox.box.protection`).
+        network: it may use ours; all else is held back as without.
+        stdin: what it can read.
+        separate: keep its error stream apart from its output.
+    """
+    return run_boxed(code, limits.box(level, network=network), limits.output_bytes, stdin=stdin, separate=separate)
+
+
+def run_boxed(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = "", separate: bool = False) -> ProgramEnd:
+    """`run_program` in a given box."""
+    source = code.encode("utf-8", "surrogatepass")
+    reason, report = os.pipe()
+    try:
+        started = Sandboxed(
+            box,
+            code_bytes=len(source),
+            env={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if separate else subprocess.STDOUT,
+            report=report,
+        )
+    except BaseException:
+        os.close(reason)
+        raise
+    finally:
+        os.close(report)
+    process = started.process
+    output, errors = _Output(process.stdout, output_bytes), _Output(process.stderr, output_bytes)
+    # Beside: a program that reads nothing would hold us up beyond its time.
+    writer = threading.Thread(target=_write, args=(process, source + stdin.encode("utf-8", "surrogatepass")), daemon=True)
+    writer.start()
+    late = False
+    try:
+        process.wait(box.timeout_s + _LATE_S if box.timeout_s else None)
+    except subprocess.TimeoutExpired:
+        late = True
+    finally:
+        returned = started.end()
+    writer.join(1.0)
+    with os.fdopen(reason, "rb") as file:
+        told = file.read().decode("utf-8", "replace")
+    stopped = "" if told == "time" else told
+    return ProgramEnd(returned if returned >= 0 else 128 - returned, output.text(), errors.text(), late or told == "time", stopped)
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(data)
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+
+
+class _Output:
+    """The first bytes that a process prints; the rest is read and dropped, so that it never waits for a reader."""
+
+    def __init__(self, stream: IO[bytes] | None, most: int) -> None:
+        """`stream` None: there is nothing to read."""
+        self._stream, self._most, self._kept = stream, most, bytearray()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        if self._stream is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            while part := os.read(self._stream.fileno(), 65536):
+                room = self._most - len(self._kept)
+                self._kept += part[:room]
+                self._dropped += max(len(part) - room, 0)
+
+    def text(self) -> str:
+        self._thread.join(1.0)
+        # On a busy machine the reader may not have had its turn. (A process that outlived the program may hold an empty pipe open.)
+        until = time.monotonic() + _READ_S
+        while self._thread.is_alive() and self._has_more() and time.monotonic() < until:
+            self._thread.join(0.05)
+        if not self._thread.is_alive() and self._stream is not None:
+            self._stream.close()
+        more = f"\n… {self._dropped} bytes were thrown away" if self._dropped else ""
+        return self._kept.decode("utf-8", "replace") + more
+
+    def _has_more(self) -> bool:
+        """Whether there is something in the pipe, or its end."""
+        assert self._stream is not None, "a reader of nothing ends at once"
+        poll = select.poll()
+        poll.register(self._stream.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""The strongest first."""
+FIXES = {
+    "namespaces": "let users make namespaces: sysctl user.max_user_namespaces=10000, "
+    "on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; "
+    "in a container: docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …",
+    "landlock": "a kernel from 5.13 with Landlock among its security modules (lsm=landlock,… at boot), on x86-64 or ARM64",
+}
+"""What brings a level."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One thing that a program may try."""
+
+    name: str
+    told: str
+    """What the program does, for the documentation."""
+    stopped: tuple[Level, ...]
+    """The levels that stop it, without a network."""
+
+
+_ALL, _KERNEL = LEVELS, LEVELS[:2]
+ATTACKS = (
+    Attack("home", "reads `~/.ssh` or another file of the user", _KERNEL),
+    Attack("others", "reads other users' files", _KERNEL),
+    Attack("environ", "reads `/proc/PARENT/environ`", _KERNEL),
+    Attack("write", "writes outside its folder", _KERNEL),
+    Attack("modes", "changes the mode of a file outside its folder", _KERNEL),
+    Attack("connect", "connects to a port, loopback included", _KERNEL),
+    Attack("unix", "connects to another program's Unix socket", _KERNEL),
+    Attack("signal", "sends a signal to a process outside", _KERNEL),
+    Attack("ptrace", "escapes into another process through `ptrace`", _KERNEL),
+    Attack("namespace", "makes namespaces in which it is root", _KERNEL),
+    Attack("forks", "runs 300 processes", _ALL),
+    Attack("bomb", "forks without end", _ALL),
+    Attack("memory", "holds 800 MB in eight processes, with a limit of 512", _ALL),
+    Attack("unmapped", "holds memory in files without a name", _ALL),
+    Attack("processor", "uses more processor time than it has, in several processes", _ALL),
+    Attack("time", "does not end", _ALL),
+    Attack("disk", "fills the disk with files in its folder", _ALL),
+    Attack("deleted", "fills the disk with deleted files that it holds open", _ALL),
+    Attack("outlive", "leaves a process behind, in its own session", _ALL),
+    Attack("orphan", "goes on after our process was killed with SIGKILL", _ALL),
+)
+
+
+def protection_table() -> str:
+    """Which attack each level stops, in Markdown."""
+    rows = ["| A program that … | " + " | ".join(f"`{level}`" for level in LEVELS) + " |", "|---" * (len(LEVELS) + 1) + "|"]
+    for attack in ATTACKS:
+        cells = ["stopped" if level in attack.stopped else "**not stopped**" for level in LEVELS]
+        rows.append(f"| {attack.told} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+_PROBE = """
+import json, os, socket
+def can(what):
+    try:
+        what()
+    except OSError:
+        return False
+    return True
+folder, parent, port = {folder!r}, {parent}, {port}
+print(json.dumps([name for name, what in dict(
+    read=lambda: open(folder + "/secret").read(),
+    write=lambda: open(folder + "/new", "w"),
+    environ=lambda: open("/proc/%d/environ" % parent, "rb").read(),
+    connect=lambda: socket.create_connection(("127.0.0.1", port), 5),
+    signal=lambda: os.kill(parent, 0),
+).items() if can(what)]))
+open("own", "w").write("x")
+print("done")
+"""
+
+
+@cache
+def failure(level: Level) -> str:
+    """Why a level does not hold here; empty: it does. Tried with a program the first time that it is asked."""
+    if not sys.platform.startswith("linux"):
+        return "the sandbox needs Linux"
+    with tempfile.TemporaryDirectory(prefix="embodied-sandbox-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        Path(folder, "secret").write_text("x", encoding="ascii")
+        os.chmod(folder, 0o777)  # it is the sandbox that is to hold, not the mode
+        code = _PROBE.format(folder=folder, parent=os.getpid(), port=server.getsockname()[1])
+        ended = run_program(code, PythonLimits(timeout_s=60.0), level)
+    lines = ended.output.strip().splitlines()
+    if ended.status != 0 or len(lines) < 2 or lines[-1] != "done":
+        return ended.stopped or (lines[-1] if lines else f"status {ended.status}")
+    return "" if level == "prlimit" or lines[-2] == "[]" else f"a program could {lines[-2]}"
+
+
+def strongest() -> Level | None:
+    """The first level that holds here; None: not even limits can be set."""
+    return next((level for level in LEVELS if not failure(level)), None)
+
+
+def protection(minimum: str, key: str) -> Level:
+    """The strongest level of this machine.
+
+    Args:
+        minimum: the weakest that will do.
+        key: the name of the setting that says so, for the message.
+
+    Raises:
+        UserError: `minimum` is no level, or the machine has only weaker ones.
+    """
+    if minimum not in LEVELS:
+        raise UserError(f"{key}='{minimum}' is not a choice.{did_you_mean(str(minimum), LEVELS)}")
+    found = strongest()
+    if found is None:
+        raise UserError(f"Programs cannot be run in a sandbox here: {failure('prlimit')}.")
+    if LEVELS.index(found) > LEVELS.index(minimum):
+        price = ", where programs see your files and the network" if found == "prlimit" else ""
+        raise UserError(
+            f"{key}={minimum}: this machine has only the sandbox '{found}' ({failure(LEVELS[LEVELS.index(found) - 1])[:120]}). "
+            f"`python -m embodied_rl.doctor` says what brings more; or set {key}={found}{price}."
+        )
+    return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embodied_rl.agents.agent import Agent
-from embodied_rl.agents.conversation import Prompt, PromptTooLong
+from embodied_rl.agents.agent import Agent, Prompt, PromptTooLong
 from embodied_rl.agents.parsing import ValidAction
 from embodied_rl.agents.turns import Dropped, Turn, rows_of
 from embodied_rl.config import AgentConfig

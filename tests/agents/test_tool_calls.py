@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.agents.agent import Agent
-from embodied_rl.agents.conversation import Prompt
-from embodied_rl.agents.parsing import InvalidAction, ToolRequest, ValidAction
-from embodied_rl.agents.tool_calls import AnyCall, MalformedCall, ToolCall, response_text, tool_calls
+from embodied_rl.agents.agent import Agent, Prompt
+from embodied_rl.agents.parsing import AnyCall, InvalidAction, MalformedCall, ToolCall, ToolRequest, ValidAction, response_text, tool_calls
 from embodied_rl.agents.tools.base import Toolbox, text_schema
-from embodied_rl.agents.tools.calculator import Calculator
+from embodied_rl.agents.tools.builtin import Calculator
 from embodied_rl.agents.tools.runner import ToolBudget, ToolRunner
 from embodied_rl.config import AgentConfig, ToolsConfig
 from embodied_rl.errors import UserError

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from embodied_rl.agents.tools.base import Toolbox, ToolError
-from embodied_rl.agents.tools.calculator import Calculator, calculate
+from embodied_rl.agents.tools.builtin import Bm25, Calculator, Document, PythonTool, Search, calculate, read_corpus
 from embodied_rl.agents.tools.mcp import McpServer
-from embodied_rl.agents.tools.python_tool import PythonTool
-from embodied_rl.agents.tools.search import Bm25, Document, Search, read_corpus
 from embodied_rl.errors import UserError
-from embodied_rl.sandbox import levels
-from embodied_rl.sandbox.python import PythonLimits
+from embodied_rl.sandbox import box
+from embodied_rl.sandbox.box import PythonLimits
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -143,7 +141,7 @@ def test_search_and_its_corpora(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run() -> Any:
-    if levels.strongest() not in ("namespaces", "landlock"):
+    if box.strongest() not in ("namespaces", "landlock"):
         pytest.skip("this kernel has limits only")
     return lambda code, timeout_s=60.0: Toolbox(
         [PythonTool(PythonLimits(timeout_s=timeout_s, memory_mb=256, scratch_mb=1, output_bytes=1000))]
@@ -195,7 +193,7 @@ def test_programs_see_neither_our_variables_nor_each_other(run: Any, monkeypatch
 
 
 def test_a_weaker_protection_is_refused_unless_it_is_said_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels, "failure", lambda level: "" if level == "prlimit" else "the kernel has none")
+    monkeypatch.setattr(box, "failure", lambda level: "" if level == "prlimit" else "the kernel has none")
     with pytest.raises(
         UserError, match=r"has only the sandbox 'prlimit' \(the kernel has none\).*set agent.tool_options.python_sandbox=prlimit"
     ) as error:

@@ -14,12 +14,17 @@ import pytest
 from embodied_rl.config.placement import BatchTimeConfig, ClusterConfig, NodesConfig, PlacementConfig, SpreadConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, resolve
-from embodied_rl.planning.costs import costs
-from embodied_rl.planning.episodes import EpisodeRun, EpisodeSimulation
-from embodied_rl.planning.events import EventClock, Station
-from embodied_rl.planning.lockstep import iterations, pipelined_rollout, slowest_of, stage_steps
-from embodied_rl.planning.model import simulate
-from embodied_rl.planning.search import plan
+from embodied_rl.planning.model import costs, plan, simulate
+from embodied_rl.planning.stations import (
+    EpisodeRun,
+    EpisodeSimulation,
+    EventClock,
+    Station,
+    iterations,
+    pipelined_rollout,
+    slowest_of,
+    stage_steps,
+)
 
 EIGHT = Cluster(ClusterConfig((NodesConfig(gpus=8, cores=64, memory_gib=1000),)))
 

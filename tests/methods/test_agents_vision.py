@@ -15,8 +15,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from embodied_rl.agents.conversation import Prompt, PromptTooLong
-from embodied_rl.agents.image_inputs import ImageInputs
+from embodied_rl.agents.agent import ImageInputs, Prompt, PromptTooLong
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import LanguageConfig, TrainConfig

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ToolRequest, ValidAction
-from embodied_rl.agents.tool_calls import MalformedCall, ToolCall
+from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ParsedAction, ToolCall, ToolRequest, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
 from embodied_rl.distributed.link import Link
 from embodied_rl.errors import UserError

@@ -28,7 +28,7 @@ from embodied_rl.rollout.program_collector import ProgramCollector, episode_of_s
 from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramFaultKind, ProgramRunner
 from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.sandbox import landlock
-from embodied_rl.sandbox.levels import strongest
+from embodied_rl.sandbox.box import strongest
 from embodied_rl.serving.agents.captured import CapturedSession
 from embodied_rl.serving.agents.sessions import SessionSampling
 from embodied_rl.sim.factory import SimFactory

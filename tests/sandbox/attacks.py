@@ -21,9 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from embodied_rl.sandbox.box import Box, Level
-from embodied_rl.sandbox.levels import ATTACKS, LEVELS, failure
-from embodied_rl.sandbox.python import ProgramEnd, PythonLimits, run_boxed, run_program
+from embodied_rl.sandbox.box import ATTACKS, LEVELS, Box, Level, ProgramEnd, PythonLimits, failure, run_boxed, run_program
 
 LIMITS = PythonLimits(timeout_s=60.0)
 
@@ -141,7 +139,7 @@ def outlives_us(level: Level, folder: Path) -> bool:
     code = (
         f"import os\nif not os.fork(): os.setsid(); os.execvp('sleep', ['sleep', {mark!r}])\nprint('begun', flush=True)\nwhile True: pass"
     )
-    ours = f"from embodied_rl.sandbox.python import *\nrun_program({code!r}, PythonLimits(timeout_s=600.0), {level!r})"
+    ours = f"from embodied_rl.sandbox.box import *\nrun_program({code!r}, PythonLimits(timeout_s=600.0), {level!r})"
     process = subprocess.Popen([sys.executable, "-c", ours], cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(folder)})
     until = time.monotonic() + 60
     while not any(mark.encode() in _read(path) for path in _sleepers()) and time.monotonic() < until:

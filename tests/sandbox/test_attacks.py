@@ -18,9 +18,19 @@ from typing import Any
 import pytest
 
 from embodied_rl.sandbox import cgroup, landlock
-from embodied_rl.sandbox.box import Box, Level
-from embodied_rl.sandbox.levels import ATTACKS, LEVELS, Attack, failure, protection_table
-from embodied_rl.sandbox.python import ProgramEnd, PythonLimits, run_boxed, run_program
+from embodied_rl.sandbox.box import (
+    ATTACKS,
+    LEVELS,
+    Attack,
+    Box,
+    Level,
+    ProgramEnd,
+    PythonLimits,
+    failure,
+    protection_table,
+    run_boxed,
+    run_program,
+)
 from tests.sandbox.attacks import DONE, LIMITS, REACHED, USED, Victim, box_of, made_victim, outlives, outlives_us, reach
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from embodied_rl.agents.tool_calls import AnyCall, MalformedCall, response_text
+from embodied_rl.agents.parsing import AnyCall, MalformedCall, response_text
 from embodied_rl.agents.tools.base import Toolbox
-from embodied_rl.agents.tools.build import make_tools
+from embodied_rl.agents.tools.builtin import make_tools
 from embodied_rl.config.agent import ToolsConfig
 
 _NONE_LEFT = "error: no tool call is left; answer without tools."

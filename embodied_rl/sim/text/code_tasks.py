@@ -15,9 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.sandbox.box import Level
-from embodied_rl.sandbox.levels import protection
-from embodied_rl.sandbox.python import ProgramEnd, PythonLimits, run_program
+from embodied_rl.sandbox.box import Level, ProgramEnd, PythonLimits, protection, run_program
 from embodied_rl.sim.text.questions import example, read_rows
 from embodied_rl.sim.text.tasks import TaskSim
 from embodied_rl.specs import Json
@@ -194,7 +192,7 @@ class CodeTask:
         Args:
             timeout_s: of one run; all calls of a problem are one run.
             allow_network: programs may use the network; all else is held back as without.
-            sandbox: the weakest protection that will do (`embodied_rl.sandbox.levels`).
+            sandbox: the weakest protection that will do (`embodied_rl.sandbox.box`).
             show_tests: the first failing test is shown before the next attempt.
 
         Raises:

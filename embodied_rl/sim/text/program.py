@@ -28,8 +28,7 @@ import numpy as np
 import embodied_rl
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.sandbox.box import Box, Sandboxed, is_below
-from embodied_rl.sandbox.levels import protection
+from embodied_rl.sandbox.box import Box, Sandboxed, is_below, protection
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec

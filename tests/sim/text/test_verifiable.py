@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.sandbox.levels import strongest
-from embodied_rl.sandbox.python import PythonLimits, run_program
+from embodied_rl.sandbox.box import PythonLimits, run_program, strongest
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.text import code_tasks, judged, questions, tasks

@@ -1,0 +1,230 @@
+"""The tools that come with the package, arithmetic, Python and a search over texts, and all tools by their names in a configuration."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from embodied_rl.agents.tools.base import Tool, ToolError, argument, text_schema
+from embodied_rl.config.agent import ToolsConfig
+from embodied_rl.sandbox.box import PythonLimits, protection, run_program
+from embodied_rl.sim.text.search_qa import Bm25, Document, read_corpus, words
+
+Number = int | float
+
+_MAX_CHARS = 1000
+_MAX_BITS = 4096
+"""Of an integer: beyond it a power or factorial would eat the machine, and no answer needs it."""
+
+
+def _rounded(number: Number, digits: int = 0) -> Number:
+    if not isinstance(digits, int) or abs(digits) > 400:  # Python would compute 10 ** 400 and more
+        raise ToolError("round takes a whole number of digits, at most 400")
+    return round(number, digits) if digits else round(number)
+
+
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_CONSTANTS: Mapping[str, float] = {"pi": math.pi, "e": math.e, "tau": math.tau}
+_PLAIN = "sqrt exp log2 log10 sin cos tan asin acos atan sinh cosh tanh floor ceil radians degrees"
+_ONE_NUMBER: Mapping[str, Callable[[Any], Number]] = {**{name: getattr(math, name) for name in _PLAIN.split()}, "abs": abs}
+_MANY: Mapping[str, Callable[..., Number]] = {
+    "min": min, "max": max, "round": _rounded, "log": math.log, "atan2": math.atan2, "hypot": math.hypot, "gcd": math.gcd, "lcm": math.lcm
+}  # fmt: skip
+_FUNCTIONS = {**_ONE_NUMBER, **_MANY}
+
+
+class Calculator:
+    """The tool ``calculator``: {expression} to a number."""
+
+    name = "calculator"
+    description = "Compute an arithmetic expression such as (3 + 4) * sqrt(2) / 7 ** 2."
+    parameters = text_schema("expression", "numbers, + - * / // % **, parentheses, pi, e, and functions such as sqrt, log, sin, min, max")
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool.run`."""
+        return _written(calculate(argument(arguments, "expression", str)))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def calculate(expression: str) -> Number:
+    """The value of an expression. Raises ToolError for anything that is not arithmetic, or has no finite value."""
+    if len(expression) > _MAX_CHARS:
+        raise ToolError(f"the expression has {len(expression)} characters; at most {_MAX_CHARS} are taken")
+    try:
+        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
+        value = _value(tree.body)
+    except ToolError:
+        raise
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ToolError(f"'{expression:.100}' is not an arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+    except (ArithmeticError, ValueError, TypeError) as error:
+        raise ToolError(str(error)) from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ToolError("the value is not finite")
+    return value
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return _bounded(number)
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left), _value(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _bounded(_BINARY[type(op)](_value(left), _value(right)))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+            return _bounded(_FUNCTIONS[name](*map(_value, args)))
+    raise ToolError(
+        f"'{ast.unparse(node):.60}' is not arithmetic; known are numbers, + - * / // % **, pi, e and {', '.join(sorted(_FUNCTIONS))}"
+    )
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent * math.log2(abs(base)) > _MAX_BITS:
+        raise ToolError("a power is too large")
+    value = base**exponent
+    if isinstance(value, complex):
+        raise ToolError("a root of a negative number is not real")
+    return _bounded(value)
+
+
+def _bounded(value: Number) -> Number:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise ToolError("an intermediate value is too large")
+    return value
+
+
+def _written(value: Number) -> str:
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+__all__ = ["Bm25", "Document", "Search", "read_corpus", "words"]
+
+
+class Search:
+    """The tool ``search``: {query, count} to the best documents."""
+
+    name = "search"
+    description = "Search a collection of texts by keywords."
+
+    def __init__(self, index: Bm25, *, max_count: int = 10, max_chars: int = 1000) -> None:
+        """`max_chars`: of each document that are shown."""
+        self._index, self._max_count, self._max_chars = index, max_count, max_chars
+        self.parameters: Mapping[str, Any] = {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string", "description": "keywords"},
+                "count": {"type": "integer", "description": f"how many results, at most {max_count}; 3 if left out"},
+            },
+            "required": ["query"],
+        }
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool.run`."""
+        query, count = argument(arguments, "query", str), argument(arguments, "count", int, 3)
+        if not 1 <= count <= self._max_count:
+            raise ToolError(f"count must be between 1 and {self._max_count}, got {count}")
+        found = self._index.best(query, count)
+        if not found:
+            return "nothing found"
+        return "\n\n".join(f"[{rank}] {doc.title}\n{doc.text[: self._max_chars]}" for rank, (_, doc) in enumerate(found, start=1))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class PythonTool:
+    """The tool ``python``: {code} to what it prints. Every call is a new interpreter in an empty folder."""
+
+    name = "python"
+    description = "Run a Python program and get what it prints. Nothing is kept between calls; there is no network."
+    parameters = text_schema("code", "the program; print what you want to see")
+
+    def __init__(self, limits: PythonLimits | None = None, *, allow_network: bool = False, sandbox: str = "landlock") -> None:
+        """
+        Args:
+            allow_network: programs may use the network; all else is held back as without.
+            sandbox: the weakest protection that will do (`embodied_rl.sandbox.box`).
+
+        Raises:
+            UserError: this machine's protection is weaker.
+        """
+        self._limits, self._network = limits or PythonLimits(), allow_network
+        self._level = protection(sandbox, "agent.tool_options.python_sandbox")
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool.run`. A program that fails is a ToolError with its output and traceback."""
+        ended = run_program(argument(arguments, "code", str), self._limits, self._level, network=self._network)
+        status, output = ended.status, ended.output
+        if ended.timed_out:
+            raise ToolError(f"the program did not end within {self._limits.timeout_s:g} s and was stopped\n{output}".rstrip())
+        if ended.stopped:
+            raise ToolError(f"the program was stopped: {ended.stopped}\n{output}".rstrip())
+        if status != 0:
+            how = f"was killed by {signal.Signals(status - 128).name}" if status > 128 else f"ended with status {status}"
+            raise ToolError(f"the program {how}\n{output}".rstrip())
+        return output
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
+    """The tools `agent.tools` names, those of MCP servers among them; servers are started.
+
+    Raises:
+        UserError: the corpus cannot be read, the python tool cannot be held as `python_sandbox` asks, or a server does not start.
+    """
+    tools: list[Tool] = []
+    try:
+        for name in names:
+            tools += _make(name, options)
+    except BaseException:
+        for tool in tools:
+            tool.close()
+        raise
+    return tools
+
+
+def _make(name: str, options: ToolsConfig) -> list[Tool]:
+    if name == "calculator":
+        return [Calculator()]
+    if name == "search":
+        assert options.corpus is not None, "the configuration was checked"
+        return [Search(Bm25(read_corpus(Path(options.corpus).expanduser())))]
+    if name == "python":
+        limits = PythonLimits(timeout_s=options.python_timeout_s, memory_mb=options.python_memory_mb)
+        return [PythonTool(limits, allow_network=options.python_network, sandbox=options.python_sandbox)]
+    assert name == "mcp", "the configuration was checked"
+    from embodied_rl.agents.tools.mcp import McpServer
+
+    found: list[Tool] = []
+    try:
+        for server in options.mcp:
+            found += McpServer(server["command"], env=server.get("env"), timeout_s=float(server.get("timeout_s", 30.0))).tools
+    except BaseException:
+        for tool in found:
+            tool.close()
+        raise
+    return found

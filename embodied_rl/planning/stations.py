@@ -1,0 +1,389 @@
+"""Iterations as simulations: a clock of events with stations that serve jobs, rollouts in lockstep, and whole episodes.
+
+Rollouts of a fixed number of decisions: stages of slots that go round between simulators and the policy, and what follows them.
+
+Pure arithmetic over arrays; R repetitions at once. A stage is stepped as a whole, then acted for as a whole. With constant times s and g of
+one stage, T rounds of K stages take T·(s + g) for K = 1, T·K·(s + g) where both sides share a device, and for K = 2
+2·T·max(s, g) + min(s, g).
+
+Whole episodes of very different length: slots, simulators, the policy's devices and the trainer as stations of a simulation.
+
+```
+ slot: ── admitted ─▶ [cores] step ─▶ [devices] act ─▶ … L times … ─▶ finished ─┐        at most (S + 1) · groups per batch are held
+                                                                            group complete ─▶ ready ─▶ [train] ─▶ published
+```
+The bound on staleness is the group queue's: a place is held from a group's admission until the weights that its batch was trained into are
+published, and a batch is only taken when all that is older can still be consumed in time (the rule ``bounded`` of `GroupQueue`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embodied_rl.config.placement import BatchTimeConfig, SpreadConfig
+
+
+class EventClock:
+    """Simulated seconds; callbacks run in the order of their times, equal times in the order they were asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def after(self, delay_s: float, callback: Callable[..., None], *arguments: object) -> None:
+        """Call `callback` in `delay_s` >= 0 seconds."""
+        self._count += 1
+        heapq.heappush(self._events, (self.now_s + delay_s, self._count, callback, arguments))
+
+    def run(self, until: Callable[[], bool]) -> bool:
+        """Let time pass until `until()` holds after an event; False when there was nothing left to happen before that."""
+        while not until():
+            if not self._events:
+                return False
+            self.now_s, _, callback, arguments = heapq.heappop(self._events)
+            callback(*arguments)
+        return True
+
+
+class Station:
+    """Servers that take waiting jobs in the order they came: one at a time, or all that wait, evenly over the idle servers.
+
+    `num_servers` may change while it runs: a server that is to leave finishes its batch first.
+    """
+
+    def __init__(
+        self,
+        clock: EventClock,
+        num_servers: int,
+        seconds: Callable[[Sequence[Any]], float],
+        done: Callable[[Any], None],
+        *,
+        batches: bool = False,
+        most: int | None = None,
+    ) -> None:
+        """
+        Args:
+            seconds: of a batch of jobs (of length 1 without `batches`).
+            done: called with each job when its batch is served.
+            batches: an idle server takes its share of all that waits.
+            most: jobs of one batch; None: no limit.
+        """
+        self._clock, self._seconds, self._done = clock, seconds, done
+        self._batches, self._most = batches, most
+        self.num_servers = num_servers
+        self.num_busy = 0
+        self.busy_s = 0.0
+        """Server-seconds that were worked, counted when a batch begins."""
+        self._waiting: deque[Any] = deque()
+        self._starting = False
+        self._left: Callable[[], None] | None = None
+
+    def put(self, job: object) -> None:
+        """Let a job wait for a server."""
+        self._waiting.append(job)
+        if not self._starting and self.num_busy < self.num_servers:
+            # Those that come at the same moment belong into the same batch.
+            self._starting = True
+            self._clock.after(0.0, self._start)
+
+    def resize(self, num_servers: int, left: Callable[[], None] | None = None) -> None:
+        """Have so many servers from now on; `left` is called (once) when those that are to leave have finished their batches."""
+        self.num_servers, self._left = num_servers, left
+        self._tell_left()
+        if self._waiting and not self._starting and self.num_busy < num_servers:
+            self._starting = True
+            self._clock.after(0.0, self._start)
+
+    def _start(self) -> None:
+        self._starting = False
+        while self._waiting and self.num_busy < self.num_servers:
+            idle = self.num_servers - self.num_busy
+            count = -(-len(self._waiting) // idle) if self._batches else 1
+            count = count if self._most is None else min(count, self._most)
+            batch = [self._waiting.popleft() for _ in range(count)]
+            seconds = self._seconds(batch)
+            self.num_busy += 1
+            self.busy_s += seconds
+            self._clock.after(seconds, self._finish, batch)
+
+    def _finish(self, batch: Sequence[Any]) -> None:
+        self.num_busy -= 1
+        for job in batch:
+            self._done(job)
+        self._tell_left()
+        if self._waiting and not self._starting and self.num_busy < self.num_servers:
+            self._starting = True
+            self._clock.after(0.0, self._start)
+
+    def _tell_left(self) -> None:
+        if self._left is not None and self.num_busy <= self.num_servers:
+            left, self._left = self._left, None
+            self._clock.after(0.0, left)
+
+
+@dataclass(frozen=True)
+class RolloutTimes:
+    """Seconds of R repetitions of one group's rollout."""
+
+    seconds: np.ndarray
+    """[R] from the first step's begin to the last action's end."""
+    env_busy_s: np.ndarray
+    """[R] in which simulators worked."""
+    act_busy_s: np.ndarray
+    """[R] in which the policy acted."""
+
+
+def pipelined_rollout(step_s: np.ndarray, act_s: np.ndarray, *, shared: bool) -> RolloutTimes:
+    """T rounds of K stages, served in turns.
+
+    Args:
+        step_s: [R, T, K] seconds of simulating a stage.
+        act_s: [R, T, K] seconds of acting for it.
+        shared: both on the same device: nothing overlaps.
+    """
+    num_repetitions, num_rounds, num_stages = step_s.shape
+    env_free = np.zeros(num_repetitions)
+    act_free = np.zeros(num_repetitions)
+    ready = np.zeros((num_stages, num_repetitions))
+    for t in range(num_rounds):
+        for k in range(num_stages):
+            env_free = np.maximum(ready[k], env_free if not shared else np.maximum(env_free, act_free)) + step_s[:, t, k]
+            act_free = np.maximum(env_free, act_free) + act_s[:, t, k]
+            ready[k] = act_free
+    return RolloutTimes(act_free, step_s.sum((1, 2)), act_s.sum((1, 2)))
+
+
+def stage_steps(
+    rng: np.random.Generator, shape: tuple[int, int, int], rows: int, servers: float, median_s: float, sigma: float
+) -> np.ndarray:
+    """[R, T, K] seconds until all `rows` environments of a stage have stepped, dealt in blocks to `servers` cores.
+
+    With fewer than one core (a core that several groups share), a step takes that much longer.
+    """
+    cores = max(1, min(rows, math.floor(servers)))
+    slower = 1.0 if servers >= 1 else 1.0 / servers
+    if sigma == 0:
+        return np.full(shape, median_s * slower * -(-rows // cores))
+    per_core = -(-rows // cores)
+    drawn = np.exp(rng.normal(math.log(median_s), sigma, (*shape, cores, per_core)))
+    # The last cores may have one environment less than the others.
+    missing = cores * per_core - rows
+    if missing:
+        drawn[..., cores - missing :, -1] = 0.0
+    return drawn.sum(-1).max(-1) * slower
+
+
+def iterations(rollout_s: np.ndarray, train_s: float, publish_s: float, max_staleness: int, *, overlap: bool) -> np.ndarray:
+    """[N] seconds at which iteration n's weights are published.
+
+    Args:
+        rollout_s: [N] of each iteration's rollout.
+        overlap: generation and training have separate devices: rollout n begins when it has a place, that is when version n − S is
+            out (S = `max_staleness`), and training when its rollout and the update before are done.
+    """
+    published = np.zeros(len(rollout_s))
+    collected = 0.0
+    for n, seconds in enumerate(rollout_s):
+        before = published[n - 1] if n else 0.0
+        if overlap:
+            place = published[n - 1 - max_staleness] if n - 1 - max_staleness >= 0 else 0.0
+            collected = max(collected, place) + seconds
+        else:
+            collected = before + seconds
+        published[n] = max(collected, before) + train_s + publish_s
+    return published
+
+
+def slowest_of(values: np.ndarray, count: int) -> float:
+    """Expected largest of `count` independent draws of what `values` are a sample of.
+
+    Blom's approximation for normal variables, mean + std · Φ⁻¹((count − 0.375) / (count + 0.25)): groups that are alike are simulated a
+    few times, however many there are.
+    """
+    if count <= 1 or len(values) == 1:
+        return float(values.mean())
+    from statistics import NormalDist
+
+    return float(values.mean() + values.std(ddof=1) * NormalDist().inv_cdf((count - 0.375) / (count + 0.25)))
+
+
+@dataclass(frozen=True)
+class EpisodeRun:
+    """A cell of a cluster: some slots, cores and devices, and the share of each batch that they collect."""
+
+    num_slots: int
+    num_cores: float
+    """Below 1: a core is shared with other cells."""
+    num_devices: int
+    """Copies of the policy."""
+    devices_while_training: int
+    """Of them: all where training is apart, none where it takes turns, some where they are multiplexed."""
+    groups_per_batch: int
+    group_size: int
+    length: SpreadConfig
+    step: SpreadConfig
+    act: BatchTimeConfig
+    train_s: Callable[[int], float]
+    """Seconds of training on so many decisions of this cell, with everything that keeps the trainer."""
+    publish_s: float
+    """Generation stands still so long for new weights."""
+    switch_s: float = 0.0
+    """What a device that changes sides is lost for, there and back."""
+    max_staleness: int = 0
+    most_rows: int | None = None
+
+
+@dataclass
+class EpisodeOutcome:
+    """What came of a simulated cell."""
+
+    published_s: list[float] = field(default_factory=list)
+    """When each version was out."""
+    decisions: list[int] = field(default_factory=list)
+    """Of each batch."""
+    ages: dict[int, int] = field(default_factory=dict)
+    """{versions between admission and training: groups}"""
+    env_busy_s: float = 0.0
+    """Core-seconds."""
+    act_busy_s: float = 0.0
+    """Device-seconds."""
+    train_busy_s: float = 0.0
+
+
+@dataclass
+class _Group:
+    number: int
+    version: int
+    left: int
+    decisions: int = 0
+
+
+class EpisodeSimulation:
+    """Runs one cell for a number of versions."""
+
+    def __init__(self, run: EpisodeRun, rng: np.random.Generator) -> None:
+        self.run, self._rng = run, rng
+        self.outcome = EpisodeOutcome()
+        self.clock = EventClock()
+        self._slower = 1.0 if run.num_cores >= 1 else 1.0 / run.num_cores
+        cores = max(1, min(run.num_slots, math.floor(run.num_cores)))
+        self.cores = Station(self.clock, cores, self._step_s, self._stepped)
+        self.devices = Station(self.clock, run.num_devices, self._act_s, self._acted, batches=True, most=run.most_rows)
+        self._idle_slots = run.num_slots
+        self._waiting_members: list[_Group] = []
+        self._unfinished: dict[int, _Group] = {}
+        self._ready: list[_Group] = []
+        self._training: list[_Group] = []
+        self._next_number = 0
+        self._version = self._decisions = 0
+
+    def simulate(self, num_versions: int) -> EpisodeOutcome:
+        """Let the cell run until `num_versions` were published."""
+        self._admit()
+        finished = self.clock.run(lambda: self._version >= num_versions)
+        assert finished, "nothing is left to happen and no batch is full: the model has deadlocked"
+        self.outcome.env_busy_s, self.outcome.act_busy_s = self.cores.busy_s, self.devices.busy_s
+        return self.outcome
+
+    # ---- slots ------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        run = self.run
+        while self._idle_slots:
+            if not self._waiting_members:
+                held = len(self._unfinished) + len(self._ready) + len(self._training)
+                if held >= (run.max_staleness + 1) * run.groups_per_batch:
+                    return
+                group = _Group(self._next_number, self._version, run.group_size)
+                self._next_number += 1
+                self._unfinished[group.number] = group
+                self._waiting_members = [group] * run.group_size
+            group = self._waiting_members.pop()
+            self._idle_slots -= 1
+            length = max(1, round(_draw(self._rng, run.length)))
+            group.decisions += length
+            self.cores.put((group, length))
+
+    def _step_s(self, batch: Sequence[object]) -> float:
+        return _draw(self._rng, self.run.step) * self._slower
+
+    def _stepped(self, job: tuple[_Group, int]) -> None:
+        self.devices.put(job)
+
+    def _act_s(self, batch: Sequence[object]) -> float:
+        return self.run.act.of(len(batch))
+
+    def _acted(self, job: tuple[_Group, int]) -> None:
+        group, left = job
+        if left > 1:
+            self.cores.put((group, left - 1))
+            return
+        self._idle_slots += 1
+        group.left -= 1
+        if group.left == 0:
+            self._ready.append(self._unfinished.pop(group.number))
+            self._train_when_full()
+        self._admit()
+
+    # ---- trainer ----------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> list[_Group] | None:
+        """The oldest ready groups, when taking them leaves nothing that must grow too old."""
+        run, version = self.run, self._version
+        if len(self._ready) < run.groups_per_batch:
+            return None
+        self._ready.sort(key=lambda group: (group.version, group.number))
+        chosen, kept = self._ready[: run.groups_per_batch], self._ready[run.groups_per_batch :]
+        rest = [group.version for group in (*kept, *self._unfinished.values())]
+        for later in range(run.max_staleness + 1):
+            # Of what is left, later batches can consume so many before it is too old.
+            if sum(v <= version - run.max_staleness + later for v in rest) > later * run.groups_per_batch:
+                return None
+        return chosen
+
+    def _train_when_full(self) -> None:
+        if self._training or (chosen := self._choose()) is None:
+            return
+        run = self.run
+        self._training = chosen
+        numbers = {group.number for group in chosen}
+        self._ready = [group for group in self._ready if group.number not in numbers]
+        decisions = sum(group.decisions for group in chosen)
+        self.outcome.decisions.append(decisions)
+        for group in chosen:
+            age = self._version - group.version
+            self.outcome.ages[age] = self.outcome.ages.get(age, 0) + 1
+        self._decisions = decisions
+        self.devices.resize(run.devices_while_training, self._train)
+
+    def _train(self) -> None:
+        """The devices that training needs are free."""
+        run = self.run
+        seconds = run.train_s(self._decisions)
+        self.outcome.train_busy_s += seconds
+        changing = run.switch_s if run.devices_while_training < run.num_devices else 0.0
+        self.clock.after(seconds + changing, self._trained)
+
+    def _trained(self) -> None:
+        self.devices.resize(0, lambda: self.clock.after(self.run.publish_s, self._published))
+
+    def _published(self) -> None:
+        self._version += 1
+        self.outcome.published_s.append(self.clock.now_s)
+        self._training = []
+        self.devices.resize(self.run.num_devices)
+        self._admit()
+        self._train_when_full()
+
+
+def _draw(rng: np.random.Generator, spread: SpreadConfig) -> float:
+    value = spread.median if spread.sigma == 0 else spread.median * math.exp(spread.sigma * rng.standard_normal())
+    return value if spread.most is None else min(value, spread.most)
