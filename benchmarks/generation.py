@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from tables import provenance, text_table
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.language import build_language_policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodied_rl.evaluation.comparison import compare
+from embodied_rl.evaluation.output import compare
 from embodied_rl.types import EpisodeSummary
 from tests.sample_run import make_episodes
 

@@ -18,7 +18,7 @@ WRITERS = """
 import sys
 from pathlib import Path
 import torch
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.learning.sharded_checkpoint import save_sharded
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.openvla.checkpoint import save_state

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.commands.cli import Argument, Command
-from embodied_rl.config.compose import check_overrides, compose_config, load_train_config
-from embodied_rl.config.overrides import hydra_words, parsed
+from embodied_rl.config.compose import check_overrides, compose_config, hydra_words, load_train_config, parsed
 from embodied_rl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,7 +28,7 @@ from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.build import build_policy, custom_class
 from embodied_rl.registry import Registry, installed_targets
 from embodied_rl.train import train
-from embodied_rl.trust.named import named_code, registered_code
+from embodied_rl.trust import named_code, registered_code
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.short_run import QUICK, one_line_error, train_shortly
 

@@ -13,7 +13,7 @@ import yaml
 from embodied_rl.commands.plan import cluster_of, main, workload_of
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import group_names
-from embodied_rl.config.placement import ClusterConfig, PlacementConfig, WorkloadConfig
+from embodied_rl.config.hybrid import ClusterConfig, PlacementConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, resolve
 from embodied_rl.planning.measuring import fit_line, fit_spread, measure

@@ -9,6 +9,7 @@ from embodied_rl.checkpoint.folder import (
     SHARDED_FOLDER,
     STATE_FILE,
     Checkpoint,
+    CheckpointWriter,
     adopt_checkpoint,
     base_of,
     checkpoint_name,
@@ -19,7 +20,6 @@ from embodied_rl.checkpoint.folder import (
     save_checkpoint,
 )
 from embodied_rl.checkpoint.tensors import MODEL_FOLDER, POLICY_FILE, Exported
-from embodied_rl.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "CARD_FILE",

@@ -16,7 +16,7 @@ from embodied_rl.progress import wrapped_lines
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from embodied_rl.config.placement import ClusterConfig, WorkloadConfig
+    from embodied_rl.config.hybrid import ClusterConfig, WorkloadConfig
     from embodied_rl.hybrid.placement import Cluster
     from embodied_rl.planning.measuring import Measurement
     from embodied_rl.planning.model import Plan
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
-    from embodied_rl.config.placement import PlacementConfig
+    from embodied_rl.config.hybrid import PlacementConfig
     from embodied_rl.files import write_atomic
     from embodied_rl.hybrid.placement import Cluster
     from embodied_rl.planning.model import candidates, plan
@@ -100,7 +100,7 @@ def _main(argv: Sequence[str]) -> None:
 
 def cluster_of(name: str) -> ClusterConfig:
     """A file, a name of configs/cluster, or ``here``. Raises UserError with the nearest name."""
-    from embodied_rl.config.placement import ClusterConfig, load_yaml
+    from embodied_rl.config.hybrid import ClusterConfig, load_yaml
 
     if name == "here":
         from embodied_rl.planning.measuring import this_machine
@@ -112,7 +112,7 @@ def cluster_of(name: str) -> ClusterConfig:
 
 def workload_of(name: str, overrides: Mapping[str, Any]) -> WorkloadConfig:
     """A file or a name of configs/workload, with overrides. Raises UserError with the nearest name."""
-    from embodied_rl.config.placement import WorkloadConfig, load_yaml
+    from embodied_rl.config.hybrid import WorkloadConfig, load_yaml
 
     path = _find("workload", name)
     return WorkloadConfig.from_dict(_merged({"name": path.stem, **load_yaml(path, "workload")}, overrides))
@@ -150,7 +150,7 @@ def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
 def _changed(workload: WorkloadConfig, overrides: Mapping[str, Any]) -> WorkloadConfig:
     import dataclasses
 
-    from embodied_rl.config.placement import WorkloadConfig
+    from embodied_rl.config.hybrid import WorkloadConfig
 
     return WorkloadConfig.from_dict(_merged(dataclasses.asdict(workload), overrides))
 

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from embodied_rl.config import SimConfig
     from embodied_rl.episodes.recorded import RecordedEpisode
     from embodied_rl.episodes.recording import Recording
-    from embodied_rl.media.composition import Pictures, Row
-    from embodied_rl.media.episodes import FilmedEpisode
+    from embodied_rl.media.episodes import FilmedEpisode, Selection
+    from embodied_rl.media.overlays import Pictures, Row
     from embodied_rl.media.playing import Actor
-    from embodied_rl.media.selection import Selection
     from embodied_rl.sim.faults import SimFault
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, SimSpec
@@ -153,7 +152,7 @@ def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[R
 
 def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film) -> tuple[SimSpec, list[Row]]:
     from embodied_rl.errors import UserError
-    from embodied_rl.media.selection import Selection
+    from embodied_rl.media.episodes import Selection
     from embodied_rl.sim.film import filmed
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
@@ -219,7 +218,7 @@ def _actor(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvMana
 def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[FilmedEpisode]], spec: SimSpec) -> list[Row]:
     """Each policy's episodes, named with what they came to."""
     from embodied_rl.evaluation.output import labels
-    from embodied_rl.media.composition import Row
+    from embodied_rl.media.overlays import Row
 
     rows = []
     for label, episodes in zip(labels(players), shown, strict=True):
@@ -265,7 +264,7 @@ def film_recording(
     """
     from embodied_rl.commands.replay import sim_of
     from embodied_rl.errors import UserError
-    from embodied_rl.media.composition import Row
+    from embodied_rl.media.overlays import Row
     from embodied_rl.media.recorded import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
 
     if len(recording) == 0:
@@ -329,8 +328,7 @@ def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: 
 
 
 def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[str]) -> Pictures:
-    from embodied_rl.media.composition import Pictures
-    from embodied_rl.media.overlays import Overlays, parse_overlays
+    from embodied_rl.media.overlays import Overlays, Pictures, parse_overlays
 
     overlays = Overlays(parse_overlays(film.overlay), spec.action, tuple(cameras))
     return Pictures(rows, overlays, reports_success=spec.reports_success)

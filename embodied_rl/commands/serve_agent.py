@@ -57,7 +57,7 @@ def _main(argv: Sequence[str]) -> None:
 
 def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
     """(the proxy that the arguments describe, listening; its token where that is new). Raises UserError."""
-    from embodied_rl.config.language import LanguageConfig
+    from embodied_rl.config.policy import LanguageConfig
     from embodied_rl.generation.torch_tokens import TorchTokens
     from embodied_rl.policies.language import build_language_policy
     from embodied_rl.serving.agents.app import TOKEN_VARIABLE, AgentProxy, ProxyOptions

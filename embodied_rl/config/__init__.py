@@ -7,26 +7,55 @@ impossible combination is one `UserError` line with the choices. Derived quantit
 from __future__ import annotations
 
 from embodied_rl.config.agent import AgentConfig, ToolsConfig, WarmStartConfig
-from embodied_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, GroupsConfig, InitializedConfig, KlConfig, RewardConfig
-from embodied_rl.config.domains import DomainConfig, PlayerConfig
+from embodied_rl.config.algorithm import (
+    AlgorithmConfig,
+    CloningConfig,
+    CorrectionConfig,
+    GroupsConfig,
+    InitializedConfig,
+    KlConfig,
+    OffPolicyConfig,
+    RecordedConfig,
+    RewardConfig,
+)
 from embodied_rl.config.files import config_file, config_folders, group_names, load_sim_config
-from embodied_rl.config.flow import FlowNetworkConfig, FlowOptions, FlowPolicyConfig, PI0Options, PI0PolicyConfig
-from embodied_rl.config.hybrid import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, RewardWorkerConfig, ShardingConfig
-from embodied_rl.config.language import LanguageConfig, TinyModelConfig
-from embodied_rl.config.placement import PlacementConfig
-from embodied_rl.config.policy import AnyPolicyConfig, CustomPolicyConfig, PolicyConfig
-from embodied_rl.config.recorded import CloningConfig, OffPolicyConfig, RecordedConfig
+from embodied_rl.config.hybrid import (
+    HybridConfig,
+    PlacementConfig,
+    RayConfig,
+    RayCpusConfig,
+    RayGpusConfig,
+    RewardWorkerConfig,
+    ShardingConfig,
+)
+from embodied_rl.config.policy import (
+    AnyPolicyConfig,
+    CustomPolicyConfig,
+    FlowNetworkConfig,
+    FlowOptions,
+    FlowPolicyConfig,
+    LanguageConfig,
+    OpenVLAOFTPolicyConfig,
+    OpenVLAPolicyConfig,
+    PI0Options,
+    PI0PolicyConfig,
+    PolicyConfig,
+    TinyModelConfig,
+    TinyVLAConfig,
+    VLAOptions,
+)
 from embodied_rl.config.run import (
     CheckpointConfig,
+    DomainConfig,
     EvaluationConfig,
     GenerationConfig,
     LoggerConfig,
+    PlayerConfig,
     RecordConfig,
+    SimConfig,
     TrainConfig,
     VideoConfig,
 )
-from embodied_rl.config.sim import SimConfig
-from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig, VLAOptions
 
 __all__ = [
     "AgentConfig",

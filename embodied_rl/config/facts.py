@@ -11,13 +11,16 @@ from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.composition import OF_ROLLOUTS, compose
 from embodied_rl.algorithms.loss_table import LossInfo
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig
-from embodied_rl.config.domains import DomainConfig
-from embodied_rl.config.flow import PI0PolicyConfig
 from embodied_rl.config.hybrid import HybridConfig
-from embodied_rl.config.policy import AnyPolicyConfig, PolicyConfig
-from embodied_rl.config.run import TrainConfig
-from embodied_rl.config.sim import SimConfig
-from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig, TinyVLAConfig
+from embodied_rl.config.policy import (
+    AnyPolicyConfig,
+    OpenVLAOFTPolicyConfig,
+    OpenVLAPolicyConfig,
+    PI0PolicyConfig,
+    PolicyConfig,
+    TinyVLAConfig,
+)
+from embodied_rl.config.run import DomainConfig, SimConfig, TrainConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.hybrid.placement import Cluster, Placement
 from embodied_rl.hybrid.placement import resolve as placed

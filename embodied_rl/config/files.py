@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodied_rl.config.building import build
-from embodied_rl.config.sim import SimConfig
+from embodied_rl.config.run import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
 
 

@@ -15,13 +15,17 @@ from typing import Any
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config.algorithm import GroupsConfig, RewardConfig
-from embodied_rl.config.domains import DomainConfig
 from embodied_rl.config.facts import Run
-from embodied_rl.config.flow import FlowPolicyConfig, PI0PolicyConfig
-from embodied_rl.config.language import LanguageConfig
-from embodied_rl.config.policy import CustomPolicyConfig, PolicyConfig
-from embodied_rl.config.run import TrainConfig
-from embodied_rl.config.vla import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
+from embodied_rl.config.policy import (
+    CustomPolicyConfig,
+    FlowPolicyConfig,
+    LanguageConfig,
+    OpenVLAOFTPolicyConfig,
+    OpenVLAPolicyConfig,
+    PI0PolicyConfig,
+    PolicyConfig,
+)
+from embodied_rl.config.run import DomainConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.methods.demonstrations import expert_of, training_sim

@@ -1,37 +1,178 @@
-"""Everything of one run, and the groups that are too small for a file of their own."""
+"""Everything of one run: its simulator, its domains and players, and the groups that are too small for a file of their own."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from embodied_rl.bounds import (
     Bounds,
     Episodes,
+    Fraction,
     FramesPerSecond,
     HeldOutSeed,
+    Megabytes,
     Pixels,
     Positive,
     PositiveShare,
     PositiveTemperature,
+    Processes,
+    Retries,
     Score,
+    Seconds,
     Seed,
     Share,
     Size,
     Slots,
     Steps,
+    Temperature,
 )
 from embodied_rl.config.agent import AgentConfig
 from embodied_rl.config.algorithm import AlgorithmConfig
 from embodied_rl.config.building import Config, build, require
-from embodied_rl.config.domains import DomainConfig, PlayerConfig, merged
 from embodied_rl.config.hybrid import HybridConfig
-from embodied_rl.config.language import LanguageConfig
-from embodied_rl.config.policy import AnyPolicyConfig
-from embodied_rl.config.sim import SimConfig
+from embodied_rl.config.policy import AnyPolicyConfig, LanguageConfig
 from embodied_rl.errors import UserError, did_you_mean, shown
 from embodied_rl.registry import installed_targets
+
+
+@dataclass(frozen=True)
+class SimConfig(Config, place="sim"):
+    """One simulator task and how its processes run."""
+
+    name: str
+    """Of the simulator, as its file in configs/sim is called."""
+    target: str
+    """``package.module:Attribute`` of a SimEnv, gymnasium.Env or VectorEnv factory."""
+    task: str | None = None
+    """The simulator's name of the task; null: the target has one task."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the target."""
+    extra: str | None = None
+    """Which extra of the package brings the simulator."""
+    num_slots: Slots = 16
+    """Environments that are stepped side by side."""
+    num_workers: Processes | Literal["auto"] | None = "auto"
+    """Processes; auto: as many as were the fastest when training with this simulator first began on this machine, as many as there are
+    cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""
+    placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
+    """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours,
+    none elsewhere."""
+    pipeline_groups: Slots = 2
+    """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another."""
+    max_episode_steps: Annotated[int, Bounds(1, 1_000_000_000)] | None = None
+    """Truncate after this many steps; null: what the simulator says."""
+    success_ends_episode: bool = False
+    """End an episode (as truncated) at its first success."""
+    step_timeout_s: Seconds = 60.0
+    """A worker that does nothing for so long while it should step is replaced."""
+    start_timeout_s: Seconds = 180.0
+    """The same for building and restoring."""
+    reset_timeout_s: Seconds | None = None
+    """The same for a reset of all slots; null: ten times the longest so far, or before the first of what building took; at least
+    20 s (60 s until every worker has reset once) and at most sim.start_timeout_s."""
+    on_fault: Literal["restore", "restart", "stop"] = "restore"
+    """When a worker fails: take its episodes up where they were (restore), begin new ones (restart), or end the run (stop)."""
+    non_finite: Literal["stop", "recover"] = "stop"
+    """NaN or infinity from a simulator: end the run and dump what led to it, or treat it as any other fault."""
+    max_restarts: Retries = 5
+    """End the run when a worker fails more often than this in a row."""
+    memory_limit_mb: Megabytes | None = None
+    """Resident size of one worker beyond which it is replaced; null: no limit."""
+    spare_workers: Annotated[int, Bounds(0, 65_536)] = 0
+    """Workers built ahead, which take a failed one's place at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        workers, slots = self.fixed_workers, self.num_slots
+        require(workers is None or workers <= slots, "sim.num_workers", f"<= sim.num_slots ({slots})", workers)
+        require(self.pipeline_groups <= slots, "sim.pipeline_groups", f"<= sim.num_slots ({slots})", self.pipeline_groups)
+
+    @property
+    def fixed_workers(self) -> int | None:
+        """`num_workers` where it is a number; None where the machine decides."""
+        return self.num_workers if isinstance(self.num_workers, int) else None
+
+
+CREDIT_KEYS = ("advantage", "advantage_options", "gamma", "gae_lambda", "reward", "warm_start")
+"""The keys of `algorithm` that a domain sharing the run's policy may override: how its episodes are valued, and whom it clones first."""
+
+
+@dataclass(frozen=True)
+class DomainConfig(Config, place="domains.…"):
+    """One domain of a run with several: what is played there, how often, and what is different from the run's own settings."""
+
+    sim: SimConfig
+    """Its simulator: ``/sim@domains.NAME.sim: frozenlake`` in an experiment's defaults."""
+    weight: Positive = 1.0
+    """Its share of the groups, against the other domains'."""
+    policy: AnyPolicyConfig | None = None
+    """Its own policy, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
+    agent: dict[str, Any] = field(default_factory=dict)
+    """In place of the run's `agent`."""
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    """In place of the run's `algorithm`; of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda,
+    reward and warm_start. Groups are the run's."""
+    backend: Literal["tokens_torch", "vllm"] | None = None
+    """Where its tokens are sampled; null: the run's generation.backend."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("groups" not in self.algorithm, "domains.….algorithm", "without groups: all domains share the run's", "groups")
+        if self.policy is None:
+            unknown = sorted(set(self.algorithm) - set(CREDIT_KEYS))
+            rule = f"some of {', '.join(CREDIT_KEYS)} in a domain that shares the run's policy"
+            require(not unknown, "domains.….algorithm", rule, unknown)
+
+
+@dataclass(frozen=True)
+class PlayerConfig(Config, place="generation.mix.…"):
+    """Another player of a share of the groups: the same policy on another backend, or a baseline (another model, random actions)."""
+
+    share: Fraction
+    """Of the groups of each domain."""
+    backend: Literal["tokens_torch", "vllm", "openai", "random"] = "openai"
+    """tokens_torch, vllm: the run's policy. openai: a server at `base_url`; random: any of agent.actions. The two are not learned from."""
+    train: bool = True
+    """Learn from its episodes too (tokens_torch, vllm)."""
+    domains: tuple[str, ...] = ()
+    """Where it plays; empty: in all domains of text."""
+    num_slots: Slots = 8
+    """Its own simulators, in each domain."""
+    temperature: Temperature | None = None
+    """null: agent.temperature."""
+    base_url: str | None = None
+    """openai: with the version, ``http://127.0.0.1:8000/v1``."""
+    model: str | None = None
+    """openai: the server's name of the model."""
+    api: Literal["chat", "completions"] = "chat"
+    """openai: chat sends messages, for the server's own chat template; completions the prompt's text."""
+    api_key_env: str | None = None
+    """openai: name of the environment variable that holds the key."""
+    timeout_s: Seconds = 60.0
+    """openai: of one attempt."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend == "openai":
+            require(self.base_url is not None, "generation.mix.….base_url", "given for backend=openai", self.base_url)
+            require(self.model is not None, "generation.mix.….model", "given for backend=openai", self.model)
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether it is the run's own policy."""
+        return self.backend in ("tokens_torch", "vllm")
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` in place of its values, mapping within mapping."""
+    result = dict(base)
+    for key, value in changes.items():
+        own = result.get(key)
+        result[key] = merged(own, value) if isinstance(own, Mapping) and isinstance(value, Mapping) else value
+    return result
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What ``embodied_rl.evaluate`` shows and writes: tables, JSON with provenance, a CSV of every episode."""
+"""What ``embodied_rl.evaluate`` shows and writes: tables, JSON, a CSV of every episode, and two policies compared on the same seeds."""
 
 from __future__ import annotations
 
@@ -6,21 +6,102 @@ import csv
 import dataclasses
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from embodied_rl.checkpoint import Checkpoint
-from embodied_rl.evaluation.comparison import Comparison, RateComparison, compare
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
-from embodied_rl.statistics import holm
+from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
+from embodied_rl.types import EpisodeSummary
 from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from embodied_rl.config import SimConfig, TrainConfig
-    from embodied_rl.types import EpisodeSummary, SimSpec
+    from embodied_rl.types import SimSpec
+
+
+@dataclass(frozen=True)
+class RateComparison:
+    """Success of pairs of episodes of the same seed."""
+
+    both: int
+    only_policy: int
+    """Seeds at which the policy succeeded and the other one did not."""
+    only_against: int
+    neither: int
+    difference: float
+    """Success rate of the policy minus that of the other one."""
+    interval: tuple[float, float]
+    """Of the difference, 95%: Newcombe's for paired rates."""
+    p_value: float
+    """Of equal rates: McNemar, exact, two-sided."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A policy against another one, seed by seed."""
+
+    num_pairs: int
+    num_unpaired: int
+    """Seeds that only one of them finished (its simulator failed with the other one); they count nowhere here."""
+    success: RateComparison | None
+    """At any step; None where the task has no notion of success."""
+    success_at_end: RateComparison | None
+    return_difference: float
+    """Mean return of the policy minus that of the other one."""
+    return_interval: tuple[float, float]
+    """Of that mean, 95%: percentile bootstrap over seeds."""
+    return_p_value: float
+    """Of equal means: paired permutation test, two-sided."""
+    length_difference: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
+
+
+def compare(episodes: Sequence[EpisodeSummary], against: Sequence[EpisodeSummary], *, reports_success: bool) -> Comparison:
+    """Pair the episodes of two evaluations by seed; differences are `episodes` minus `against`.
+
+    Raises:
+        ValueError: no seed is in both.
+    """
+    first, second = ({episode.seed: episode for episode in played} for played in (episodes, against))
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
+        raise ValueError("the two evaluations have no seed in common")
+    pairs = [(first[seed], second[seed]) for seed in shared]
+    returns = np.array([ours.episode_return - theirs.episode_return for ours, theirs in pairs], np.float64)
+    return Comparison(
+        num_pairs=len(pairs),
+        num_unpaired=len(first.keys() ^ second.keys()),
+        success=_rates([(ours.success_once, theirs.success_once) for ours, theirs in pairs]) if reports_success else None,
+        success_at_end=_rates([(ours.success_at_end, theirs.success_at_end) for ours, theirs in pairs]) if reports_success else None,
+        return_difference=float(returns.mean()),
+        return_interval=bootstrap_mean_interval(returns),
+        return_p_value=sign_flip_p_value(returns),
+        length_difference=float(np.mean([ours.length - theirs.length for ours, theirs in pairs])),
+    )
+
+
+def _rates(pairs: Sequence[tuple[bool, bool]]) -> RateComparison:
+    both, neither = sum(a and b for a, b in pairs), sum(not a and not b for a, b in pairs)
+    only_policy, only_against = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+    return RateComparison(
+        both=both,
+        only_policy=only_policy,
+        only_against=only_against,
+        neither=neither,
+        difference=(only_policy - only_against) / len(pairs),
+        interval=paired_rate_interval(both, only_against, only_policy, neither),
+        p_value=mcnemar_p_value(only_policy, only_against),
+    )
+
 
 Player = tuple[Checkpoint, str]
 """(checkpoint, "checkpoint" or "random")."""

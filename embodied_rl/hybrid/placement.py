@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from embodied_rl.config.placement import ClusterConfig, NodesConfig, PlacementConfig, PlacementKind
+from embodied_rl.config.hybrid import ClusterConfig, NodesConfig, PlacementConfig, PlacementKind
 from embodied_rl.errors import UserError, did_you_mean
 
 Role = Literal["env", "generation", "reward", "train"]

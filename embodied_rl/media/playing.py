@@ -11,8 +11,7 @@ from embodied_rl.agents.agent import Answer, Prompt
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.media.episodes import FilmedEpisode, Moment, Spoken, beside_each_other, thinned
-from embodied_rl.media.selection import Selection
+from embodied_rl.media.episodes import FilmedEpisode, Moment, Selection, Spoken, beside_each_other, thinned
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, StepBatch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.config.building import Config
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.media.selection import Selection
+from embodied_rl.media.episodes import Selection
 
 if TYPE_CHECKING:
     import numpy as np

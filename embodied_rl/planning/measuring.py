@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.config.placement import BatchTimeConfig, ClusterConfig, NodesConfig, PlacementConfig, SpreadConfig, WorkloadConfig
+from embodied_rl.config.hybrid import BatchTimeConfig, ClusterConfig, NodesConfig, PlacementConfig, SpreadConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.trainer import Trainer

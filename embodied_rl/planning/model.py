@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.config.placement import BatchTimeConfig, NodesConfig, PlacementConfig, PlacementKind, SpreadConfig, WorkloadConfig
+from embodied_rl.config.hybrid import BatchTimeConfig, NodesConfig, PlacementConfig, PlacementKind, SpreadConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, Device, Placement, resolve
 from embodied_rl.planning.stations import EpisodeRun, EpisodeSimulation, iterations, pipelined_rollout, slowest_of, stage_steps

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.config.placement import BatchTimeConfig, SpreadConfig
+from embodied_rl.config.hybrid import BatchTimeConfig, SpreadConfig
 
 
 class EventClock:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer

@@ -1,21 +1,23 @@
-"""One self-contained page of one run or several."""
+"""One self-contained page of one run or several, with its style and script; its content security policy forbids every other one."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from embodied_rl import __version__
 from embodied_rl.errors import UserError
 from embodied_rl.files import write_atomic
-from embodied_rl.reports.assets import script, style
-from embodied_rl.reports.curves import curve_charts
+from embodied_rl.paths import assets_dir
+from embodied_rl.reports.charts import card, text
 from embodied_rl.reports.run_data import RunData, load_run
 from embodied_rl.reports.sections import (
     MAX_EMBEDDED_BYTES,
     config_section,
+    curve_charts,
     dialogue_section,
     evaluation_section,
     failure_section,
@@ -23,10 +25,30 @@ from embodied_rl.reports.sections import (
     provenance_section,
     runs_table,
     tiles,
+    timeline_section,
     video_section,
 )
-from embodied_rl.reports.tables import card, text
-from embodied_rl.reports.timeline import timeline_section
+
+
+@cache
+def style() -> str:
+    """CSS. Raises UserError where the installation lacks the file."""
+    return _read("page.css")
+
+
+@cache
+def script() -> str:
+    """JavaScript: the switch between light and dark, and what is shown under the pointer."""
+    return _read("page.js")
+
+
+def _read(name: str) -> str:
+    path = assets_dir() / "report_page" / name
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"'{path}' is missing from this installation ({error.strerror}). Install embodied_rl again.") from error
+
 
 __all__ = ["MAX_EMBEDDED_BYTES", "REPORT_FILE", "write_report"]
 

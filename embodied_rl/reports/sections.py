@@ -1,28 +1,261 @@
-"""The parts of the page, each a function from runs to HTML; a part that has nothing to show is empty."""
+"""The parts of the page, learning curves and timeline among them, each from runs to HTML; one with nothing to show is empty."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from embodied_rl.reports.charts import scatter_chart
-from embodied_rl.reports.curves import differences, flat, grouped
-from embodied_rl.reports.run_data import RunData
-from embodied_rl.reports.tables import (
+import numpy as np
+
+from embodied_rl.loggers.meanings import SUCCESS_ENDS, meaning_of
+from embodied_rl.loggers.plot import choose_panels
+from embodied_rl.reports.charts import (
+    NUM_COLOURS,
+    Series,
     card,
     clock,
     details,
     facts,
     grid,
+    line_chart,
     number,
     number_range,
     percent,
     percent_range,
+    scatter_chart,
+    stacked_chart,
     text,
     tile,
 )
+from embodied_rl.reports.run_data import RunData
+
+GRID_POINTS = 200
+"""Steps at which the curves of several seeds are averaged."""
+_ALWAYS_PERCENT = ("episode/success", "eval/success")
+_ON_CHARTS_OF_THEIR_OWN = ("time/", "speed/wall_clock_s")
+_MAX_DIFFERENCES = 3
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seed."""
+
+    label: str
+    runs: Sequence[RunData]
+
+
+def grouped(runs: Sequence[RunData]) -> list[Group]:
+    """In the order of their first run; labelled by what the groups differ in."""
+    found: dict[str, list[RunData]] = {}
+    for run in runs:
+        found.setdefault(run.group, []).append(run)
+    members = list(found.values())
+    return [Group(label, own) for label, own in zip(_labels([own[0] for own in members]), members, strict=True)]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"algorithm.gamma": 0.99, …}"""
+    rows: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            rows |= flat(value, f"{prefix}{key}.")
+        else:
+            rows[f"{prefix}{key}"] = value
+    return rows
+
+
+def differences(runs: Sequence[RunData], *, without: Sequence[str] = ("run_dir", "resume", "logger", "video")) -> list[str]:
+    """Keys of the configuration that are not the same in all runs, ascending."""
+    rows = [flat({key: value for key, value in run.config.items() if key not in without}) for run in runs]
+    keys = sorted(set().union(*rows)) if rows else []
+    return [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
+
+
+def curve_charts(runs: Sequence[RunData]) -> str:
+    """Figures of the metrics that matter most, then all others, folded; what never changes is folded away too."""
+    groups = grouped(runs)
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names()))
+    panels = choose_panels(names)
+    shown = {metric for _, metrics in panels for metric in metrics}
+    others = sorted(name for name in names if name not in shown and not name.startswith(_ON_CHARTS_OF_THEIR_OWN))
+    flat_ones = [name for name in others if _is_flat(name, runs)]
+    flat_panels = [(title, metrics) for title, metrics in panels if all(_is_flat(name, runs) for name in metrics)]
+    ends = any(run.success_ends_episode for run in runs)
+    main = [_panel(title, metrics, groups, ends) for title, metrics in panels if (title, metrics) not in flat_panels]
+    rest = [_panel(name, [name], groups, ends) for name in others if name not in flat_ones]
+    flat_charts = [_panel(title, metrics, groups, ends) for title, metrics in [*flat_panels, *((name, [name]) for name in flat_ones)]]
+    several = any(len(group.runs) > 1 for group in groups)
+    note = '<p class="note">Line: mean over seeds. Band: from the lowest to the highest. Thin: each run.</p>' if several else ""
+    page = f'{note}<div class="charts">{"".join(main)}</div>' if any(main) else ""
+    for told, charts in (("more curves", rest), ("curves that never change", flat_charts)):
+        drawn = [chart for chart in charts if chart]
+        if drawn:
+            word = (
+                told if len(drawn) > 1 else told.replace("curves that never change", "curve that never changes").replace("curves", "curve")
+            )
+            page += details(f"{len(drawn)} {word}", f'<div class="charts">{"".join(drawn)}</div>')
+    return page
+
+
+def _is_flat(metric: str, runs: Sequence[RunData]) -> bool:
+    """Whether a metric has the same value throughout, in several rows; a single one is worth a look."""
+    values = [value for run in runs for value in run.curve(metric)[1]]
+    return len(values) > 1 and max(values) - min(values) <= 1e-9 * max(abs(values[0]), 1e-9)
+
+
+def _panel(title: str, metrics: Sequence[str], groups: Sequence[Group], success_ends: bool) -> str:
+    percent = all(metric in _ALWAYS_PERCENT for metric in metrics)
+    series: list[Series] = []
+    for position, group in enumerate(groups):
+        for offset, metric in enumerate(metrics):
+            kind = "interim evaluation" if metric.startswith("eval/") else "training"
+            several = len(groups) > 1
+            label = " ".join(word for word in (group.label if several else "", kind if len(metrics) > 1 or several else "") if word)
+            # One group has a colour for each metric; several have one each, and measured points distinguish evaluation from training.
+            series += group_series(group, metric, label or title, (position if several else offset) % NUM_COLOURS)
+    return line_chart(
+        title,
+        series,
+        percent=percent,
+        y_range=(-0.03, 1.03) if percent else None,
+        note=SUCCESS_ENDS if success_ends and metrics[0] == "episode/return" else "",
+        meaning=" ".join(filter(None, (meaning_of(metric).text for metric in metrics))),
+    )
+
+
+def group_series(group: Group, metric: str, label: str, colour: int) -> list[Series]:
+    """The curve of a run; or of several their mean with the range, and each of them thin."""
+    curves = [curve for run in group.runs if (curve := run.curve(metric))[0]]
+    if not curves:
+        return []
+    kind: Literal["dots", "line"] = "dots" if metric.startswith("eval/") else "line"
+    if len(curves) == 1:
+        return [Series(label, *curves[0], colour, kind)]
+    steps, rows = on_one_grid(curves)
+    if not len(steps):
+        return [Series(label, x, y, colour, "thin") for x, y in curves]
+    mean = Series(label, steps.tolist(), rows.mean(axis=0).tolist(), colour, "line", (rows.min(axis=0).tolist(), rows.max(axis=0).tolist()))
+    return [*(Series(label, x, y, colour, "thin") for x, y in curves), mean]
+
+
+def on_one_grid(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[np.ndarray, np.ndarray]:
+    """(steps [n], values [curves, n]) by straight lines between points, where all curves have any; n = 0 where they never meet."""
+    low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    if high < low:
+        return np.empty(0), np.empty((len(curves), 0))
+    steps = np.unique(np.concatenate([np.asarray(x, np.float64) for x, _ in curves]))
+    steps = steps[(steps >= low) & (steps <= high)]
+    if steps.size > GRID_POINTS:
+        steps = np.linspace(low, high, GRID_POINTS)
+    return steps, np.stack([np.interp(steps, np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in curves])
+
+
+def _labels(firsts: Sequence[RunData]) -> list[str]:
+    """What runs of different groups differ in."""
+    if len(firsts) == 1:
+        return [""]
+    keys = [key for key in differences(firsts) if key != "seed"]
+    named = [key for key in ("sim.task", "sim.name", "algorithm.name", "policy.name") if key in keys]
+    chosen = (named[:1] + [key for key in keys if key not in named])[:_MAX_DIFFERENCES] if named else keys[:_MAX_DIFFERENCES]
+    rows = [flat(run.config) for run in firsts]
+    labels = [", ".join(_short(key, row.get(key)) for key in chosen) for row in rows]
+    return labels if len(set(labels)) == len(labels) and all(labels) else [run.name for run in firsts]
+
+
+def _short(key: str, value: object) -> str:
+    return str(value) if key in ("sim.task", "sim.name", "algorithm.name", "policy.name") else f"{key.rpartition('.')[2]}={value}"
+
+
+MAX_STRETCHES = 120
+OTHER = "other (start-up, evaluation, saving)"
+_WALL, _TIME = "speed/wall_clock_s", "time/"
+_MEANING = (
+    "What the run waited for: simulators that step, the policy that acts, the update that learns; dashed lines are evaluations and faults."
+)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run's wall-clock, cut into stretches."""
+
+    edges_s: np.ndarray
+    """[n + 1] seconds since the start."""
+    phases: dict[str, np.ndarray]
+    """{phase: [n] seconds}; together no more than a stretch, and `OTHER` is what is left of it."""
+
+
+def timeline_of(rows: Sequence[dict[str, Any]]) -> Timeline | None:
+    """From the rows of metrics.jsonl; None where they hold no times."""
+    timed = [row for row in rows if isinstance(row.get(_WALL), int | float)]
+    names = list(dict.fromkeys(name for row in timed for name in row if name.startswith(_TIME) and name.endswith("_s")))
+    if not timed or not names:
+        return None
+    walls = np.maximum.accumulate(np.array([float(row[_WALL]) for row in timed]))
+    spans = np.diff(walls, prepend=0.0)
+    spent = {name: np.array([max(0.0, float(row.get(name) or 0.0)) for row in timed]) for name in names}
+    total = np.sum(list(spent.values()), axis=0)
+    # Clocks of two processes never agree to the last digit; nothing may take longer than there was time.
+    scale = np.where(total > spans, np.divide(spans, total, out=np.zeros_like(total), where=total > 0), 1.0)
+    phases = {_phase(name): values * scale for name, values in spent.items()}
+    phases[OTHER] = np.maximum(0.0, spans - np.sum(list(phases.values()), axis=0))
+    edges, summed = _summed(np.concatenate([[0.0], walls]), phases)
+    return Timeline(edges, summed)
+
+
+def _summed(edges: np.ndarray, phases: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Neighbouring stretches together, so that there are at most `MAX_STRETCHES`."""
+    count = len(edges) - 1
+    starts = np.unique(np.linspace(0, count, min(count, MAX_STRETCHES) + 1).astype(int))[:-1]
+    merged = {name: np.add.reduceat(values, starts) for name, values in phases.items()}
+    return np.append(edges[starts], edges[-1]), merged
+
+
+def timeline_section(run: RunData) -> str:
+    """A figure of the phases over the run, and a table of their sums; empty where the run logged no times."""
+    timeline = timeline_of(run.metrics)
+    if timeline is None or timeline.edges_s[-1] <= 0:
+        return ""
+    spans = np.maximum(np.diff(timeline.edges_s), 1e-9)
+    colours = {name: NUM_COLOURS - 1 if name == OTHER else number % (NUM_COLOURS - 1) for number, name in enumerate(timeline.phases)}
+    shares = [(colours[name], name, (values / spans).tolist()) for name, values in timeline.phases.items()]
+    minutes = (timeline.edges_s / 60).tolist()
+    chart = stacked_chart("Time by phase", minutes, shares, marks_of(run), note="share of each stretch of the run", meaning=_MEANING)
+    sums = {name: float(values.sum()) for name, values in timeline.phases.items()}
+    whole = sum(sums.values())
+    rows = [
+        [f'<i class="swatch c{colours[name]}"></i>{text(name)}', text(clock(value)), percent(value / whole)] for name, value in sums.items()
+    ]
+    return chart + '<div style="height:14px"></div>' + card(grid(("phase", "time", "share"), rows, numbers=(1, 2)))
+
+
+def marks_of(run: RunData) -> list[tuple[float, str, str]]:
+    """(minutes, kind, text) of evaluations and faults, by the step that they were noted at."""
+    timed = [(row["step"], float(row[_WALL])) for row in run.metrics if isinstance(row.get(_WALL), int | float)]
+    steps, walls = [step for step, _ in timed], [wall for _, wall in timed]
+
+    def minute(step: float) -> float:
+        return float(np.interp(step, steps, walls)) / 60
+
+    marks = []
+    for row in run.metrics:
+        if any(name.startswith("eval/") for name in row):
+            success = row.get("eval/success")
+            figure = f"success {100 * success:.1f}%" if isinstance(success, int | float) else f"return {row.get('eval/return')}"
+            marks.append((minute(row["step"]), "evaluation", f"evaluation at {row['step']:,} steps: {figure}"))
+    marks += [
+        (minute(fault["step"]), "fault", f"worker {fault.get('worker')}: {fault.get('kind')} at {fault['step']:,} steps")
+        for fault in run.faults
+        if isinstance(fault.get("step"), int)
+    ]
+    return marks
+
+
+def _phase(name: str) -> str:
+    return name.removeprefix(_TIME).removesuffix("_s").replace("_", " ")
+
 
 MAX_EMBEDDED_BYTES = 5_000_000
 """Of one video; a larger one is a link."""

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from embodied_rl.config import SimConfig, TrainConfig
-from embodied_rl.config.placement import ClusterConfig, NodesConfig
+from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.learning.devices import resolve_device

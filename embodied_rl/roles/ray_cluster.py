@@ -18,7 +18,7 @@ from typing import Any
 
 import embodied_rl
 from embodied_rl.config import HybridConfig, RayConfig
-from embodied_rl.config.placement import ClusterConfig, NodesConfig
+from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.hybrid.placement import Cluster, Device, Role, resolve
 from embodied_rl.roles.ray_watch import ClusterWatch

@@ -24,7 +24,7 @@ from embodied_rl.bounds import bounds_of
 from embodied_rl.commands.cli import Argument, Command, Written, run_command
 from embodied_rl.compose import compose_config
 from embodied_rl.config import TrainConfig, group_names
-from embodied_rl.config.overrides import hydra_words
+from embodied_rl.config.compose import hydra_words
 from embodied_rl.errors import LONGEST_MESSAGE, UserError
 from tests.chaos.harness import Attack
 from tests.chaos.mistakes import DEEP, LONG, MALFORMED, TEXTS, UNICODE, leaves, misspelt, takes_text, wrong_value

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embodied_rl.media.composition import BANDS, Pictures, Row
-from embodied_rl.media.overlays import Overlays, parse_overlays
+from embodied_rl.media.overlays import BANDS, Overlays, Pictures, Row, parse_overlays
 from embodied_rl.types import ActionSpec
 from embodied_rl.video import GREEN, GREY, RED, border_width
 from tests.filming.samples import filmed_episode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.media.selection import Selection
+from embodied_rl.media.episodes import Selection
 from embodied_rl.types import EpisodeSummary
 
 

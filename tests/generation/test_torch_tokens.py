@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
 from embodied_rl.generation.torch_tokens import TorchTokens

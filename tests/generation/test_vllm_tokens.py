@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.tokens import GenerationRequest

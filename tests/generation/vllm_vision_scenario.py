@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
 from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from embodied_rl.config.placement import ClusterConfig, NodesConfig, PlacementConfig, WorkloadConfig
+from embodied_rl.config.hybrid import ClusterConfig, NodesConfig, PlacementConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, Placement, describe, resolve
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.config.placement import BatchTimeConfig, ClusterConfig, NodesConfig, PlacementConfig, SpreadConfig, WorkloadConfig
+from embodied_rl.config.hybrid import BatchTimeConfig, ClusterConfig, NodesConfig, PlacementConfig, SpreadConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, resolve
 from embodied_rl.planning.model import costs, plan, simulate

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets, is_lora, only

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from embodied_rl.config import ShardingConfig
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.ranks import join
 from embodied_rl.learning.sharded_checkpoint import load_sharded, save_sharded

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.language import LanguagePolicy, TokenEvaluation, build_language_policy, token_statistics
 from embodied_rl.policies.packing import Layout, TokenSequence

@@ -18,7 +18,7 @@ pytest.importorskip("openai", reason="openai is not installed")
 import anthropic
 import openai
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer

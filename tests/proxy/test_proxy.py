@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.commands import serve_agent
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.scripted_tokens import ScriptedTokens

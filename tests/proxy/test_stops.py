@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer

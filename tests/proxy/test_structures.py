@@ -15,7 +15,7 @@ pytest.importorskip("xgrammar", reason="xgrammar is not installed")
 
 import torch
 
-from embodied_rl.config.language import LanguageConfig
+from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy

@@ -16,9 +16,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.loggers.meanings import SUCCESS_ENDS
 from embodied_rl.reports import load_run, write_report
 from embodied_rl.reports import sections as page_sections
-from embodied_rl.reports.assets import script
-from embodied_rl.reports.curves import differences, group_series, grouped, on_one_grid
-from embodied_rl.reports.timeline import MAX_STRETCHES, OTHER, marks_of, timeline_of
+from embodied_rl.reports.page import script
+from embodied_rl.reports.sections import MAX_STRETCHES, OTHER, differences, group_series, grouped, marks_of, on_one_grid, timeline_of
 from tests.report_page.pages import Page, metrics_rows, write_run
 from tests.short_run import one_line_error
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RewardWorkerConfig
-from embodied_rl.config.placement import ClusterConfig, NodesConfig
+from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, ShardingConfig
-from embodied_rl.config.placement import ClusterConfig, NodesConfig
+from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.roles.ray_cluster import Need, needs_of, nodes_of_ranks, prepare, why_never

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from embodied_rl import trust
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.commands import evaluate, offline_eval, record, render, replay
 from embodied_rl.config import SimConfig
@@ -21,7 +22,7 @@ from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.train import train
-from embodied_rl.trust import UntrustedCode, signing
+from embodied_rl.trust import UntrustedCode
 from tests.trust.forging import CARTPOLE, EVIL, SIM, cartpole_config, checkpoint_in, forge, strangers
 
 ENVIRONMENT = {"sim.target": "embodied_rl.sim.text.tasks:make", "sim.kwargs.environment": EVIL}
@@ -221,7 +222,7 @@ def test_old_checkpoints_of_registered_simulators_just_work(checkpoint: Path, tm
 def test_what_cannot_be_signed_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    signing._warn.cache_clear()
+    trust._warn.cache_clear()
     with pytest.warns(UserWarning, match="not signed"):
         own = checkpoint_in(tmp_path / "run", cartpole_config(tmp_path / "run", sim={**SIM, "target": EVIL}))
     with pytest.raises(UntrustedCode):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from embodied_rl import trust as module
 from embodied_rl.config import group_names
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.trust import code_names, named_code, registered_code
-from embodied_rl.trust import named as module
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:

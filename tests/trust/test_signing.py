@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl.trust import CHECKPOINT, RECORDING, is_signed, sign, signing
+from embodied_rl import trust
+from embodied_rl.trust import CHECKPOINT, RECORDING, is_signed, sign
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    signing._warn.cache_clear()
+    trust._warn.cache_clear()
     return tmp_path / "state" / "embodied_rl"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodied_rl.config.flow import FlowOptions, Method
+from embodied_rl.config.policy import FlowOptions, Method
 from embodied_rl.errors import UserError
 
 __all__ = ["FlowOptions", "Method", "Record", "RecordLayout"]

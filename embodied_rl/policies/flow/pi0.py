@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
-from embodied_rl.config.flow import FlowOptions, PI0Options, PI0PolicyConfig
+from embodied_rl.config.policy import FlowOptions, PI0Options, PI0PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import reset_mode, write_atomic
 from embodied_rl.policies.base import TensorObservation

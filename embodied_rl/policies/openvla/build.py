@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from embodied_rl.config.vla import VLAOptions
+from embodied_rl.config.policy import VLAOptions
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.model import OpenVLA
 from embodied_rl.policies.openvla.oft import OFT_KEY, OFTConfig, OpenVLAOFT

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.config.vla import VLAOptions
+from embodied_rl.config.policy import VLAOptions
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation
