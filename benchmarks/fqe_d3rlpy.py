@@ -74,6 +74,7 @@ def peer(file: Path) -> None:
         data["observations"], data["actions"], data["rewards"], data["terminals"], data["timeouts"],
         action_space=d3rlpy.ActionSpace.DISCRETE if discrete else d3rlpy.ActionSpace.CONTINUOUS, action_size=int(data["action_size"]),
     )  # fmt: skip
+    quick_batches(dataset)
     config = FQEConfig(
         learning_rate=1e-3,
         encoder_factory=VectorEncoderFactory([64, 64]),
@@ -91,6 +92,24 @@ def peer(file: Path) -> None:
     between_fits, between_states = values.mean(axis=1).var(ddof=1) / PEER_FITS, values.mean(axis=0).var(ddof=1) / len(first)
     half, mean = STUDENT_T * float(np.sqrt(between_fits + between_states)), float(values.mean())
     print(json.dumps({"value": mean, "low": mean - half, "high": mean + half, "version": d3rlpy.__version__}))
+
+
+def quick_batches(dataset: Any) -> None:
+    """The dataset gives the batches that it would give, for the same draws of numpy's generator, from arrays of all its transitions.
+
+    d3rlpy gathers a batch transition by transition, which is nine tenths of a fit's time.
+    """
+    from d3rlpy.dataset import TransitionMiniBatch
+
+    buffer = dataset.buffer
+    picked = [dataset.transition_picker(*buffer[index]) for index in range(buffer.transition_count)]
+    whole = vars(TransitionMiniBatch.from_transitions(picked)) | {"transitions": []}
+
+    def batch(size: int) -> TransitionMiniBatch:
+        rows = np.random.randint(len(picked), size=size)
+        return TransitionMiniBatch(**{name: part[rows] if len(part) else part for name, part in whole.items()})
+
+    dataset.sample_transition_batch = batch
 
 
 # ---- ours ---------------------------------------------------------------------------------------------------------------

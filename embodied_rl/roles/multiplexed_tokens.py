@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, check_new_ids
+from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
 from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher
 from embodied_rl.methods.language_apart import ModelFiles
@@ -27,6 +27,8 @@ class MultiplexedTokens(TokenBackend):
 
     version: int = 0
     """Of the weights that sample now."""
+    can_constrain: bool = False
+    """See `TokenBackend`: where all hosts do."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class MultiplexedTokens(TokenBackend):
         self._multiplexer = Multiplexer(self._hosts, train_on)
         self.lease = DeviceLease(self._multiplexer, keep_spans=keep_spans, on_lent=self._release, on_back=self._restore)
         self._load_all, self._at_close = load_all, at_close
+        self.can_constrain = all(backend.can_constrain for backend in self.backends)
         self._waiting: deque[GenerationRequest] = deque()
         self._ready: list[Completion] = []
         self._in_flight: set[int] = set()
@@ -62,6 +65,8 @@ class MultiplexedTokens(TokenBackend):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`."""
         check_new_ids(requests, self._in_flight)
+        if not self.can_constrain:
+            refuse_structures(requests)
         self._in_flight.update(request.request_id for request in requests)
         self._waiting.extend(requests)
         self._place()

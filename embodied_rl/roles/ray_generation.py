@@ -49,12 +49,12 @@ class GenerationWorker:
         return outcome_of(build)
 
     def begin_tokens(self, files: ModelFiles, name: str, kind: str) -> Outcome:
-        """Build the token backend `name` of a kind (`generation.backend`) for a model."""
+        """Build the token backend `name` of a kind (`generation.backend`) for a model; whether it `can_constrain`."""
 
-        def build() -> None:
+        def build() -> bool:
             _one_thread()
             with self._acting.reading(files):
-                self._acting.tokens(name, with_backend(self._acting.config, kind))
+                return self._acting.tokens(name, with_backend(self._acting.config, kind)).can_constrain
 
         return outcome_of(build)
 
@@ -99,8 +99,8 @@ class RayActing(WorkerActing):
 
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         """See `Acting.tokens`."""
-        value_of(self._worker.begin_tokens.remote(dict(self.files), name, config.generation.backend), _ROLE)
-        backend = RayTokens(self._worker, name)
+        can_constrain = value_of(self._worker.begin_tokens.remote(dict(self.files), name, config.generation.backend), _ROLE)
+        backend = RayTokens(self._worker, name, can_constrain)
         self._handles.append(backend)
         return backend
 
@@ -140,9 +140,11 @@ class RayTokens(TokenBackend):
 
     version: int = 0
     """Of the weights that sample now."""
+    can_constrain: bool = False
+    """See `TokenBackend`; as the backend there."""
 
-    def __init__(self, worker: Actor, name: str) -> None:
-        self._worker, self._name = worker, name
+    def __init__(self, worker: Actor, name: str, can_constrain: bool) -> None:
+        self._worker, self._name, self.can_constrain = worker, name, can_constrain
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`."""

@@ -23,7 +23,8 @@ from typing import Any
 from embodied_rl.config import TrainConfig
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.distributed.link import Link
-from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids
+from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
@@ -42,6 +43,8 @@ class TokenProcess(TokenBackend):
 
     version: int = 0
     """Of the weights that sample now."""
+    can_constrain: bool = False
+    """See `TokenBackend`; known once it has `started`."""
 
     def __init__(self, config: TrainConfig, files: ModelFiles, *, gpu: str | None = None, num_threads: int = 1) -> None:
         """Start the process; `started` waits until it can be asked.
@@ -73,8 +76,11 @@ class TokenProcess(TokenBackend):
     # ---- TokenBackend -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`; what a request asks too much for is raised by a later call."""
+        """See `TokenBackend.submit`; what a request asks too much for is raised by a later call, and a structure that cannot be compiled
+        ends its request as ``failed`` (rejected)."""
         check_new_ids(requests, self._in_flight)
+        if not self.can_constrain:
+            refuse_structures(requests)
         self._in_flight.update(request.request_id for request in requests)
         self._outbox += requests
 
@@ -166,6 +172,7 @@ class TokenProcess(TokenBackend):
             self._in_flight.difference_update(completion.request_id for completion in completions)
         else:
             self._answered += 1
+            self.can_constrain = message.get("can_constrain", self.can_constrain)
 
 
 class _Host:
@@ -199,7 +206,17 @@ class _Host:
 
     def _submit(self, requests: list[GenerationRequest]) -> None:
         self._in_flight.update(request.request_id for request in requests)
-        self.backend.submit(requests)
+        self.backend.submit([request for request in requests if request.structure is None])
+        for request in requests:
+            if request.structure is not None:
+                self._submit_structured(request)
+
+    def _submit_structured(self, request: GenerationRequest) -> None:
+        """Structures come from agent programs' clients: one that is wrong must not end the run."""
+        try:
+            self.backend.submit([request])
+        except UserError as error:
+            self._send([Completion.failed(request.request_id, Failure("rejected", str(error)))])
 
     def _abort(self, ids: list[int]) -> None:
         self.backend.abort(ids)
@@ -255,7 +272,7 @@ def main(descriptor: int) -> None:
             with tempfile.TemporaryDirectory(prefix="embodied_rl_host_") as name:
                 write_model_files(begin["files"], Path(name))
                 backend = blank_backend(config, Path(name), resolve_device(config.hybrid.device))
-            link.send({"done": True})
+            link.send({"done": True, "can_constrain": backend.can_constrain})
             _Host(link, descriptor, backend).serve()
     except ChannelClosed:
         pass

@@ -178,6 +178,11 @@ class PartialAnswer:
             messages=None,
         )
 
+    def kept(self) -> PartialAnswer:
+        """What another backend goes on with. An answer with a structure begins anew there, and from the same seed: no backend takes a
+        structure up in its middle. So does one with the likeliest tokens of each place, which are not kept."""
+        return self if self.request.structure is None and not self.request.top_logprobs else PartialAnswer(self.request)
+
     def plus(self, completion: Completion) -> PartialAnswer:
         """With the tokens of a completion of `rest`."""
         if completion.text is not None and completion.num_tokens == 0 and completion.text:
@@ -274,8 +279,9 @@ class TokenHost:
 
     def give(self, states: Mapping[Key, PartialAnswer]) -> None:
         """Go on with answers that were begun elsewhere."""
-        self.backend.submit([part.rest() for part in states.values()])
-        self._parts |= states
+        parts = {key: part.kept() for key, part in states.items()}
+        self.backend.submit([part.rest() for part in parts.values()])
+        self._parts |= parts
 
     def _collect(self, completions: Sequence[Completion]) -> None:
         self._ready += [self._parts.pop(completion.request_id).whole(completion) for completion in completions]
