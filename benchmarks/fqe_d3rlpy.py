@@ -106,7 +106,7 @@ def quick_batches(dataset: Any) -> None:
     whole = vars(TransitionMiniBatch.from_transitions(picked)) | {"transitions": []}
 
     def batch(size: int) -> TransitionMiniBatch:
-        rows = np.random.randint(len(picked), size=size)
+        rows = np.random.randint(len(picked), size=size)  # noqa: NPY002  # the generator that d3rlpy seeds and draws from
         return TransitionMiniBatch(**{name: part[rows] if len(part) else part for name, part in whole.items()})
 
     dataset.sample_transition_batch = batch
