@@ -17,8 +17,7 @@ import numpy as np
 from long_tails import LongTail, episode_of
 from tables import provenance, text_table
 
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.groups import Assignment, GroupQueue
 
 
 @dataclass(frozen=True)

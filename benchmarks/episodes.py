@@ -32,8 +32,7 @@ from tables import provenance, text_table
 
 from embodied_rl.config import load_sim_config
 from embodied_rl.episodes.reader import NativeRecording, open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.sim.factory import SimFactory

@@ -209,7 +209,7 @@ def _compare(chosen: argparse.Namespace) -> None:
     from tables import provenance, text_table
 
     from embodied_rl.episodes.assessment import Assumptions
-    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.episodes.recording import RecordingInfo
     from embodied_rl.evaluation.offline_study import OfflineSettings, study_recording
 
     torch.set_num_threads(1)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import Assignment, GroupQueue, GroupQueueConfig
 from embodied_rl.types import Episode
 
 

@@ -17,7 +17,7 @@ from tables import provenance, text_table
 
 from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.planning.stations import EventClock
-from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.groups import Assignment
 
 
 class PlayingGpu:

@@ -26,7 +26,7 @@ from tables import markdown_table, provenance, text_table
 
 from embodied_rl.checkpoint import Checkpoint, load_checkpoint
 from embodied_rl.episodes.assessment import Assumptions
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS, OfflineSettings, study_recording
 from embodied_rl.files import write_atomic
 

@@ -24,8 +24,7 @@ from embodied_rl.generation.scripted_tokens import RandomTokens
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager

@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from embodied_rl.commands.learn import LoadedPolicy as LoadedPolicy
     from embodied_rl.commands.learn import Run as Run
     from embodied_rl.commands.learn import learn as learn
-    from embodied_rl.commands.load_policy import LoadedPolicy as LoadedPolicy
-    from embodied_rl.commands.load_policy import load_policy as load_policy
+    from embodied_rl.commands.learn import load_policy as load_policy
 
 __version__ = "0.1.0"
 
-_HOMES = {"learn": "learn", "Run": "learn", "load_policy": "load_policy", "LoadedPolicy": "load_policy"}
+_HOMES = dict.fromkeys(("learn", "Run", "load_policy", "LoadedPolicy"), "learn")
 """{what the package offers at its top: its module in `embodied_rl.commands`}. Each is imported when it is first asked for: simulator
 processes import this package too."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from embodied_rl.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.policies.actor_critic import ActorCritic, build_policy
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec

@@ -26,8 +26,7 @@ from embodied_rl.config import AlgorithmConfig, group_names
 from embodied_rl.config.compose import compose_config
 from embodied_rl.learning.batching import Adjustment
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, GroupQueue
-from embodied_rl.rollout.schedule import GroupQueueConfig, Overtaking
+from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, GroupQueue, GroupQueueConfig, Overtaking
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES: dict[str, dict[str, Any]] = {"Advantages": ADVANTAGES, "Losses": LOSSES, "Loss terms": LOSS_TERMS}

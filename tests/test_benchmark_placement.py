@@ -32,7 +32,7 @@ def test_predictions_by_hand() -> None:
 def test_all_sides_play_the_same_episodes() -> None:
     from long_tails import LongTail
 
-    from embodied_rl.rollout.members import Assignment
+    from embodied_rl.rollout.groups import Assignment
 
     trace = LongTail(sigma=0.9)
     one = [Assignment(group, member, seed=1, domain="only", version=0) for group in range(300) for member in range(4)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl.commands.train_help import help_text
+from embodied_rl.commands.train import help_text
 from embodied_rl.config.describing import described_keys
 
 ROOT = Path(__file__).resolve().parents[1]

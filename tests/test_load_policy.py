@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import embodied_rl
-from embodied_rl.commands.learn import Run
-from embodied_rl.commands.load_policy import LoadedPolicy
+from embodied_rl.commands.learn import LoadedPolicy, Run
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.train import train

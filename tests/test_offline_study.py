@@ -13,7 +13,7 @@ import torch
 from embodied_rl.algorithms.fitted_q import FittedQConfig
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.episodes.assessment import Assumptions
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.evaluation.offline_policy import (
     TargetPolicy,

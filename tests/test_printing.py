@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from embodied_rl.commands.printing import _as_rows, columns, print_tables
+from embodied_rl.commands.cli import _as_rows, columns, print_tables
 
 
 def table() -> Table:

@@ -18,7 +18,7 @@ import pytest
 from embodied_rl.checkpoint import find_last
 from embodied_rl.commands.record import COMMAND, Showing, main
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.sim.episode_log import Snapshot
 from tests.short_run import one_line_error, train_shortly
 

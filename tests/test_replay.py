@@ -13,7 +13,7 @@ import pytest
 from embodied_rl.commands.record import main as record
 from embodied_rl.commands.replay import main, replay
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from tests.short_run import one_line_error
 

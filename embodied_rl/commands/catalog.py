@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.commands.cli import run_command
-from embodied_rl.commands.printing import print_tables
+from embodied_rl.commands.cli import print_tables, run_command
 
 if TYPE_CHECKING:
     from importlib.metadata import PackageMetadata

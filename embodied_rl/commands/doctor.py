@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
-from embodied_rl.commands.cli import Argument, Command
-from embodied_rl.commands.printing import print_tables
+from embodied_rl.commands.cli import Argument, Command, print_tables
 from embodied_rl.probes.base import Check, NotHere, Probe, Status, installed_version
 from embodied_rl.probes.machine import TRAINING, package_checks, placement_checks, system_checks
 from embodied_rl.probes.simulators import DRAWING, SIMULATORS

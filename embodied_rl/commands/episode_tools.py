@@ -16,9 +16,8 @@ from embodied_rl.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     import numpy as np
 
-    from embodied_rl.episodes.formats.notes import FieldNote
-    from embodied_rl.episodes.recorded import RecordingInfo
-    from embodied_rl.episodes.recording import Recording
+    from embodied_rl.episodes.formats.base import FieldNote
+    from embodied_rl.episodes.recording import Recording, RecordingInfo
 
 FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
 VIDEO_FORMATS = ("mp4", "png", "raw")
@@ -208,9 +207,9 @@ def _action(action: Mapping[str, Any]) -> str:
 
 
 def _validate(values: dict[str, Any]) -> None:
+    from embodied_rl.episodes.folder import validate
     from embodied_rl.episodes.reader import open_recording
     from embodied_rl.episodes.recording import RecordingError
-    from embodied_rl.episodes.validation import validate
 
     path = Path(values["path"])
     try:
@@ -252,7 +251,7 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
 
 
 def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
-    from embodied_rl.episodes.formats.notes import FieldNote
+    from embodied_rl.episodes.formats.base import FieldNote
 
     images = source.episode(0).images if len(source) and video == "mp4" else {}
     return tuple(FieldNote(f"images.{name}", "changed", "as H.264, which is not exact (video=png is)") for name in images)
@@ -292,8 +291,8 @@ def _write_native(
     """Write episodes of several recordings into one; returns how many are in it, and how many were there already."""
     import dataclasses
 
+    from embodied_rl.episodes.folder import adopted, require_compatible
     from embodied_rl.episodes.formats.base import unknown_seed
-    from embodied_rl.episodes.validation import adopted, require_compatible
     from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 
     written = skipped = 0
@@ -322,8 +321,8 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
     """
     import dataclasses
 
+    from embodied_rl.episodes.folder import require_compatible
     from embodied_rl.episodes.recording import RecordingError
-    from embodied_rl.episodes.validation import require_compatible
     from embodied_rl.progress import progress_bar
 
     first = sources[0]

@@ -1,27 +1,238 @@
-"""`embodied_rl.learn`: a run from Python, with what it leaves behind as an object."""
+"""`embodied_rl.learn`, a run from Python with what it leaves behind, and `embodied_rl.load_policy`, a trained policy for a control loop."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import hashlib
+import inspect
 import json
+import linecache
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.commands.cell_source import importable
 from embodied_rl.commands.cli import command_line
-from embodied_rl.errors import UserError, brief
-from embodied_rl.files import next_free
+from embodied_rl.errors import UserError, brief, shown
+from embodied_rl.files import next_free, write_atomic
+from embodied_rl.generation.base import Generator
 from embodied_rl.run_folder import SOURCE_FOLDER
+from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
-    from embodied_rl.commands.load_policy import LoadedPolicy
     from embodied_rl.loggers import Logger
+
+
+_FIX = "Write it into a file beside the notebook and import it from there."
+
+
+def importable(thing: Callable[..., Any], folder: Path) -> str:
+    """``module:Name`` of a class or function; what was defined in ``__main__`` is written into a module of `folder` first.
+
+    Sent along are the imports, plain values, classes and functions of ``__main__`` that its source names. The folder goes to the front of
+    ``sys.path``, which simulator processes take over.
+
+    Raises:
+        UserError: it was defined inside a function, its source is not known, or it names something that cannot be sent.
+    """
+    name, module = thing.__qualname__, thing.__module__
+    if "<" in name:
+        raise UserError(f"'{name}' is defined inside a function or as a lambda, where simulator processes cannot import it. {_FIX}")
+    if module != "__main__":
+        return f"{module}:{name}"
+    source = _source_with_names(thing)
+    stem = f"{name.lower()}_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    write_atomic(folder / f"{stem}.py", source)
+    if str(folder.resolve()) not in sys.path:
+        sys.path.insert(0, str(folder.resolve()))
+    return f"{stem}:{name}"
+
+
+def _source_with_names(thing: Callable[..., Any]) -> str:
+    """A module's text: the thing, and before it what it names."""
+    namespace = vars(sys.modules["__main__"])
+    imports: dict[str, str] = {}
+    values: dict[str, str] = {}
+    definitions: dict[str, str] = {}
+
+    def need(definition: Callable[..., Any]) -> None:
+        if definition.__qualname__ in definitions:
+            return
+        source = _definition(definition)
+        definitions[definition.__qualname__] = ""  # noted before what it names, which may name it
+        for name in sorted({node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}):
+            if name in namespace and not hasattr(builtins, name):
+                take(name, namespace[name])
+        del definitions[definition.__qualname__]
+        definitions[definition.__qualname__] = source
+
+    def take(name: str, value: object) -> None:
+        home, own = (getattr(value, part, None) for part in ("__module__", "__qualname__"))
+        if isinstance(value, ModuleType):
+            imports[name] = f"import {value.__name__} as {name}"
+        elif home == "__main__" and own == name and isinstance(value, type | FunctionType):
+            need(value)
+        elif isinstance(home, str) and isinstance(own, str) and home != "__main__" and "." not in own and "<" not in own:
+            imports[name] = f"from {home} import {own} as {name}"
+        elif _is_plain(value):
+            values[name] = f"{name} = {value!r}"
+        else:
+            raise UserError(f"'{thing.__name__}' names {shown(name)}, a {type(value).__name__}, which cannot be sent along. {_FIX}")
+
+    need(thing)
+    parts = ["\n".join(["from __future__ import annotations", "", *imports.values()]), "\n".join(values.values()), *definitions.values()]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _definition(thing: Callable[..., Any]) -> str:
+    """The source of a class or function; of a cell from the lines that Python keeps for tracebacks."""
+    code = thing.__code__ if inspect.isfunction(thing) else next(filter(None, map(_code_of, vars(thing).values())), None)
+    lines = linecache.getlines(code.co_filename) if code is not None else []
+    try:
+        tree = ast.parse("".join(lines))
+    except SyntaxError:
+        tree = ast.parse("")
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == thing.__name__:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            return "".join(lines[first - 1 : node.end_lineno]).rstrip()
+    raise UserError(f"The source of '{thing.__name__}' is not known here. {_FIX}")
+
+
+def _code_of(member: object) -> CodeType | None:
+    found = inspect.unwrap(member) if inspect.isfunction(member) else member
+    return found.__code__ if inspect.isfunction(found) else None
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError):
+        return False
+
+
+class LoadedPolicy:
+    """Asks a trained policy for actions: its likeliest, in the units of the simulator that it was trained in."""
+
+    def __init__(self, generator: Generator, spec: SimSpec, keys: Sequence[str]) -> None:
+        """
+        Args:
+            generator: with its weights published.
+            spec: of the simulator that the policy was trained in.
+            keys: the parts of an observation that it reads.
+        """
+        self.spec, self.keys = spec, tuple(keys)
+        self._generator, self._num_rows = generator, 0
+
+    @property
+    def expects(self) -> str:
+        """What `predict` takes, in one line."""
+        parts = [(key, self.spec.observation[key]) for key in self.keys]
+        told = [f"{key!r}: {f'{list(p.shape)} {p.dtype}' if isinstance(p, TensorSpec) else p.kind}" for key, p in parts]
+        return "{" + ", ".join(told) + "}, or a batch of them, [n, …] each"
+
+    def reset(self) -> None:
+        """A new episode begins: a policy that remembers forgets the last one. The first call of `predict` needs none."""
+        self._num_rows = 0
+
+    def predict(self, observation: object) -> Any:
+        """The action for an observation, or the actions of a batch.
+
+        Args:
+            observation: {key: value} with what the policy reads, further keys are left; a single value where it reads one key. Arrays have
+                the shape of the simulator's observation, or with a leading n those of n environments at a time.
+
+        Returns:
+            [A] float32, or [n, A] for a batch; [K, A] and [n, K, A] of a policy that acts in chunks of K > 1 steps; an int, or [n] int64,
+            for discrete actions; a str, or a list, of a language agent.
+
+        Raises:
+            UserError: a key is missing, or a shape or a kind of number differs; with what the policy expects.
+        """
+        parts, num_rows = self._batch(observation)
+        slots = np.arange(1 if num_rows is None else num_rows)
+        if self._generator.remembers and len(slots) != self._num_rows:
+            self._generator.begin(slots.tolist())
+        self._num_rows = len(slots)
+        self._generator.send(slots, parts, None)
+        actions = self._generator.recv().for_simulator(self.spec.action)
+        if self.spec.action.kind == "text":
+            texts = [str(text) for text in actions]
+            return texts[0] if num_rows is None else texts
+        if self.spec.action.kind == "discrete":
+            actions = actions[..., 0]
+            return int(actions[0]) if num_rows is None and actions.ndim == 1 else actions[0] if num_rows is None else actions
+        return actions[0] if num_rows is None else actions
+
+    def close(self) -> None:
+        """End what was started to act."""
+        self._generator.close()
+
+    def _batch(self, observation: object) -> tuple[dict[str, np.ndarray], int | None]:
+        """({key: [n, …]}, n), or None for n where it is a single observation."""
+        if not isinstance(observation, Mapping):
+            if len(self.keys) != 1:
+                raise UserError(f"An observation must name its parts. The policy expects {self.expects}.")
+            observation = {self.keys[0]: observation}
+        parts, sizes = {}, set[int | None]()
+        for key in self.keys:
+            if key not in observation:
+                raise UserError(f"The observation lacks {shown(key)}; it has {', '.join(map(str, observation))}. Expected: {self.expects}.")
+            parts[key], size = self._part(key, observation[key])
+            sizes.add(size)
+        if len(sizes) > 1:
+            told = ", ".join("a single one" if size is None else f"{size} rows" for size in sorted(sizes, key=str))
+            raise UserError(f"The parts of an observation must be of the same batch, got {told}. Expected: {self.expects}.")
+        return parts, sizes.pop()
+
+    def _part(self, key: str, value: object) -> tuple[np.ndarray, int | None]:
+        part = self.spec.observation[key]
+        if not isinstance(part, TensorSpec):
+            rows = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
+            if part.kind == "text" and (wrong := [row for row in rows if not isinstance(row, str)]):
+                raise UserError(f"{shown(key)} must be a text, got {type(wrong[0]).__name__}. Expected: {self.expects}.")
+            column = np.empty(len(rows), object)
+            column[:] = rows
+            return column, None if rows and rows[0] is value else len(rows)
+        array = np.asarray(value)
+        single = array.shape == part.shape
+        if not single and array.shape[1:] != part.shape:
+            raise UserError(f"{shown(key)} must be {list(part.shape)} or [n, …], got {list(array.shape)}. Expected: {self.expects}.")
+        if not np.can_cast(array.dtype, part.dtype, "same_kind"):
+            raise UserError(f"{shown(key)} must hold {part.dtype}, got {array.dtype}. Expected: {self.expects}.")
+        array = np.ascontiguousarray(array, part.dtype)
+        return (array[None], None) if single else (array, len(array))
+
+
+def load_policy(path: Path | str, *, domain: str | None = None, trust: Sequence[str] = ()) -> LoadedPolicy:
+    """The policy of a run's folder (its last checkpoint) or of a checkpoint's folder, of any kind: small networks, VLAs, language agents.
+
+    Args:
+        path: see above.
+        domain: of a run with several domains, whose policy.
+        trust: code that the checkpoint may name beside what is registered (docs/trust.md).
+
+    Raises:
+        UserError: there is no checkpoint, or it cannot be read.
+        IncompatibleCheckpointError: its tensors do not fit its configuration.
+    """
+    from embodied_rl.commands.evaluate import load_to_play, make_generator, make_policy
+    from embodied_rl.generation.torch_backend import TorchGenerator
+
+    checkpoint = load_to_play(path, domain=domain, overrides=("sim",), trust=trust)
+    if checkpoint.config.policy.name == "language":
+        return LoadedPolicy(make_generator(checkpoint, checkpoint.spec), checkpoint.spec, list(checkpoint.spec.observation))
+    policy = make_policy(checkpoint, checkpoint.spec)
+    generator = TorchGenerator(policy)
+    generator.publish(0)
+    return LoadedPolicy(generator, checkpoint.spec, policy.observation_keys)
 
 
 @dataclass(frozen=True)
@@ -72,7 +283,6 @@ class Run:
 
     def load_policy(self) -> LoadedPolicy:
         """The trained policy, to be asked for actions."""
-        from embodied_rl.commands.load_policy import load_policy
 
         return load_policy(self.path)
 

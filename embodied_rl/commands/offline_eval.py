@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, command_line, run_command
-from embodied_rl.commands.printing import print_tables
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, command_line, print_tables, run_command
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.episodes.assessment import Estimate
-    from embodied_rl.episodes.intervals import Interval
+    from embodied_rl.episodes.estimators import Interval
     from embodied_rl.episodes.recording import Recording
     from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy
 

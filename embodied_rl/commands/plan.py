@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed, Size
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, run_command
-from embodied_rl.commands.printing import print_tables, terminal_width
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, print_tables, run_command, terminal_width
 from embodied_rl.progress import wrapped_lines
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
     from embodied_rl.episodes.films import Films
-    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.episodes.recording import RecordingInfo
     from embodied_rl.episodes.writer import RecordingWriter
-    from embodied_rl.rollout.players import Player
-    from embodied_rl.rollout.recording import RecordingPlan, RecordingResult
+    from embodied_rl.rollout.recording import Player, RecordingPlan, RecordingResult
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.types import EpisodeSummary, SimSpec
 
@@ -203,7 +202,7 @@ def _player(
     """Who acts, and what the recording says about it."""
     from embodied_rl.commands.evaluate import is_own_task
     from embodied_rl.errors import UserError
-    from embodied_rl.rollout.players import ExpertPlayer, GeneratorPlayer
+    from embodied_rl.rollout.recording import ExpertPlayer, GeneratorPlayer
 
     if policy == "expert":
         return ExpertPlayer(), {"kind": "expert", "target": expert}
@@ -246,7 +245,7 @@ def _info(
     import dataclasses
     from datetime import UTC, datetime
 
-    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.episodes.recording import RecordingInfo
     from embodied_rl.versions import machine, versions
 
     return RecordingInfo(

@@ -16,8 +16,7 @@ from embodied_rl.media.settings import FORMATS, Film, file_name, write_videos
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
-    from embodied_rl.episodes.recorded import RecordedEpisode
-    from embodied_rl.episodes.recording import Recording
+    from embodied_rl.episodes.recording import RecordedEpisode, Recording
     from embodied_rl.media.episodes import FilmedEpisode, Selection
     from embodied_rl.media.overlays import Pictures, Row
     from embodied_rl.media.playing import Actor

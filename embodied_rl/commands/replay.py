@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from embodied_rl.bounds import Coefficient, Episodes, PictureSize
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, fail, run_command
-from embodied_rl.commands.printing import print_tables
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, fail, print_tables, run_command
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from embodied_rl.config import SimConfig
-    from embodied_rl.episodes.recorded import RecordedEpisode
-    from embodied_rl.episodes.recording import Recording
+    from embodied_rl.episodes.recording import RecordedEpisode, Recording
     from embodied_rl.episodes.sink import EpisodeSink
     from embodied_rl.episodes.writer import RecordingWriter
     from embodied_rl.rollout.replaying import EpisodeReplay, KeyDrift

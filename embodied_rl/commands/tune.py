@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied_rl.bounds import PlayedEpisodes, Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command
-from embodied_rl.commands.printing import terminal_width
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command, terminal_width
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
 from embodied_rl.progress import wrapped_lines
 

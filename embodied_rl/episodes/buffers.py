@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, encode_row
 from embodied_rl.episodes.pictures import Frames, PictureRoom, VideoWriter
-from embodied_rl.episodes.recorded import Value
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import RecordingError, Value
 from embodied_rl.files import cannot_write
 
 BLOCK_BYTES = 2**16

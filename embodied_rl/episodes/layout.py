@@ -17,8 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, Value
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, RecordingError, Value
 from embodied_rl.errors import brief
 from embodied_rl.reading import parse_npy
 from embodied_rl.types import SimSpec, VariableSpec

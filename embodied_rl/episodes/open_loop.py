@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.intervals import Interval, bca_interval, resample_counts
+from embodied_rl.episodes.estimators import Interval, bca_interval, resample_counts
 from embodied_rl.types import ActionSpec
 
 DEFAULT_BINS = 256

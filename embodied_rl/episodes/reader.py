@@ -31,13 +31,15 @@ from embodied_rl.episodes.folder import (
 )
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
 from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader
-from embodied_rl.episodes.recorded import OPTIONAL_COLUMNS, RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.recording import (
+    OPTIONAL_COLUMNS,
     EpisodeBlock,
     EpisodeTable,
+    RecordedEpisode,
     RecordedStep,
     Recording,
     RecordingError,
+    RecordingInfo,
     cut_by_steps,
     joined,
     runs_of,

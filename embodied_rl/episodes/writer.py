@@ -23,8 +23,7 @@ from embodied_rl.episodes.folder import INDEX_FILE, RECORDING_FILE, EpisodeAbout
 from embodied_rl.episodes.layout import Column, VideoFormat, is_extra, layout_for
 from embodied_rl.episodes.part import Gathered, PartWriter, create_part, resume_part
 from embodied_rl.episodes.pictures import frame_rate
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingError, RecordingInfo
 from embodied_rl.files import cannot_write, fsync
 
 SKIPPED = -1

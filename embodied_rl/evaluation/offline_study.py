@@ -26,8 +26,7 @@ from embodied_rl.episodes.assessment import (
     ratio_mismatch,
     share_of_best,
 )
-from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, log_weights, stack
-from embodied_rl.episodes.intervals import effective_sample_size
+from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, effective_sample_size, log_weights, stack
 from embodied_rl.episodes.open_loop import DEFAULT_BINS, OpenLoop, compare
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.evaluation.offline_policy import (

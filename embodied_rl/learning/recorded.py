@@ -19,7 +19,7 @@ from embodied_rl.algorithms import offline_rl
 from embodied_rl.algorithms.aggregation import masked_mean
 from embodied_rl.algorithms.losses import behaviour_cloning_loss
 from embodied_rl.config import CloningConfig, OffPolicyConfig
-from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.episodes.dataset import Transitions
 from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Trained
 from embodied_rl.learning.rows import StepRows, StoredRows, TransitionRows
 from embodied_rl.policies.base import Policy, prepare_observation

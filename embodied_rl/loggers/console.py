@@ -81,7 +81,6 @@ class ConsoleLogger(Logger):
 
     @classmethod
     def from_config(cls, config: LoggerConfig, run: LoggedRun) -> ConsoleLogger:
-        """See `Logger.from_config`."""
         sim, limits = run.run_config.get("sim") or {}, Limits.of(run.run_config)
         title = str(sim.get("task") or sim.get("name") or run.run_dir.name)
         caption = SUCCESS_ENDS if sim.get("success_ends_episode") else ""

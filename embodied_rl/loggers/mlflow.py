@@ -63,7 +63,6 @@ class MlflowLogger(Logger):
         self._client.log_artifacts(self._run_id, str(path.resolve()), "model")
 
     def close(self) -> None:
-        """See `Logger.close`."""
         self._client.set_terminated(self._run_id)
 
     def _log_config(self, run_config: Mapping[str, Any]) -> None:

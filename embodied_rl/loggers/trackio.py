@@ -37,14 +37,11 @@ class TrackioLogger(Logger):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Logger.log`."""
         self._run.log(with_aliases(metrics), step=step)
 
     def log_video(self, step: int, path: Path) -> None:
-        """See `Logger.log_video`."""
         if path.suffix in (".mp4", ".gif"):
             self._run.log({"video": self._trackio.Video(str(path), format=path.suffix[1:])}, step=step)
 
     def close(self) -> None:
-        """See `Logger.close`."""
         self._run.finish()

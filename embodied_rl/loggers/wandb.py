@@ -51,7 +51,6 @@ class WandbLogger(Logger):
 
     @classmethod
     def from_config(cls, config: LoggerConfig, run: LoggedRun) -> WandbLogger:
-        """See `Logger.from_config`."""
         return cls(run.run_dir, config.wandb_project, config.wandb_mode, run.run_config, run.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -14,8 +14,8 @@ from embodied_rl.media.episodes import FilmedEpisode, Moment, Spoken
 from embodied_rl.media.overlays import Overlays, Pictures, Row, parse_overlays
 from embodied_rl.media.settings import Film, free_names, write_videos
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.rollout.program_collector import episode_of_session
-from embodied_rl.serving.agents.captured import CapturedSession, read_captured
+from embodied_rl.rollout.programs import episode_of_session
+from embodied_rl.serving.agents.sessions import CapturedSession, read_captured
 from embodied_rl.sim.film import text_panel
 from embodied_rl.types import ActionSpec, EpisodeSummary
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import RecordedEpisode
-from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.media.episodes import MAX_BYTES, MAX_STEPS_SHOWN, FilmedEpisode, Moment, beside_each_other

@@ -33,8 +33,7 @@ from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.program_collector import ProgramCollector
-from embodied_rl.rollout.program_manager import ProgramGenerator, ProgramManager
+from embodied_rl.rollout.programs import ProgramCollector, ProgramGenerator, ProgramManager
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import ActionLayout

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import HybridConfig, TrainConfig
-from embodied_rl.episodes.dataset import EpisodeDataset, split_episodes
-from embodied_rl.episodes.transitions import Transitions, normalise_actions
+from embodied_rl.episodes.dataset import EpisodeDataset, Transitions, normalise_actions, split_episodes
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads

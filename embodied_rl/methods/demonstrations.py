@@ -12,16 +12,14 @@ import numpy as np
 import torch
 
 from embodied_rl.config import SimConfig, TrainConfig
-from embodied_rl.episodes.dataset import DatasetOptions, EpisodeRef, check_recording, choose_episodes
+from embodied_rl.episodes.dataset import DatasetOptions, EpisodeRef, RewardKind, check_recording, choose_episodes
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording
-from embodied_rl.episodes.transitions import RewardKind
+from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import Policy, TensorObservation
 from embodied_rl.progress import progress_bar
-from embodied_rl.rollout.schedule import group_seed
+from embodied_rl.rollout.groups import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
 from embodied_rl.sim.robots.experts import expert_target
 from embodied_rl.sim.simulators import Simulators

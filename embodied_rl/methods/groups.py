@@ -25,9 +25,8 @@ from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_n
 from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule, prepare_observation
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.domains import place_of
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import GroupQueue, group_seed
 from embodied_rl.rollout.initialized import StartLibrary, record_expert, shown_expert
-from embodied_rl.rollout.schedule import group_seed
 from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds

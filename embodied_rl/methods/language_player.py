@@ -22,7 +22,7 @@ from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.model_folder import max_context
 from embodied_rl.policies.vision_inputs import VisionInputs
 from embodied_rl.rollout.agent_generator import AgentGenerator
-from embodied_rl.rollout.program_manager import ProgramGenerator
+from embodied_rl.rollout.programs import ProgramGenerator
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import SimSpec, TensorSpec, VariableSpec

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.episodes.dataset import EpisodeDataset
-from embodied_rl.episodes.transitions import ReplayBuffer, Transitions, rollout_transitions
+from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, Transitions, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.episodes.recorded import RecordingInfo
+from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.errors import UserError
 from embodied_rl.methods.base import Method
 from embodied_rl.rollout.training_recording import FOLDER, TrainingRecorder

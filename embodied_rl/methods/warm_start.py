@@ -19,8 +19,7 @@ from embodied_rl.registry import load_target
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
 
 _SEEDS = 2**29
 """Held-out seeds of the measurements: neither those of interim nor those of final evaluations."""

@@ -26,7 +26,7 @@ from embodied_rl.roles.worker import make_scorer
 from embodied_rl.roles.worker_process import WorkerProcess
 from embodied_rl.roles.worker_team import WorkerTeam
 from embodied_rl.rollout.groups import WHOLE, Share
-from embodied_rl.rollout.program_manager import make_manager
+from embodied_rl.rollout.programs import make_manager
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds

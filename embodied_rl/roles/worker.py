@@ -28,7 +28,7 @@ from embodied_rl.roles.wire import register
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
-from embodied_rl.rollout.program_manager import make_manager
+from embodied_rl.rollout.programs import make_manager
 from embodied_rl.rollout.scoring import Scorer, ThreadScorer, load_score
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.seeding import EpisodeSeeds

@@ -27,8 +27,7 @@ from embodied_rl.agents.tools.runner import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, TokenBackend
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.observations import copied
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
 from embodied_rl.rollout.training_recording import AgentRecord
@@ -183,7 +182,6 @@ class AgentCollector(SlotPump[_Playing]):
         return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **used, **shares}
 
     def close(self) -> None:
-        """See `Collector.close`."""
         self.agent.close()
 
     def metrics(self) -> dict[str, float]:

@@ -82,7 +82,6 @@ class AgentGenerator(Generator):
 
     @property
     def cache(self) -> TokenCache:
-        """See `Generator.cache`."""
         return self.backend
 
     def begin(self, slots: Iterable[int]) -> None:

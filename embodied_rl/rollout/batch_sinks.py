@@ -10,8 +10,7 @@ import numpy as np
 
 from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.sink import EpisodeSink, columns_around
-from embodied_rl.episodes.steady import SteadyGroup
+from embodied_rl.episodes.sink import EpisodeSink, SteadyGroup, columns_around
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.sim.instrumented import split
 from embodied_rl.types import Observation, StepBatch

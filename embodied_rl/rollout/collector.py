@@ -148,11 +148,9 @@ class RolloutCollector(Collector):
             self.recorder.restarted(seed_round)
 
     def episodes(self) -> list[bytes]:
-        """See `Collector.episodes`."""
         return [snapshot.to_bytes() for snapshot in self.manager.snapshot(range(self.manager.num_slots))]
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
-        """See `Collector.take_up`."""
         slots = range(self.manager.num_slots)
         whole = self.manager.restore(slots, [Snapshot.from_bytes(episode) for episode in episodes])
         self._batches = [_rows(whole, group) for group in self._groups]

@@ -79,7 +79,6 @@ class EncodingSim(SimWrapper):
             self._film(env_ids, out)
 
     def episodes_ended(self, env_ids: Sequence[int]) -> None:
-        """See `SimEnv.episodes_ended`."""
         super().episodes_ended(env_ids)
         for i in env_ids:
             filming, self._filming[i] = self._filming[i], None
@@ -87,7 +86,6 @@ class EncodingSim(SimWrapper):
                 filming.finish()
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv.restore`."""
         self._give_up(env_id)
         super().restore(env_id, data)
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import Outcome, SnapshotCache, SourceEpisode, Start, StartLibrary
-from embodied_rl.rollout.members import Assignment
 from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
 from embodied_rl.sim.simulators import Simulators

@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from embodied_rl.rollout.collector import Collector, CollectorTimes
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Episode, EpisodeGroup
 

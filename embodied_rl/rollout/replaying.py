@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import RecordedEpisode, Value
+from embodied_rl.episodes.recording import RecordedEpisode, Value
 from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError
 from embodied_rl.sim.episode_log import Snapshot

@@ -17,11 +17,11 @@ from embodied_rl.agents.turns import Turn, texts
 from embodied_rl.config import RecordConfig
 from embodied_rl.episodes.folder import RECORDING_FILE
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo, Value
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo, Value
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.rollout.batch_sinks import BatchSinks
-from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.groups import Assignment
 from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.sim.instrumented import split
 from embodied_rl.sim.seeding import EpisodeSeeds

@@ -20,8 +20,7 @@ from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeGroup

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec

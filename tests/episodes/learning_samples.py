@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.dataset import MemoryRecording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import EpisodeTable, Recording
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 SPEC = SimSpec(

@@ -20,8 +20,7 @@ from embodied_rl.episodes.assessment import (
     ratio_mismatch,
     share_of_best,
 )
-from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, stack
-from embodied_rl.episodes.intervals import Interval, resample_counts
+from embodied_rl.episodes.estimators import ESTIMATORS, Interval, OffPolicyEpisodes, resample_counts, stack
 from embodied_rl.errors import UserError
 from tests.episodes.tiny_mdp import REWARD, TRANSITION, exact_value, exact_values, off_policy, sample_paths
 

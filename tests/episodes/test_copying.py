@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodied_rl.episodes.folder import adopted, require_compatible, validate
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import Recording, RecordingError
-from embodied_rl.episodes.validation import adopted, require_compatible, validate
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.types import TensorSpec
 from tests.episodes.episode_toys import STATE_SPEC, assert_same_episode, info_of, make_episode, moving_square

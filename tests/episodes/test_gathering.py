@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from embodied_rl.episodes import writer as writing
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec

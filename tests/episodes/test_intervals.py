@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.intervals import (
+from embodied_rl.episodes.estimators import (
     Interval,
     bca_interval,
     bernstein_margin,

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.folder import part_folders
+from embodied_rl.episodes.folder import part_folders, validate
 from embodied_rl.episodes.reader import NativeRecording, open_recording
 from embodied_rl.episodes.recording import RecordingError, step_of
-from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import assert_same_episode, info_of, make_episode, moving_square

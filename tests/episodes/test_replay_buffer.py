@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodied_rl.episodes.transitions import ReplayBuffer, Transitions
+from embodied_rl.episodes.dataset import ReplayBuffer, Transitions
 
 
 def transitions(first: int, count: int) -> Transitions:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied_rl.episodes.transitions import n_step_windows, normalise_actions, outcome, rollout_transitions
+from embodied_rl.episodes.dataset import n_step_windows, normalise_actions, outcome, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, Rollout
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.pictures import PictureRoom
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.episodes.sink import EpisodeSink
-from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.media.episodes import FilmedEpisode, Moment
 from embodied_rl.types import ActionSpec, EpisodeSummary, SimSpec, TensorSpec
 

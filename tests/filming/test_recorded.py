@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.commands.render import film_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import EpisodeTable, Recording
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.errors import UserError
 from embodied_rl.media.recorded import from_pictures, moment_of, recorded_cameras, stride_of
 from embodied_rl.media.settings import Film

@@ -213,7 +213,7 @@ def test_nothing_is_older_than_allowed_whatever_the_tails(max_staleness: int, se
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_the_model_of_the_group_queue_is_as_fast_as_the_group_queue(max_staleness: int) -> None:
-    from embodied_rl.rollout.schedule import GroupQueueConfig
+    from embodied_rl.rollout.groups import GroupQueueConfig
     from tests.rollout.test_groups_throughput import Simulation
 
     sigma, size, groups, slots, train_s, steps = 0.8, 4, 8, 48, 2.0, 60

@@ -10,7 +10,7 @@ import torch
 
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.config import AlgorithmConfig, HybridConfig, PolicyConfig, ShardingConfig
-from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.episodes.dataset import Transitions
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Precision, RolloutObjective

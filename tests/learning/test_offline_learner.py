@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embodied_rl.config import AlgorithmConfig, CloningConfig, OffPolicyConfig
-from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.episodes.dataset import Transitions
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.learning.executors import Figures, LocalExecutor, take_step
 from embodied_rl.learning.learner import NonFiniteLossError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodied_rl.config import AlgorithmConfig, CloningConfig, OffPolicyConfig, ShardingConfig
-from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.episodes.dataset import Transitions
 from embodied_rl.learning.ranks import RankExecutor
 from tests.learning.samples import Cloner, Critics, make_policy, parameters
 

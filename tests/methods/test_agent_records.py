@@ -20,8 +20,7 @@ from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import RecordConfig, ToolsConfig
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordingInfo
-from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.recording import Recording, RecordingInfo
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import make_tiny_model

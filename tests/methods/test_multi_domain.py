@@ -27,8 +27,7 @@ from embodied_rl.generation.tokens import Failure
 from embodied_rl.methods.agents import PreparedTurns, joined, token_batch, token_rows, turn_batch
 from embodied_rl.rollout.agent_collector import ServerHealth
 from embodied_rl.rollout.domains import DomainMixture, queue_weights
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.agents.samples import make_episode, make_group, make_turn

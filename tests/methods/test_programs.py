@@ -20,8 +20,8 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.methods.building import PROGRAM_FAULTS
-from embodied_rl.rollout.program_runner import Played
-from embodied_rl.serving.agents.captured import CapturedSession
+from embodied_rl.rollout.programs import Played
+from embodied_rl.serving.agents.sessions import CapturedSession
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.neighbours.overlay import overlay

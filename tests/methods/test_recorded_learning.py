@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.methods.demonstrations import Demonstrations, play_expert, training_sim

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.validation import validate
 from tests.episodes.formats.samples import info_of, record
 from tests.episodes.formats.test_lerobot import SPEC, smooth_episode
 from tests.neighbours.lerobot_here import BEFORE, lerobot

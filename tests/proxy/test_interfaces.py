@@ -24,7 +24,7 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.serving.agents.app import AgentProxy
-from embodied_rl.serving.agents.captured import CapturedTurn
+from embodied_rl.serving.agents.sessions import CapturedTurn
 from tests.proxy.test_proxy import END, says, serving, user
 from tests.proxy.test_proxy import folder as folder
 from tests.proxy.test_proxy import tokenizer as tokenizer

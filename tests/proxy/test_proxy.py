@@ -31,9 +31,8 @@ from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, train_tokenizer
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
-from embodied_rl.serving.agents.captured import CapturedSession, read_captured
 from embodied_rl.serving.agents.pump import BackendPump
-from embodied_rl.serving.agents.sessions import SessionLimits
+from embodied_rl.serving.agents.sessions import CapturedSession, SessionLimits, read_captured
 from embodied_rl.serving.http_server import ServerLimits
 
 TEXTS = ["Where is the cup? The cup is on the table.", "go left", "go right", "Answer with one move."] * 4

@@ -21,7 +21,7 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.serving.agents.app import AgentProxy
-from embodied_rl.serving.agents.captured import CapturedTurn
+from embodied_rl.serving.agents.sessions import CapturedTurn
 from tests.generation.constrained import ANSWERS, masked_log_prob
 from tests.proxy.test_proxy import END, ask, chat, serving, user
 from tests.proxy.test_proxy import folder as folder

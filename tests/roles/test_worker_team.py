@@ -11,8 +11,7 @@ import pytest
 from embodied_rl.roles.components import playing_gpu
 from embodied_rl.roles.worker_team import divided, united
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue, Share
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, Share
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import EpisodeGroup
 from tests.roles.runs import GROUPS, TEXTS, Naps, assert_same_run, configured, run_with_a_kill, trained

@@ -12,7 +12,7 @@ from embodied_rl.generation.scripted_tokens import ScriptedTokens
 from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import word_tokenizer
-from embodied_rl.rollout.program_runner import ProgramRunner
+from embodied_rl.rollout.programs import ProgramRunner
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
 from embodied_rl.serving.agents.sessions import SessionLimits
 from embodied_rl.sim.text.program import ProgramOptions

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import SimConfig
-from embodied_rl.episodes.recorded import RecordingInfo
+from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
-from embodied_rl.rollout.players import ExpertPlayer, Player
-from embodied_rl.rollout.recording import Recorder, RecordingPlan, RecordingResult
+from embodied_rl.rollout.recording import ExpertPlayer, Player, Recorder, RecordingPlan, RecordingResult
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.instrumented import instrumented, plain_spec
 from embodied_rl.sim.manager import EnvManager

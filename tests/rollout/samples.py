@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.rollout.members import Assignment
+from embodied_rl.rollout.groups import Assignment
 from embodied_rl.types import Episode, EpisodeGroup
 
 

@@ -22,8 +22,7 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.groups import BatchNeverFullError
-from embodied_rl.rollout.schedule import group_seed
+from embodied_rl.rollout.groups import BatchNeverFullError, group_seed
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.text import frozenlake
 from embodied_rl.types import StepBuffers

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
 from embodied_rl.rollout.queue_pump import age_figures, batch_figures
-from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.train import train
 from tests.roles.runs import GROUPS, configured, curve
 from tests.rollout.samples import answer

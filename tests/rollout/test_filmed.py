@@ -19,8 +19,7 @@ from embodied_rl.config import SimConfig
 from embodied_rl.episodes.films import films_folder, keep_films
 from embodied_rl.episodes.pictures import VideoReader
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordingInfo
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import RecordingError, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.rollout.batch_sinks import BatchSinks

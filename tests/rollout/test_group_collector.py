@@ -11,8 +11,7 @@ import pytest
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, group_seed
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeGroup

@@ -13,9 +13,7 @@ import pytest
 from embodied_rl.algorithms.filters import mean_score, zero_variance
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
-from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
+from embodied_rl.rollout.groups import Assignment, BatchNeverFullError, GroupQueue, GroupQueueConfig, group_seed
 from embodied_rl.types import EpisodeGroup
 from tests.rollout.samples import Clock, answer
 

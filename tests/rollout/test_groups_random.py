@@ -12,9 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from embodied_rl.algorithms.filters import zero_variance
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
+from embodied_rl.rollout.groups import Assignment, GroupQueue, GroupQueueConfig, group_seed
 from embodied_rl.types import Episode, EpisodeGroup
 from tests.rollout.samples import Clock, answer
 

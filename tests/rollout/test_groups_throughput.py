@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.members import Assignment
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import Assignment, GroupQueue, GroupQueueConfig
 from tests.rollout.samples import answer
 
 Latency = Callable[[Assignment], float]

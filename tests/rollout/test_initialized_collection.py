@@ -19,9 +19,8 @@ from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.methods import make_starts
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, group_seed
 from embodied_rl.rollout.initialized import SnapshotCache, SourceEpisode, Start, StartLibrary, record_expert, shown_expert
-from embodied_rl.rollout.schedule import GroupQueueConfig, group_seed
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager

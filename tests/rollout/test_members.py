@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from embodied_rl.rollout.members import OpenGroup
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueueConfig, OpenGroup
 from tests.rollout.samples import answer, episode
 
 

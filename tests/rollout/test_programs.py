@@ -23,14 +23,11 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
-from embodied_rl.rollout.program_collector import ProgramCollector, episode_of_session
-from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramFaultKind, ProgramRunner
-from embodied_rl.rollout.schedule import GroupQueueConfig
+from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.programs import Played, ProgramCollector, ProgramFault, ProgramFaultKind, ProgramRunner, episode_of_session
 from embodied_rl.sandbox import landlock
 from embodied_rl.sandbox.box import strongest
-from embodied_rl.serving.agents.captured import CapturedSession
-from embodied_rl.serving.agents.sessions import SessionSampling
+from embodied_rl.serving.agents.sessions import CapturedSession, SessionSampling
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.program import TARGET, ProgramOptions, TaskBook

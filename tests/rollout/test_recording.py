@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator
-from embodied_rl.rollout.players import GeneratorPlayer
-from embodied_rl.rollout.recording import ATTEMPTS_FILE, RecordingPlan, unsuccessful_seeds
+from embodied_rl.rollout.recording import ATTEMPTS_FILE, GeneratorPlayer, RecordingPlan, unsuccessful_seeds
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.types import ActionSpec, Observation
 from tests.rollout.recording_toys import manager_of, record_toy, toy

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
@@ -144,7 +144,7 @@ def test_what_cannot_be_replayed_says_why(episodes: list[RecordedEpisode]) -> No
 
 
 def test_pictures_are_added_and_the_rest_stays(tmp_path: Path, episodes: list[RecordedEpisode]) -> None:
-    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.episodes.recording import RecordingInfo
     from embodied_rl.sim.instrumented import plain_spec
 
     with manager_of(toy("SavedCountingSim", length=5), 2, image_size=6) as manager:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
-from embodied_rl.rollout.schedule import GroupQueueConfig, choose_batch, free_places, group_seed
+from embodied_rl.rollout.groups import GroupQueueConfig, choose_batch, free_places, group_seed
 from embodied_rl.sim.seeding import HELD_OUT_START
 
 

@@ -15,10 +15,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
-from embodied_rl.rollout.program_runner import Played, ProgramFault, ProgramFaultKind, ProgramRunner
+from embodied_rl.rollout.programs import Played, ProgramFault, ProgramFaultKind, ProgramRunner
 from embodied_rl.sandbox.box import Box
-from embodied_rl.serving.agents.captured import CapturedSession
-from embodied_rl.serving.agents.sessions import SessionSampling
+from embodied_rl.serving.agents.sessions import CapturedSession, SessionSampling
 from embodied_rl.sim.text.program import TARGET, ProgramOptions
 from embodied_rl.sim.text.served_program import ProgramPool, ServeLimits
 from tests.rollout.programs import lasting, options, running, running_with, says, tokenizer

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from embodied_rl.config import load_sim_config
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordingInfo
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import RecordingError, RecordingInfo
 from embodied_rl.episodes.sink import EpisodeSink
-from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.sim.factory import SimFactory

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.layout import Column
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.steady import Places, SteadyGroup
-from embodied_rl.episodes.validation import validate
+from embodied_rl.episodes.sink import Places, SteadyGroup
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks
 from embodied_rl.sim.instrumented import PHYSICS
@@ -225,7 +225,7 @@ def test_an_episode_that_is_much_waits_whole(tmp_path: Path, monkeypatch: pytest
     `apart_steps`: how many steps are taken apart at the episode's beginning.
     """
     monkeypatch.setattr("embodied_rl.rollout.batch_sinks._STEADY_BYTES", 2**22)
-    monkeypatch.setattr("embodied_rl.episodes.steady._MAX_ROWS", 1024)
+    monkeypatch.setattr("embodied_rl.episodes.sink._MAX_ROWS", 1024)
     slab = Slab()
     batch, episodes = slab.batch(0, 1), {0: an_episode(0, 900), 1: an_episode(1, 4)}
     with RecordingWriter(tmp_path / "r", info_of(SPEC), gather_s=1e9) as writer:

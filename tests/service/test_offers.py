@@ -12,7 +12,7 @@ from embodied_rl.commands import serve_envs
 from embodied_rl.config import SimConfig, group_names, load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.serving.environments.app import EnvironmentService
-from embodied_rl.serving.environments.offers import as_requested, offered_simulators
+from embodied_rl.serving.environments.hub import as_requested, offered_simulators
 from embodied_rl.serving.http_server import HttpProblem, token_to_ask_for
 from embodied_rl.sim.remote import make
 from embodied_rl.sim.remote_client import JsonClient

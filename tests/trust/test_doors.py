@@ -277,7 +277,7 @@ def test_one_replays_ones_own_recording(recording: Path, capsys: pytest.CaptureF
 
 def test_an_imported_file_is_no_way_around(mark: Path) -> None:
     from embodied_rl.episodes.formats.maniskill import TARGET
-    from embodied_rl.episodes.recorded import RecordingInfo
+    from embodied_rl.episodes.recording import RecordingInfo
     from tests.episodes.episode_toys import STATE_SPEC
 
     # ManiSkill's files say which task they are of, and gymnasium imports what stands before a colon.

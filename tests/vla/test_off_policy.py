@@ -12,10 +12,9 @@ import torch
 
 from embodied_rl.config import AlgorithmConfig, FlowPolicyConfig, HybridConfig, OffPolicyConfig, ShardingConfig, TinyVLAConfig
 from embodied_rl.config.compose import load_train_config
-from embodied_rl.episodes.dataset import DatasetOptions, TransitionTable
+from embodied_rl.episodes.dataset import DatasetOptions, Transitions, TransitionTable
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.transitions import Transitions
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.learning.learner import make_learner
 from embodied_rl.learning.ranks import RankExecutor

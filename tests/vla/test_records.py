@@ -14,7 +14,7 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.commands import offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode
+from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.tiny_vla import TinyVLAPolicy
 from embodied_rl.resuming import load_policy

@@ -1,25 +1,66 @@
-"""What the readers and writers of other projects' formats share: errors, checks, unknown values, and our own side entry."""
+"""What readers and writers of other projects' formats share: what becomes of each field, errors, checks, our own side entry."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import EpisodeTable, Recording, RecordingError
-from embodied_rl.episodes.validation import fit_problems
+from embodied_rl.episodes.folder import fit_problems
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingError, RecordingInfo
 from embodied_rl.errors import UserError, brief
 from embodied_rl.reading import parse_json as parse_text
 from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, TensorSpec, VariableSpec
+
+Fate = Literal["kept", "extra", "changed", "filled", "lost"]
+"""kept: exact, where the format itself keeps it. extra: exact, in a place of ours that other readers of the format overlook.
+changed: there, but not bit by bit or not under its name. filled: the file does not say; something else stands in its place.
+lost: not there any more."""
+
+_ORDER = ("lost", "filled", "changed", "extra", "kept")
+
+
+@dataclass(frozen=True)
+class FieldNote:
+    """One field and its fate."""
+
+    field: str
+    """As in `RecordedEpisode`: ``log_prob``, ``observation.state``, ``seed``; or what else the line is about."""
+    fate: Fate
+    note: str = ""
+    """Where it is, what stands for it, or why it is gone."""
+
+    def __str__(self) -> str:
+        return f"{self.fate:<8}{self.field}{': ' if self.note else ''}{self.note}"
+
+
+class NoteBook:
+    """Collects notes while episodes go by; the same note counts once, a worse fate of the same field wins."""
+
+    def __init__(self, notes: Iterable[FieldNote] = ()) -> None:
+        self._notes: dict[str, FieldNote] = {}
+        for note in notes:
+            self.add(note.field, note.fate, note.note)
+
+    def add(self, field: str, fate: Fate, note: str = "") -> None:
+        known = self._notes.get(field)
+        if known is None or _ORDER.index(fate) < _ORDER.index(known.fate):
+            self._notes[field] = FieldNote(field, fate, note)
+
+    def __iter__(self) -> Iterator[FieldNote]:
+        """Worst first, and by name."""
+        return iter(sorted(self._notes.values(), key=lambda note: (_ORDER.index(note.fate), note.field)))
+
+    def notes(self) -> tuple[FieldNote, ...]:
+        return tuple(self)
+
 
 SIDE_ENTRY = "embodied_rl"
 """Name of our entry in files of other formats. It holds what the format has no place for; the format's other readers ignore it."""

@@ -22,6 +22,7 @@ from embodied_rl.episodes.formats.base import (
     SIDE_ENTRY,
     ActionBounds,
     ForeignRecording,
+    NoteBook,
     TableBuilder,
     damaged,
     parse_json,
@@ -29,9 +30,7 @@ from embodied_rl.episodes.formats.base import (
     side_episode,
     unknown_seed,
 )
-from embodied_rl.episodes.formats.notes import NoteBook
-from embodied_rl.episodes.recorded import RecordedEpisode
-from embodied_rl.episodes.recording import RecordingError
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingError
 from embodied_rl.errors import MissingExtraError, brief
 from embodied_rl.types import SimSpec, TensorSpec
 

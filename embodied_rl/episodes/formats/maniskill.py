@@ -18,6 +18,8 @@ from embodied_rl.episodes.formats.base import (
     SIDE_ENTRY,
     ActionBounds,
     Advance,
+    FieldNote,
+    NoteBook,
     as_float32,
     damaged,
     finish_episode,
@@ -31,9 +33,7 @@ from embodied_rl.episodes.formats.base import (
     tensor_specs,
 )
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:

@@ -22,6 +22,8 @@ from embodied_rl.episodes.formats.base import (
     IMPORTED,
     SIDE_ENTRY,
     Advance,
+    FieldNote,
+    NoteBook,
     as_float32,
     damaged,
     finish_episode,
@@ -35,9 +37,7 @@ from embodied_rl.episodes.formats.base import (
     split_ends,
 )
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, write_array, write_extras
-from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingError, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:

@@ -19,6 +19,8 @@ from embodied_rl.episodes.formats.base import (
     IMPORTED,
     SIDE_ENTRY,
     Advance,
+    FieldNote,
+    NoteBook,
     as_float32,
     damaged,
     finish_episode,
@@ -34,9 +36,7 @@ from embodied_rl.episodes.formats.base import (
     unknown_last,
 )
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.formats.notes import FieldNote, NoteBook
-from embodied_rl.episodes.recorded import RecordedEpisode, RecordingInfo
-from embodied_rl.episodes.recording import Recording
+from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 if TYPE_CHECKING:

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodied_rl.errors import did_you_mean
-from embodied_rl.serving.agents.stop_texts import StopTexts
-from embodied_rl.serving.agents.structures import call_structure, schema_structure
-from embodied_rl.serving.agents.tool_calls import CALL, forced_call, sampled_calls
+from embodied_rl.serving.agents.structures import CALL, StopTexts, call_structure, forced_call, sampled_calls, schema_structure
 from embodied_rl.serving.http_server import HttpProblem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -395,11 +393,9 @@ class ChatCompletions(Interface):
     """OpenAI's ``/v1/chat/completions``."""
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        """See `Interface`."""
         return read_chat(body)
 
     def new_id(self) -> str:
-        """See `Interface`."""
         return f"chatcmpl-{secrets.token_hex(12)}"
 
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
@@ -413,15 +409,12 @@ class ChatCompletions(Interface):
     def stream(
         self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
     ) -> AnswerStream:
-        """See `Interface`."""
         return _ChatStream(chat, completion_id, model, stop, num_prompt_tokens, index)
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        """See `Interface`."""
         return openai_error(problem)
 
     def broken(self, problem: HttpProblem) -> bytes:
-        """See `Interface`."""
         return sse(openai_error(problem))
 
 

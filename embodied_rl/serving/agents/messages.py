@@ -23,7 +23,7 @@ from embodied_rl.serving.agents.chat import (
     stop_texts,
     whole_number,
 )
-from embodied_rl.serving.agents.stop_texts import StopTexts
+from embodied_rl.serving.agents.structures import StopTexts
 from embodied_rl.serving.http_server import HttpProblem
 
 _KNOWN = (
@@ -51,7 +51,6 @@ class Messages(Interface):
     """Anthropic's ``/v1/messages``."""
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        """See `Interface`."""
         if body.get("max_tokens") is None:
             raise bad("'max_tokens' is missing.")
         return self.read_prompt(body)
@@ -86,11 +85,9 @@ class Messages(Interface):
         )
 
     def new_id(self) -> str:
-        """See `Interface`."""
         return f"msg_{secrets.token_hex(12)}"
 
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """See `Interface`."""
         (answer,) = answers
         blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
         blocks += [{**_call_block(call), "input": _arguments(call)} for call in answer.calls]
@@ -100,16 +97,13 @@ class Messages(Interface):
     def stream(
         self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
     ) -> AnswerStream:
-        """See `Interface`."""
         return _MessageStream(chat, completion_id, model, stop, num_prompt_tokens, index)
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        """See `Interface`."""
         kind = _ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": problem.message, "code": problem.kind, "choices": problem.choices}}
 
     def broken(self, problem: HttpProblem) -> bytes:
-        """See `Interface`."""
         return sse(self.refusal(problem), "error")
 
 

@@ -251,23 +251,18 @@ class SharedBackend(TokenCache):
 
     @property
     def can_free_memory(self) -> bool:
-        """See `TokenCache`."""
         return self._backend.can_free_memory
 
     @property
     def device(self) -> object:
-        """See `TokenCache`."""
         return self._backend.device
 
     @property
     def cache_bytes(self) -> int:
-        """See `TokenCache`."""
         return int(self._pump.call(lambda backend: backend.cache_bytes))
 
     def release_memory(self) -> int:
-        """See `TokenCache`."""
         return int(self._pump.call(lambda backend: backend.release_memory()))
 
     def restore_memory(self) -> None:
-        """See `TokenCache`."""
         self._pump.call(lambda backend: backend.restore_memory())

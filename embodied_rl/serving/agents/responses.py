@@ -25,7 +25,7 @@ from embodied_rl.serving.agents.chat import (
     sse,
     whole_number,
 )
-from embodied_rl.serving.agents.stop_texts import StopTexts
+from embodied_rl.serving.agents.structures import StopTexts
 from embodied_rl.serving.http_server import HttpProblem
 
 _KNOWN = (
@@ -68,7 +68,6 @@ class Responses(Interface):
     """OpenAI's ``/v1/responses``."""
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        """See `Interface`."""
         check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
         choice, tools = body.get("tool_choice"), None
         if choice != "none":
@@ -99,26 +98,21 @@ class Responses(Interface):
         )
 
     def new_id(self) -> str:
-        """See `Interface`."""
         return f"resp_{secrets.token_hex(12)}"
 
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """See `Interface`."""
         (answer,) = answers
         return _response(chat, answer.completion_id, answer.model, answer)
 
     def stream(
         self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
     ) -> AnswerStream:
-        """See `Interface`."""
         return _ResponseStream(chat, completion_id, model, stop, num_prompt_tokens, index)
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        """See `Interface`."""
         return openai_error(problem)
 
     def broken(self, problem: HttpProblem) -> bytes:
-        """See `Interface`."""
         return sse({"type": "error", "code": problem.kind, "message": problem.message, "param": None, "sequence_number": 0}, "error")
 
 

@@ -3,7 +3,7 @@
 A program is any command that talks to OpenAI's interface. It is started once for each episode, with the address and key of the agent proxy
 in the environment variables that the ``openai`` package reads; it knows nothing of training. One that can play many episodes stays instead
 (`embodied_rl.sim.text.served_program`), and so does a Python function (`embodied_rl.sim.text.program_worker`). See
-`embodied_rl.rollout.program_runner` for how programs are run side by side.
+`embodied_rl.rollout.programs` for how programs are run side by side.
 """
 
 from __future__ import annotations

@@ -15,15 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.formats.lerobot import LeRobotRecording
-from embodied_rl.episodes.formats.lerobot_stats import picture_stats, pooled, vector_stats
+from embodied_rl.episodes.formats.lerobot_writer import picture_stats, pooled, vector_stats
 from embodied_rl.episodes.pictures import VideoWriter
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordedEpisode
-from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.validation import validate
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingError
 from embodied_rl.errors import MissingExtraError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.episodes.episode_toys import make_episode

@@ -12,13 +12,12 @@ import h5py
 import numpy as np
 import pytest
 
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.formats.maniskill import TARGET, ManiSkillRecording
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recorded import RecordingInfo
-from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.episodes.recording import Recording, RecordingError, RecordingInfo
 from embodied_rl.episodes.sink import EpisodeSink
-from embodied_rl.episodes.validation import validate
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.sim.rendering import vulkan_available
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.formats.minari import MinariRecording, action_spec_of, leaves_of, observation_space_of
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.validation import validate
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.formats.samples import CHOICES, PICTURES, STATE, WORDS, info_of, record, words_episode

@@ -10,11 +10,11 @@ import h5py
 import numpy as np
 import pytest
 
+from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.formats.robomimic import RobomimicRecording
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError
-from embodied_rl.episodes.validation import validate
 from embodied_rl.types import ActionSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.formats.samples import CHOICES, STATE, info_of, record, rich_episode

@@ -1,0 +1,584 @@
+"""Agent programs side by side, each in a separate process with its own session at the agent proxy, and groups of their episodes.
+
+```
+   start ──▶ process ──HTTP──▶ AgentProxy ──▶ token backend        a program ends by itself, runs out of time, or is stopped;
+     ▲          │                  │                               only one that ended well and was judged gives an episode,
+   caller ◀── wait ◀── exit ◀── session's turns, rewards           everything else is a `ProgramFault`, never a reward
+```
+One that stays (`ProgramOptions.stays`) replies instead of ending, and is given the next episode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import select
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from embodied_rl.agents.agent import Agent, PromptTokenizer
+from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ValidAction
+from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
+from embodied_rl.config import SimConfig
+from embodied_rl.errors import UserError
+from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.groups import Assignment, GroupQueue
+from embodied_rl.rollout.queue_pump import TICK_EVERY_S, QueuePump
+from embodied_rl.sandbox.launch import NOT_STARTED
+from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
+from embodied_rl.serving.agents.sessions import CapturedSession, CapturedTurn, SessionLimits, SessionSampling
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.text.program import (
+    FAILURE_STATUS,
+    ProgramOptions,
+    RunningProgram,
+    TaskBook,
+    episode_line,
+    is_program,
+    lasting_environment,
+    program_box,
+    program_environment,
+    program_spec,
+)
+from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
+from embodied_rl.stopping import waiting
+from embodied_rl.types import EpisodeSummary
+
+_LINES = 6
+"""Of a program's last words that a fault keeps."""
+
+
+class ProgramFaultKind(enum.Enum):
+    """Why a program's episode is none."""
+
+    NOT_STARTED = "not_started"
+    CRASHED = "crashed"
+    """Ended with a status that means neither success nor failure, by a signal, or with an exception that it replied with."""
+    TIMED_OUT = "timed_out"
+    NO_REWARD = "no_reward"
+    """Ended well, but without a reward from the program or through its session."""
+    NO_TURNS = "no_turns"
+    """Never asked the model, or was never answered."""
+    NOT_TRAINABLE = "not_trainable"
+    """The backend gave no log-probabilities."""
+
+
+@dataclass(frozen=True)
+class ProgramFault:
+    """A typed record of an episode that failed."""
+
+    kind: ProgramFaultKind
+    seed: int
+    task: Mapping[str, Any]
+    exit_status: int | None
+    """Minus the signal's number where one ended it; None: it never ran, or stays."""
+    num_turns: int
+    """Answers that it had been given."""
+    seconds: float
+    detail: str
+    """The end of what it printed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**{name: value for name, value in vars(self).items() if name != "kind"}, "kind": self.kind.value}
+
+    def __str__(self) -> str:
+        """One line for people and for the queue's reasons."""
+        last = (self.detail.strip().splitlines() or [""])[-1]
+        status = "" if self.exit_status is None else f" (status {self.exit_status})"
+        return f"the program {self.kind.value.replace('_', ' ')}{status}{': ' + last if last else ''}"
+
+
+@dataclass(frozen=True)
+class Played:
+    """How one program ended."""
+
+    tag: Hashable
+    """The caller's name for it."""
+    seed: int
+    task: Mapping[str, Any]
+    seconds: float
+    """From its start to its end, or from an episode's task to its reply."""
+    outcome: CapturedSession | ProgramFault
+    reward: float = 0.0
+    """All rewards; 0 for a fault."""
+
+
+@dataclass
+class _Running:
+    tag: Hashable
+    seed: int
+    task: Mapping[str, Any]
+    session: str
+    process: RunningProgram | ServedEpisode
+    started_s: float
+
+
+class ProgramRunner:
+    """Runs programs against a proxy that has a token, so that only the sessions opened here exist. For one thread."""
+
+    def __init__(self, options: ProgramOptions, proxy: AgentProxy, model: str) -> None:
+        """
+        Args:
+            model: its name at the proxy.
+
+        Raises:
+            UserError: this machine's sandbox is weaker than the options ask for, or a task file cannot be read.
+        """
+        self.options, self.proxy, self.model = options, proxy, model
+        self.tasks = TaskBook(options)
+        self._box = program_box(options, proxy.base_url)
+        self._pool: ProgramPool | None = None
+        if options.stays:
+            words = options.words({}, 0, model)
+            self._pool = ProgramPool(words, lasting_environment(options, proxy.base_url, model), options.serve_limits, self._box)
+        self._running: dict[Hashable, _Running] = {}
+        self._failed_to_start: list[Played] = []
+        self._put_aside: dict[str, CapturedSession] = {}  # sessions that their programs ended themselves
+
+    @property
+    def tags(self) -> list[Hashable]:
+        """Of the programs that run."""
+        return list(self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._failed_to_start)
+
+    def start(self, tag: Hashable, seed: int, sampling: SessionSampling) -> None:
+        """Start the program of an episode; one that cannot be started comes back from `wait` as a fault."""
+        assert tag not in self._running, "a program has one name"
+        task, started = self.tasks.task(seed), time.monotonic()
+        session = ""
+        try:
+            session, key = self.proxy.open_session({"seed": seed, "task": dict(task)}, sampling)
+            line = episode_line(base_url=self.proxy.base_url, key=key, session=session, model=self.model, task=task, seed=seed)
+            process = self._begin(line)
+        except (OSError, ValueError) as error:
+            if session:
+                self.proxy.end_session(session)
+            fault = ProgramFault(ProgramFaultKind.NOT_STARTED, seed, task, None, 0, 0.0, f"{type(error).__name__}: {error}")
+            self._failed_to_start.append(Played(tag, seed, task, 0.0, fault))
+            return
+        self._running[tag] = _Running(tag, seed, task, session, process, started)
+
+    def wait(self, timeout_s: float) -> list[Played]:
+        """Programs that have ended since the last call, after a wait of at most `timeout_s` for the first; in the order of starting."""
+        ended, self._failed_to_start = self._failed_to_start, []
+        now = time.monotonic()
+        nearest = min((one.process.wake_s for one in self._running.values()), default=now)
+        poll = select.poll()
+        for one in self._running.values():
+            for descriptor, events in one.process.watched():
+                poll.register(descriptor, events)
+        wait_s = 0.0 if ended or not self._running else max(0.0, min(timeout_s, nearest - now))
+        with waiting:
+            poll.poll(1000 * wait_s)
+        for one in list(self._running.values()):
+            over = one.process.is_over()
+            if over or time.monotonic() >= one.process.deadline:
+                ended.append(self._finish(one, late=not over))
+        return ended
+
+    def num_turns(self, tag: Hashable) -> int:
+        """Answers that a running program has been given."""
+        return self.proxy.num_turns(self._running[tag].session)
+
+    def stop(self, tag: Hashable) -> None:
+        """End a program that is not needed any more; `wait` does not return it."""
+        one = self._running.pop(tag)
+        one.process.end()
+        self.proxy.end_session(one.session)
+        self._ended_by_client(one.session)
+
+    def stop_all(self) -> None:
+        """End all; a program that stays and has nothing to do is kept for `start`."""
+        for tag in self.tags:
+            self.stop(tag)
+        self._failed_to_start = []
+
+    def close(self) -> None:
+        """End all, and the programs that stay."""
+        self.stop_all()
+        if self._pool is not None:
+            self._pool.close()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, line: Mapping[str, Any]) -> RunningProgram | ServedEpisode:
+        if self._pool is not None:
+            return self._pool.begin(line)
+        words = self.options.words(line["task"], line["seed"], self.model)
+        return RunningProgram(words, program_environment(self.options, line), self.options.timeout_s, self._box)
+
+    def _finish(self, one: _Running, *, late: bool) -> Played:
+        del self._running[one.tag]
+        ending = one.process.end()
+        if ending.reward is not None and self.options.reward == "http":
+            said = f"It replied with reward {ending.reward:g}, and sim.kwargs.reward=http takes posted ones: set sim.kwargs.reward=return."
+            ending = replace(ending, output=f"{ending.output}\n{said}", failed=True)
+        seconds = time.monotonic() - one.started_s
+        # A program may end its session itself: then the proxy has put it aside.
+        captured = self.proxy.end_session(one.session) or self._ended_by_client(one.session)
+        num_turns = 0 if captured is None else len(captured.turns)
+        kind = self._fault_kind(captured, ending, late)
+        if kind is not None or captured is None:
+            detail = "\n".join(ending.output.strip().splitlines()[-_LINES:])
+            fault = ProgramFault(kind or ProgramFaultKind.NO_TURNS, one.seed, one.task, ending.status, num_turns, seconds, detail)
+            return Played(one.tag, one.seed, one.task, seconds, fault)
+        own = float(ending.status == 0) if self.options.reward == "exit" else ending.reward or 0.0
+        return Played(one.tag, one.seed, one.task, seconds, captured, captured.total_reward + own)
+
+    def _fault_kind(self, captured: CapturedSession | None, ending: ProgramEnding, late: bool) -> ProgramFaultKind | None:
+        by_exit = self.options.reward == "exit"
+        if ending.status == NOT_STARTED and "sandbox: " in ending.output:
+            return ProgramFaultKind.NOT_STARTED
+        if late:
+            return ProgramFaultKind.TIMED_OUT
+        lost = self._pool is not None and ending.status is not None  # one that stays has no reason to end, whatever its status
+        if ending.failed or lost or (ending.status not in (None, 0) and not (by_exit and ending.status == FAILURE_STATUS)):
+            return ProgramFaultKind.CRASHED
+        if captured is None or not any(len(turn.sampled_ids) for turn in captured.turns):
+            return ProgramFaultKind.NO_TURNS
+        if not by_exit and captured.num_rewards == 0 and ending.reward is None:
+            return ProgramFaultKind.NO_REWARD
+        trainable = all(bool((turn.log_prob <= 0).all()) for turn in captured.turns)  # NaN is not
+        return None if trainable else ProgramFaultKind.NOT_TRAINABLE
+
+    def _ended_by_client(self, session: str) -> CapturedSession | None:
+        for captured in self.proxy.take_finished():
+            self._put_aside[captured.session] = captured
+        return self._put_aside.pop(session, None)
+
+
+_LOOK_S = 0.25
+"""How often it is looked whether running programs are still needed."""
+_SEEDS = 29
+"""Stream of randomness: the seeds of sessions."""
+
+
+class ProgramCollector(QueuePump):
+    """Fills the queue's groups with the episodes of programs, `num_slots` of them at a time.
+
+    Every session has its own seed, made of the run's seed, the group, the member and the attempt, and every request of it one more:
+    what is sampled depends on these, the prompt and the weights.
+    """
+
+    def __init__(
+        self,
+        runner: ProgramRunner,
+        queue: GroupQueue,
+        tokenizer: PromptTokenizer,
+        *,
+        num_slots: int,
+        seed: int,
+        sampling: SessionSampling,
+        greedy_member: bool = False,
+        faults_file: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            sampling: of the answers; its seed does not count.
+            faults_file: gets a line for every program that failed.
+            greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
+        """
+        super().__init__(queue, seed=seed)
+        self.runner = runner
+        self.faults: list[ProgramFault] = []
+        """All of the run so far."""
+        self._faults_file = faults_file
+        self._tokenizer, self._num_slots, self._sampling, self._greedy_member = tokenizer, num_slots, sampling, greedy_member
+        self._turns: dict[Assignment, int] = {}
+        self._counts: Counter[str] = Counter()
+
+    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+        """Start the programs that the queue asks for, and hand in those that ended. False: none is running, and none is being scored."""
+        # Model and programs work at the same time: their times are not separated, and no time counts as waited.
+        scored = self._take_scores()
+        self._start()
+        if not self.runner.num_running:
+            if self._awaited and self.scorer is not None:
+                self.scorer.wait(patience_s)
+                self._tick()
+            return scored or bool(self._awaited)
+        for played in self.runner.wait(min(patience_s, _LOOK_S)):
+            self._finish(played)
+        self._look()
+        self._tick()
+        return True
+
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        """End every running program and go on with another queue."""
+        assert queue is not None, "groups are asked for by a queue"
+        self.runner.stop_all()
+        self._turns.clear()
+        self._awaited.clear()
+        self.queue = queue
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call: programs that ended and those that failed by kind; of the others, seconds, turns and tokens each."""
+        counts, self._counts = self._counts, Counter()
+        good = max(counts["episodes"] - counts["failed"], 1)
+        means = {f"{name}_per_program": counts[name] / good for name in ("turns", "conversations", "answer_tokens", "seconds")}
+        failed = {name: float(value) for name, value in sorted(counts.items()) if name.startswith("failed")}
+        return {"episodes": float(counts["episodes"]), "failed": 0.0, **failed, **means}
+
+    def metrics(self) -> dict[str, float]:
+        """`figures`, as they are logged, and those of the last batch (`batch_figures`) and of its scores."""
+        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._common_metrics()}
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        while self.runner.num_running < self._num_slots and (whose := self.queue.next_assignment(self.domain)) is not None:
+            key = (self.seed, whose.group, whose.member, whose.attempt, _SEEDS)
+            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+            temperature = 0.0 if self._is_greedy(whose) else self._sampling.temperature
+            self.runner.start(whose, whose.seed, dataclasses.replace(self._sampling, seed=seed, temperature=temperature))
+
+    def _is_greedy(self, whose: Assignment) -> bool:
+        return self._greedy_member and whose.member == 0
+
+    def _finish(self, played: Played) -> None:
+        whose = played.tag
+        assert isinstance(whose, Assignment), "we named it so"
+        self._turns.pop(whose, None)
+        self._counts["episodes"] += 1
+        if isinstance(played.outcome, ProgramFault):
+            self._counts.update({"failed": 1, f"failed_{played.outcome.kind.value}": 1})
+            self.faults.append(played.outcome)
+            if self._faults_file is not None:
+                with self._faults_file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"iteration": self.queue.version, **played.outcome.to_dict()}) + "\n")
+            self.queue.failed(whose, str(played.outcome))
+            return
+        episode = episode_of_session(
+            played.outcome,
+            self._tokenizer,
+            reward=played.reward,
+            success=played.reward >= self.runner.options.success_reward,
+            seed=played.seed,
+            domain=whose.domain,
+            greedy=self._is_greedy(whose),
+            task=dict(played.task),
+        )
+        self._counts.update(
+            {
+                "turns": episode.num_messages,
+                "conversations": len(played.outcome.trajectories()),
+                "answer_tokens": sum(len(turn.token_ids) for turn in episode.turns),
+            }
+        )
+        self._counts["seconds"] += played.seconds  # type: ignore[assignment]
+        self._hand_in(whose, episode)
+
+    def _look(self) -> None:
+        """Stop programs that are not needed any more, and report to the queue those that have moved on."""
+        for whose in self.runner.tags:
+            assert isinstance(whose, Assignment), "we named it so"
+            if self.queue.should_stop(whose):
+                self.runner.stop(whose)
+                self._turns.pop(whose, None)
+            elif (turns := self.runner.num_turns(whose)) != self._turns.get(whose, 0):
+                self._turns[whose] = turns
+                self.queue.progressed(whose)
+
+
+def episode_of_session(
+    captured: CapturedSession,
+    tokenizer: PromptTokenizer,
+    *,
+    reward: float,
+    success: bool,
+    seed: int,
+    domain: str,
+    greedy: bool = False,
+    task: dict[str, object] | None = None,
+) -> AgentEpisode:
+    """A session as an episode: its turns conversation by conversation, so that its rows are `CapturedSession.trajectories`.
+
+    Turns have the rewards that were given to them; what is left of `reward`, the sum of all, is the last turn's.
+    """
+    order = [number for path in captured.trajectories() for number in _counted(path.turn)]
+    # Turns of no tokens (aborted at once) have nothing that could be learned.
+    turns = [_turn(captured, captured.turns[number], tokenizer) for number in order if len(captured.turns[number].sampled_ids)]
+    rest = reward - sum(turn.reward for turn in turns)
+    turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + rest, game_reward=turns[-1].reward + rest)
+    episode = episode_of(
+        turns, terminated=True, truncated=False, success=success, seed=seed, domain=domain, final_text=f"reward {reward:g}", greedy=greedy
+    )
+    return dataclasses.replace(episode, metadata={**episode.metadata, "task": task or {}, "session": captured.session})
+
+
+def _counted(turn: np.ndarray) -> list[int]:
+    """Turns whose tokens a trajectory's mask holds, in their order there."""
+    return [int(number) for number in dict.fromkeys(turn[turn >= 0].tolist())]
+
+
+def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokenizer) -> Turn:
+    known = 0 if turn.parent is None else len(captured.turns[turn.parent].token_ids)
+    answer = tokenizer.decode(turn.sampled_ids)
+    parsed: ParsedAction = ValidAction(answer.strip()) if answer.strip() else InvalidAction("empty", answer)
+    return Turn(
+        observation=tokenizer.decode(turn.prompt_ids[known:]).strip(),
+        prompt_ids=turn.prompt_ids,
+        token_ids=turn.sampled_ids,
+        log_prob=turn.log_prob,
+        version=turn.version,
+        answer=answer,
+        parsed=parsed,
+        reward=turn.reward,
+        game_reward=turn.reward,
+    )
+
+
+MODEL_NAME = "policy"
+"""What programs call the model."""
+
+_NEVER_S = 1e9
+"""A session ends with its program, however long that thinks."""
+
+
+class ProgramGenerator(AgentGenerator):
+    """Serves programs through its own agent proxy, which has the backend until `close`."""
+
+    def __init__(
+        self, agent: Agent, tokenizer: Any, backend: TokenBackend, weights: Callable[[], Iterable[tuple[str, Any]]] | None, token: str
+    ) -> None:
+        """
+        Args:
+            tokenizer: the model's `ChatTokenizer`.
+            agent: how answers are sampled and how long they may be; its prompts are not used, for programs write their own.
+            weights: what `publish` loads into the backend; None: others load it.
+            token: opens sessions; a secret, so that programs have only the sessions that were opened for them.
+
+        Raises:
+            UserError: the model has no chat template.
+        """
+        self._own = backend
+        self._runners: list[ProgramRunner] = []
+        self.tokenizer = tokenizer
+        options = ProxyOptions(model=MODEL_NAME, stop_ids=agent.stop_ids, max_new_tokens=agent.config.max_new_tokens)
+        # Programs have their own time limits.
+        self.proxy = AgentProxy(backend, tokenizer, options, token=token, limits=SessionLimits(max_sessions=4096, idle_s=_NEVER_S))
+        # Of it, this process uses weights and cache: programs ask for their tokens through the proxy.
+        super().__init__(agent, cast(TokenBackend, self.proxy.shared_backend), weights)
+
+    def sampling(self, temperature: float, seed: int = 0) -> SessionSampling:
+        """Of a session, by the agent's configuration."""
+        config = self.agent.config
+        return SessionSampling(seed, temperature, config.top_p, config.top_k)
+
+    def runner(self, options: ProgramOptions) -> ProgramRunner:
+        """Programs that talk to this proxy."""
+        self._runners.append(ProgramRunner(options, self.proxy, MODEL_NAME))
+        return self._runners[-1]
+
+    def close(self) -> None:
+        """End the programs that run, proxy and backend."""
+        for runner in self._runners:
+            runner.close()
+        self.proxy.close()
+        self._own.close()
+        self.agent.close()
+
+
+class ProgramManager(Simulators):
+    """Holds the programs' options; there are no simulator processes behind it."""
+
+    autoreset = False
+    plays_itself = True
+
+    def __init__(self, config: SimConfig, num_slots: int | None = None) -> None:
+        """
+        Args:
+            num_slots: programs at a time; None: the configuration's.
+
+        Raises:
+            UserError: see `ProgramOptions.of` and `TaskBook`.
+        """
+        self.options = ProgramOptions.of(config)
+        self.tasks = TaskBook(self.options)
+        self.spec = program_spec(config)
+        self.num_slots = num_slots or config.num_slots
+
+    def texts(self) -> list[str]:
+        """What a tiny model's tokenizer must know."""
+        # Each text without and with a space before it: the tokenizer treats these as different words.
+        return [*self.options.texts, *(space + text for text in self.tasks.texts for space in ("", " "))]
+
+    def evaluate(
+        self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
+    ) -> list[EpisodeSummary]:
+        """See `embodied_rl.rollout.evaluation.evaluate`. A program that fails counts as an episode without success and without reward.
+
+        Raises:
+            UserError: the generator serves no programs.
+        """
+        if not isinstance(generator, ProgramGenerator):
+            raise UserError("An agent program needs a language model behind the proxy; policy=random writes no text.")
+        runner = generator.runner(self.options)
+        waiting = list(range(num_episodes))[::-1]
+        finished: dict[int, EpisodeSummary] = {}
+        try:
+            while len(finished) < num_episodes:
+                while waiting and runner.num_running < self.num_slots:
+                    number = waiting.pop()
+                    seed = HELD_OUT_START + first_seed + number
+                    runner.start(number, seed, generator.sampling(generator.temperature, seed))
+                for played in runner.wait(1.0):
+                    number = played.tag  # type: ignore[assignment]
+                    finished[number] = self._summary(number, played, generator)
+                    if on_episode is not None:
+                        on_episode(finished[number])
+        finally:
+            runner.close()
+        return [finished[number] for number in range(num_episodes)]
+
+    def _summary(self, number: int, played: Played, generator: ProgramGenerator) -> EpisodeSummary:
+        success, length, info = False, 0, {}
+        if isinstance(played.outcome, CapturedSession):
+            success = played.reward >= self.options.success_reward
+            length = episode_of_session(
+                played.outcome, generator.tokenizer, reward=played.reward, success=success, seed=played.seed, domain=self.spec.task
+            ).num_messages
+        else:
+            length, info = played.outcome.num_turns, {"fault": played.outcome.kind.value}
+        return EpisodeSummary(
+            slot=number % self.num_slots,
+            index=number // self.num_slots,
+            seed=played.seed,
+            episode_return=played.reward,
+            length=length,
+            success_once=success,
+            success_at_end=success,
+            terminated=isinstance(played.outcome, CapturedSession),
+            final_info=info,
+        )
+
+    def __enter__(self) -> ProgramManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_manager(config: SimConfig, seeds: EpisodeSeeds, **options: Any) -> EnvManager | ProgramManager:
+    """The environment manager of a configuration, or what stands in its place for agent programs; see `EnvManager.from_config`.
+
+    Raises:
+        UserError: the simulator's or the program's configuration cannot be used.
+    """
+    if is_program(config):
+        return ProgramManager(config, options.get("num_slots"))
+    return EnvManager.from_config(config, seeds, **options)
