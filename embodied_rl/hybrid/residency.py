@@ -19,6 +19,8 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from embodied_rl.learning.fsdp import local_part
+
 Kind = Literal["parameters", "gradients", "optimizer", "kv_cache", "simulators", "buffers"]
 MemoryUsage = dict[str, dict[str, int]]
 """{kind: {place: bytes}}; places are devices, and ``host`` for what was moved out."""
@@ -238,11 +240,9 @@ class Hooks:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Each storage once: views and tied weights share theirs."""
-    from torch.distributed.tensor import DTensor
-
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()).untyped_storage()
+        storage = local_part(tensor).detach().untyped_storage()
         found.setdefault(storage._cdata, storage)
     return list(found.values())
 

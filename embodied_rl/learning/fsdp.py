@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint
 
 from embodied_rl.config import ShardingConfig
 from embodied_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MESH = ("replicate", "shard", "tensor")
@@ -37,8 +33,22 @@ FORWARD_METHODS = ("evaluate", "value", "act", "features", "cloning_loss", "gath
 """Methods of a policy that compute with its parameters; FSDP gathers them before and frees them after."""
 
 
+def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether a rank holds a part of it. Where nothing has cut a tensor yet, torch's module of them, which takes long, is not imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_sharded(module: object) -> TypeIs[FSDPModule]:
+    """Whether FSDP gathers it, as a block or as the whole; the same holds for the import."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 def make_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
     """The mesh of the process group that is initialised. Raises UserError when its size is not that of the configuration."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     num_ranks = dist.get_world_size()
     if num_ranks != config.num_ranks:
         raise UserError(
@@ -64,6 +74,8 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     Raises:
         UserError: a parameter has no dimension to be cut, or the model has no tensor-parallel plan where one is asked for.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise UserError(f"Parameter '{scalars[0]}' has no dimension that could be cut: give it shape [1] to train on several ranks.")
@@ -100,7 +112,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:
     """Every block that is gathered on its own, the module itself included."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [part for part in module.modules() if is_sharded(part)]
 
 
 def reshard(module: nn.Module) -> None:
@@ -116,7 +128,7 @@ def accumulate(module: nn.Module, losses: Sequence[Callable[[], Tensor]], inputs
         losses: one function per micro-batch, as many on every rank; each is already divided by the whole step's denominator.
         inputs: of a module that is whole, the parameters that get gradients; None: all that the losses depend on.
     """
-    if not isinstance(module, FSDPModule):
+    if not is_sharded(module):
         for loss in losses:
             loss().backward(inputs=inputs)
         return
@@ -137,7 +149,9 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> float:
         if gradient is None:
             continue
         groups: list[dist.ProcessGroup] = []
-        if isinstance(gradient, DTensor):
+        if is_cut(gradient):
+            from torch.distributed.tensor import Replicate
+
             mesh, placements = gradient.device_mesh, gradient.placements
             groups = [mesh.get_group(dim) for dim, placement in enumerate(placements) if not isinstance(placement, Replicate)]
             gradient = gradient.to_local()
@@ -163,7 +177,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
         for parameter in listed:
             gradient = parameter.grad
             assert gradient is not None
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+            local_part(gradient).mul_(scale)
     return norm
 
 
@@ -174,11 +188,17 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
 def whole(tensor: Tensor) -> Tensor:
     """The tensor that the ranks' parts make up; a collective call. A plain tensor is returned as it is, detached."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
+    if not is_cut(tensor):
         return tensor
     if tensor.device_mesh.device_type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.to("cuda")  # offloaded: the ranks' exchange works only on the GPU
-    return cast(DTensor, tensor).full_tensor()
+        # Offloaded: the ranks' exchange works only on the GPU.
+        return whole(tensor.to("cuda"))
+    return tensor.full_tensor()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; a plain tensor as it is."""
+    return tensor.to_local() if is_cut(tensor) else tensor
 
 
 def gather_named(module: nn.Module, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -206,7 +226,7 @@ def fill(target: Tensor, source: Tensor) -> None:
     """Copy a whole tensor into a whole or sharded one; each rank takes its part, nothing is sent. Raises ValueError for another shape."""
     if target.shape != source.shape:
         raise ValueError(f"a tensor of shape {tuple(source.shape)} does not fit one of shape {tuple(target.shape)}")
-    if isinstance(target, DTensor):
+    if is_cut(target):
         target.to_local().copy_(source[own_slice(target)])
     else:
         target.copy_(source)
@@ -237,6 +257,8 @@ def _beside(module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _recompute(block: nn.Module) -> None:
     """Checkpoint a block's forward. On the instance and below the module's hooks, so that names stay and FSDP sees the block as before."""
+    from torch.utils.checkpoint import checkpoint
+
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning import fsdp
@@ -27,7 +27,6 @@ class Optimizer:
         self,
         parameters: Mapping[str, nn.Parameter],
         *,
-        learning_rate: float,
         eps: float,
         max_grad_norm: float,
         weight_decay: float = 0.0,
@@ -45,18 +44,18 @@ class Optimizer:
         self.parameters = dict(parameters)
         self.inputs: list[Tensor] | None = list(self.parameters.values()) if only else None
         """What a backward pass computes gradients for; None: all that a loss depends on."""
-        self._max_grad_norm = max_grad_norm
-        groups: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in self.parameters.items():
-            groups.setdefault((scales or {}).get(name, 1.0), []).append(parameter)
-        self._scales = list(groups)
-        listed = [{"params": own, "lr": scale * learning_rate} for scale, own in groups.items()]
-        self._adam = torch.optim.AdamW(listed, lr=learning_rate, betas=BETAS, eps=eps, weight_decay=weight_decay, fused=fused)
-        self._is_cut = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+        self._max_grad_norm, self._eps, self._weight_decay, self._fused = max_grad_norm, eps, weight_decay, fused
+        self._scaled: dict[float, list[str]] = {}
+        for name in self.parameters:
+            self._scaled.setdefault((scales or {}).get(name, 1.0), []).append(name)
+        self._state: dict[str, dict[str, Tensor]] = {}
+        """Moments and count of steps, from the first gradient on."""
+        self._is_cut = any(fsdp.is_cut(parameter) for parameter in self.parameters.values())
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        self._adam.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def clip(self) -> Tensor:
         """Scale the gradients to `max_grad_norm` at most; their global norm before, over all ranks, a scalar."""
@@ -64,19 +63,37 @@ class Optimizer:
             return torch.tensor(fsdp.clip_gradients(self.parameters.values(), self._max_grad_norm), dtype=torch.float64)
         return nn.utils.clip_grad_norm_(self.parameters.values(), self._max_grad_norm)
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Step with the gradients that lie in the parameters, at the schedule's rate."""
-        for scale, group in zip(self._scales, self._adam.param_groups, strict=True):
-            group["lr"] = learning_rate * scale
-        self._adam.step()
+        for scale, names in self._scaled.items():
+            # By torch's function: its class imports the compiler, which takes a second of every run's start.
+            moved = [(parameter, self._state_of(name)) for name in names if (parameter := self.parameters[name]).grad is not None]
+            adamw(
+                [parameter for parameter, _ in moved],
+                [parameter.grad for parameter, _ in moved if parameter.grad is not None],
+                [state["exp_avg"] for _, state in moved],
+                [state["exp_avg_sq"] for _, state in moved],
+                [],
+                [state["step"] for _, state in moved],
+                foreach=False,
+                fused=self._fused,
+                amsgrad=False,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                lr=learning_rate * scale,
+                weight_decay=self._weight_decay,
+                eps=self._eps,
+                maximize=False,
+            )
 
     def forget(self) -> None:
         """Begin anew: no moments, no count of steps."""
-        self._adam.state.clear()
+        self._state.clear()
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state, for moving them."""
-        return [value for entry in self._adam.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        return [tensor for state in self._state.values() for tensor in state.values()]
 
     # ---- the state as named tensors ---------------------------------------------------------------------------------
 
@@ -95,7 +112,7 @@ class Optimizer:
                     fsdp.fill(moment, state[f"{key}.{name}"])
                 except ValueError as error:
                     raise ValueError(f"the optimizer state of '{name}' is of another shape: {error}") from error
-            self._adam.state[parameter] = {"step": self._step_count(state["step"], parameter), **moments}
+            self._state[name] = {"step": self._step_count(state["step"], parameter), **moments}
 
     def parts(self) -> dict[str, Tensor]:
         """The state under its names, each tensor as it is cut; zeros where nothing was stepped yet."""
@@ -104,7 +121,7 @@ class Optimizer:
         for name, parameter, entry in self._entries():
             found |= {f"{key}.{name}": (entry[key] if entry else torch.zeros_like(parameter)).detach() for key in _MOMENTS}
             if entry:  # parameters that the loss does not touch stay behind
-                step = torch.maximum(step, _local(entry["step"]).detach().cpu().to(torch.int64))
+                step = torch.maximum(step, fsdp.local_part(entry["step"]).detach().cpu().to(torch.int64))
         return {"step": step, **found}
 
     def blank_parts(self) -> dict[str, Tensor]:
@@ -115,15 +132,23 @@ class Optimizer:
         """Continue from parts that are cut as these parameters are."""
         for name, parameter in self.parameters.items():
             own = {key: parts[f"{key}.{name}"] for key in _MOMENTS}
-            self._adam.state[parameter] = {"step": self._step_count(parts["step"], parameter), **own}
+            self._state[name] = {"step": self._step_count(parts["step"], parameter), **own}
 
     def _entries(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
         for name, parameter in self.parameters.items():
-            yield name, parameter, self._adam.state.get(parameter, {})
+            yield name, parameter, self._state.get(name, {})
 
     def _step_count(self, step: Tensor, parameter: nn.Parameter) -> Tensor:
         """Beside the parameter, as float32: where the fused kernel keeps it."""
-        return step.to(_local(parameter).device, torch.float32).clone()
+        return step.to(fsdp.local_part(parameter).device, torch.float32).clone()
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        """Of a parameter that is to be stepped; zeros before its first step."""
+        if name not in self._state:
+            parameter = self.parameters[name]
+            moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
+            self._state[name] = {"step": self._step_count(torch.zeros(()), parameter), **moments}
+        return self._state[name]
 
 
 class Optimizers:
@@ -138,7 +163,6 @@ class Optimizers:
         self.groups = {
             group: Optimizer(
                 parameters,
-                learning_rate=config.learning_rate,
                 eps=config.adam_eps,
                 max_grad_norm=config.max_grad_norm,
                 weight_decay=0.0 if config.cloning is None else config.cloning.weight_decay,
@@ -189,7 +213,3 @@ class Optimizers:
 
 def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

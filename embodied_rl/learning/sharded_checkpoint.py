@@ -22,20 +22,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Shard
 
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
 from embodied_rl.files import cannot_write, fsync, replace_folder, reset_mode, write_atomic
 from embodied_rl.learning import fsdp
 from embodied_rl.policies.model_folder import torch_dtype
 from embodied_rl.reading import parse_json, read_regular
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
@@ -141,7 +143,7 @@ def load_sharded(folder: Path | str, tensors: Mapping[str, Tensor], *, verify: b
     for name, tensor in tensors.items():
         local = tensor.detach()
         start = [0] * tensor.dim()
-        if isinstance(local, DTensor):
+        if fsdp.is_cut(local):
             start = [part.start for part in fsdp.own_slice(local)]
             local = local.to_local()
         if local.numel():
@@ -222,8 +224,8 @@ def _own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tens
     entries: dict[str, Any] = {}
     for name, tensor in tensors.items():
         local, start = tensor.detach(), [0] * tensor.dim()
-        if isinstance(local, DTensor):
-            copies = [dim for dim, placement in enumerate(local.placements) if not isinstance(placement, Shard) and not _is_cut(placement)]
+        if fsdp.is_cut(local):
+            copies = [dim for dim, placement in enumerate(local.placements) if not _is_cut(placement)]
             coordinate: Sequence[int] = local.device_mesh.get_coordinate() or []
             if any(coordinate[dim] for dim in copies):
                 continue

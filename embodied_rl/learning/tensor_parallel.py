@@ -6,14 +6,13 @@ import re
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from embodied_rl.errors import UserError
 from embodied_rl.policies.model_folder import value_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -24,6 +23,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
         UserError: no model has a plan, the plan has a style that is not known here, a size is not a multiple of the ranks, or the layers
             carry LoRA.
     """
+    from torch.distributed.tensor.parallel import parallelize_module
+
     cut: list[str] = []
     for path, model in _models(module):
         plan = _plan(model)
@@ -79,6 +80,9 @@ def _plan(model: PreTrainedModel) -> dict[re.Pattern[str], str]:
 
 
 def _style(part: nn.Module, style: str, where: str, num_shards: int) -> ParallelStyle:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
     if hasattr(part, "lora_A"):
         raise UserError(f"hybrid.sharding.num_tensor_shards: layer '{where}' carries LoRA, which is cut only by num_shards. Set it to 1.")
     if style not in ("colwise", "rowwise", "colwise_rep", "colwise_gather_output") or not isinstance(part, nn.Linear):

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from embodied_rl.config import OffPolicyConfig
 from embodied_rl.errors import UserError
@@ -141,4 +140,6 @@ class ActorWithCritics(TrainedModule):
 
 def _local(module: nn.Module) -> list[Tensor]:
     """The parameters as they lie in this process: targets are cut over ranks as the critics are."""
+    from torch.distributed.tensor import DTensor
+
     return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in module.parameters()]

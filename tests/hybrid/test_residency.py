@@ -200,7 +200,7 @@ def test_impossible_settings_are_refused() -> None:
 @pytest.mark.gpu
 def test_gpu_memory_is_given_back_by_the_allocators_own_numbers() -> None:
     module = nn.Sequential(*[nn.Linear(1024, 1024, device="cuda") for _ in range(8)])
-    optimizer = Optimizer(dict(module.named_parameters()), learning_rate=1e-3, eps=1e-8, max_grad_norm=1.0)
+    optimizer = Optimizer(dict(module.named_parameters()), eps=1e-8, max_grad_norm=1.0)
     module(torch.randn(4, 1024, device="cuda")).sum().backward()
     optimizer.step(1e-3)
     before = {name: tensor.clone().cpu() for name, tensor in module.state_dict().items()}

@@ -21,7 +21,7 @@ def test_gradients_of_channels_last_images_reach_the_weights_they_belong_to() ->
     (gradient,) = torch.autograd.grad((network(image) - target).square().sum(), [weight])
     assert gradient.stride() != weight.stride(), "the case that this test is about"
 
-    adam = Optimizer(dict(network.named_parameters()), learning_rate=1e-2, eps=1e-8, max_grad_norm=0.5)
+    adam = Optimizer(dict(network.named_parameters()), eps=1e-8, max_grad_norm=0.5)
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-8, weight_decay=0.0, fused=False, foreach=False)
     for _ in range(3):
         take_step(network, {"": adam}, [lambda: ((network(image) - target).square().sum(), {})], 1e-2)

@@ -50,7 +50,7 @@ def test_the_optimizer_is_adam_by_hand() -> None:
         return take_step(torch.nn.Module(), {"": adam}, [lambda: (loss, {})], 0.1)
 
     parameter = torch.nn.Parameter(torch.tensor([1.0]))
-    adam = Optimizer({"x": parameter}, learning_rate=0.1, eps=1e-8, max_grad_norm=100.0)
+    adam = Optimizer({"x": parameter}, eps=1e-8, max_grad_norm=100.0)
     figures = step(adam, 3.0 * parameter.sum())
     assert figures == pytest.approx({"loss": 3.0, "grad_norm": 3.0})
     # The first step has the size of the learning rate, whatever the gradient.
@@ -58,7 +58,7 @@ def test_the_optimizer_is_adam_by_hand() -> None:
     step(adam, (parameter * float("nan")).sum())
     assert parameter.item() == pytest.approx(0.9, abs=1e-6), "a step that is not finite is not taken"
     again = torch.nn.Parameter(parameter.detach().clone())
-    other = Optimizer({"x": again}, learning_rate=0.1, eps=1e-8, max_grad_norm=100.0)
+    other = Optimizer({"x": again}, eps=1e-8, max_grad_norm=100.0)
     other.load_state_tensors(adam.state_tensors())
     for p, a in ((parameter, adam), (again, other)):
         step(a, p.square().sum())
@@ -69,7 +69,7 @@ def test_the_optimizer_is_adam_by_hand() -> None:
 
 def test_an_optimizer_of_some_parameters_leaves_the_others_without_gradients() -> None:
     own, other = (torch.nn.Parameter(torch.tensor([2.0])) for _ in range(2))
-    adam = Optimizer({"own": own}, learning_rate=0.1, eps=1e-8, max_grad_norm=100.0, only=True)
+    adam = Optimizer({"own": own}, eps=1e-8, max_grad_norm=100.0, only=True)
     take_step(torch.nn.Module(), {"": adam}, [lambda: ((own * other).sum(), {})], 0.1)
     assert own.item() == pytest.approx(1.9, abs=1e-6)
     assert other.grad is None
