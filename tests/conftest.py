@@ -14,12 +14,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from embodied_rl.sim.rendering import configure_rendering
+from tests.scheduling import Scheduling
 
 # Before any test imports mujoco, sapien or pygame.
 configure_rendering()
 # Tests must not look at, nor write to, somebody's account.
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
+# As a training command sets it: threads that spin between two parallel regions take the cores from the tests beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What tests write is signed with a key of their own, and nobody's allow-list is read; processes that they start inherit both.
 _OWN_FOLDERS = tempfile.TemporaryDirectory(prefix="embodied-rl-tests-")
 os.environ["XDG_STATE_HOME"], os.environ["XDG_CONFIG_HOME"] = (str(Path(_OWN_FOLDERS.name, name)) for name in ("state", "config"))
@@ -33,6 +36,15 @@ _GRACE_S = 60.0
 """For processes that have been let go of, on a busy machine."""
 _BEFORE = pytest.StashKey[set[str]]()
 """Names of shared memory when the session began."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json, by which the tests are scheduled")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(Scheduling(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
