@@ -327,7 +327,8 @@ class HybridConfig(Config, place="hybrid"):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where training and generation run; auto: a GPU where there is one."""
     num_threads: Processes | None = None
-    """Threads of the learner on a CPU, of each rank with sharding; null: as many as there are cores, one with sharding."""
+    """Threads of the learner on a CPU, of each rank with sharding; null: as many as there are cores, one with sharding. Each of them
+    computes its own part of a minibatch of images."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of matrix products in training without sharding; weights, sums, probabilities and the optimizer's state are float32 always."""
     offload: tuple[Literal["parameters", "gradients", "optimizer", "kv_cache", "simulators"], ...] = ()

@@ -10,6 +10,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def take_step(
     *,
     summed: Callable[[Tensor], Tensor] = lambda totals: totals,
     frees_gradients: bool = False,
+    threads: ThreadPoolExecutor | None = None,
 ) -> Figures:
     """One step on a minibatch, in micro-batches that each give loss and metrics; on ranks a collective call.
 
@@ -45,22 +47,26 @@ def take_step(
         losses: one of each micro-batch, already divided by the counts of the whole minibatch, and evaluated when its turn comes.
         summed: adds up figures [k] over the ranks that train on other rows.
         frees_gradients: when the step is taken; else before the next one.
+        threads: compute micro-batches of a policy that is whole side by side; None: one after another.
     """
-    sums: dict[str, Tensor] = {}
+    parts: list[Metrics] = [{} for _ in losses]
 
-    def loss_of(compute: Callable[[], tuple[Tensor, Metrics]]) -> Tensor:
-        loss, metrics = compute()
-        for name, value in {**metrics, "loss": loss}.items():
-            value = value.detach().double()
-            sums[name] = sums[name] + value if name in sums else value
+    def loss_of(part: int) -> Tensor:
+        loss, metrics = losses[part]()
+        parts[part] = {name: value.detach().double() for name, value in {**metrics, "loss": loss}.items()}
         return loss
 
     owners = list(optimizers.values())
     for optimizer in owners:
         optimizer.zero_grad()
     inputs = [parameter for optimizer in owners for parameter in optimizer.inputs or ()]
-    fsdp.accumulate(policy, [functools.partial(loss_of, compute) for compute in losses], inputs or None)
+    computed = [functools.partial(loss_of, part) for part in range(len(losses))]
+    if threads is None:
+        fsdp.accumulate(policy, computed, inputs or None)
+    else:
+        accumulate_side_by_side(computed, inputs or [own for own in policy.parameters() if own.requires_grad], threads)
     norms = [optimizer.clip() for optimizer in owners]
+    sums = _added(parts)
     names = sorted(sums)
     totals = summed(torch.stack([sums[name] for name in names]))
     # One transfer for all numbers; it also shows whether this step may be taken.
@@ -73,6 +79,34 @@ def take_step(
         for optimizer in owners:
             optimizer.zero_grad()
     return figures
+
+
+def accumulate_side_by_side(losses: Sequence[Callable[[], Tensor]], parameters: Sequence[Tensor], threads: ThreadPoolExecutor) -> None:
+    """Add up the gradients of several micro-batches, the first of which this thread computes, and `threads` the others.
+
+    They are added in the order of `losses`, whichever was there first: the same bits come out in every run.
+    """
+
+    def gradients(loss: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(loss(), parameters, allow_unused=True)
+
+    others = [threads.submit(gradients, loss) for loss in losses[1:]]
+    found = [gradients(losses[0]), *(other.result() for other in others)]
+    for parameter, *own in zip(parameters, *found, strict=True):
+        for gradient in own:
+            if gradient is None:
+                continue
+            # As the parameter lies in memory, which the optimizer's kernel asks for.
+            parameter.grad = torch.empty_like(parameter).copy_(gradient) if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _added(parts: Sequence[Metrics]) -> Metrics:
+    """Sums under each name, in the order of the parts."""
+    sums: Metrics = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums[name] + value if name in sums else value
+    return sums
 
 
 def norm_name(group: str) -> str:
@@ -90,6 +124,7 @@ def objective_step(
     learning_rate: float,
     device: torch.device,
     summed: Callable[[Tensor], Tensor] = lambda totals: totals,
+    threads: ThreadPoolExecutor | None = None,
 ) -> Figures:
     """`take_step` of an objective on rows in these micro-batches (`Part`), with the numbers of the whole minibatch."""
 
@@ -98,7 +133,7 @@ def objective_step(
 
     losses = [functools.partial(loss_of, places) for places in micro]
     stepped = {group: optimizers.groups[group] for group in objective.groups}
-    figures = take_step(policy, stepped, losses, learning_rate, summed=summed, frees_gradients=objective.frees_gradients)
+    figures = take_step(policy, stepped, losses, learning_rate, summed=summed, frees_gradients=objective.frees_gradients, threads=threads)
     if is_finite(figures):
         objective.stepped(policy)
     return figures
@@ -171,9 +206,18 @@ class Executor(ABC):
 class LocalExecutor(Executor):
     """Autograd in this process, for any policy on any device."""
 
-    def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device, precision: Precision, *, side_by_side: int = 1
+    ) -> None:
+        """
+        Args:
+            side_by_side: equal parts of each minibatch that threads compute at the same time. A convolution that is itself shared out
+                to threads waits for all of them by spinning: where other work takes one core away for a moment, that is ten times as slow.
+        """
         super().__init__(policy, config, device)
         self.optimizer, self._precision = Optimizers(policy, config), precision
+        self.side_by_side = side_by_side
+        self._threads = ThreadPoolExecutor(side_by_side - 1, "minibatch") if side_by_side > 1 else None
         self._objective: Objective[Any, Any] | None = None
         self._rows: Rows | None = None
 
@@ -185,8 +229,14 @@ class LocalExecutor(Executor):
         assert self._rows is not None, "begin comes first"
         rows = self._rows if chosen is None else self._rows.chosen(torch.from_numpy(chosen))
         minibatch, numbers = self._objective.begin(rows, kl_coef=kl_coef)
-        (part,) = self._objective.divide(self.policy, minibatch, 1, self.config.micro_batch_size)
-        return objective_step(self._objective, self.policy, self.optimizer, minibatch, part.micro, numbers, learning_rate, self.device)
+        size = self.config.micro_batch_size
+        if self._threads is not None:
+            size = min(size or minibatch.num_rows, -(-minibatch.num_rows // self.side_by_side))
+        (part,) = self._objective.divide(self.policy, minibatch, 1, size)
+        return objective_step(
+            *(self._objective, self.policy, self.optimizer, minibatch, part.micro, numbers, learning_rate, self.device),
+            threads=self._threads,
+        )
 
     @torch.no_grad()
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
@@ -210,6 +260,10 @@ class LocalExecutor(Executor):
 
     def optimizer_tensors(self) -> list[Tensor] | None:
         return self.optimizer.tensors()
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
 
 
 def rows_at(rows: Rows, places: list[int]) -> Rows:

@@ -37,6 +37,8 @@ WIDE_LAYER = 128
 """From this width on, autograd's operations are worth more than one thread."""
 VERY_WIDE_LAYER = 512
 """From this width on, single matrix products are worth more than one thread."""
+LEAST_IMAGES = 32
+"""Of a minibatch of images, what is worth a thread of its own."""
 _REFERENCE = "reference."
 _ADJUST = 31
 """Stream of randomness."""
@@ -301,10 +303,14 @@ def make_learner(
         executor = fused
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
     else:
-        executor = LocalExecutor(policy, config, device, objective.precision)
+        parts = 1
         if isinstance(policy, ActorCritic) and policy.trunk is None and widest < WIDE_LAYER:
             # Threads that small operations do not repay only wait for one another.
             num_threads = 1
+        elif isinstance(policy, ActorCritic) and policy.trunk is not None and device.type == "cpu":
+            parts = max(1, min(num_threads, config.minibatch_size // LEAST_IMAGES))
+            num_threads = max(1, num_threads // parts)
+        executor = LocalExecutor(policy, config, device, objective.precision, side_by_side=parts)
     return Learner(policy, config, objective, executor, num_threads)
 
 

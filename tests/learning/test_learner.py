@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
+from embodied_rl.learning.executors import LocalExecutor
 from embodied_rl.learning.fused import Faster, FusedExecutor
-from embodied_rl.learning.learner import Learner, scheduled, shuffled
+from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuffled
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.methods.rollout import rollout_values
 from embodied_rl.policies.actor_critic import ActorCritic
@@ -225,6 +226,32 @@ def test_other_policies_learn_what_they_are_rewarded_for(spec: SimSpec, policy: 
     assert gain[advantage > 0].mean() > gain[advantage < 0].mean() + 0.05
     assert (after.value - batch.returns).pow(2).mean() < (before.value - batch.returns).pow(2).mean()
     assert all(math.isfinite(value) for value in stats.values())
+
+
+@pytest.mark.parametrize("changes", [{}, {"normalize_advantage": "minibatch", "value_clip": 0.2, "micro_batch_size": 20}])
+def test_minibatches_of_images_are_computed_side_by_side(changes: dict[str, Any]) -> None:
+    """One part of a minibatch for each thread: up to the order of sums what one thread computes, and the same every time."""
+    spec = SimSpec("Toy-v0", {"rgb": TensorSpec((36, 36, 3), "uint8")}, SPEC.action)
+    images = {"encoder": "cnn", "observation_key": "rgb", "cnn_channels": (4, 4), "cnn_kernels": (8, 4), "cnn_strides": (4, 2)}
+    config = replace(CONFIG, minibatch_size=3 * LEAST_IMAGES, num_epochs=2, **changes)
+    batch = make_batch(make_policy(spec, **images), 250)
+    found = []
+    for num_threads in (1, 3, 3, 16):
+        learner = rollout_learner(make_policy(spec, **images), config, num_threads=num_threads)
+        assert isinstance(learner.executor, LocalExecutor)
+        assert learner.executor.side_by_side == min(num_threads, 3)
+        assert learner.compute_threads == (5 if num_threads == 16 else 1)
+        metrics = update_on(learner, batch)
+        found.append((parameters(learner.policy), metrics))
+        learner.executor.close()
+    start, ((whole, figures), (three, _), (again, _), _) = parameters(make_policy(spec, **images)), found
+    for name, parameter in whole.items():
+        assert not torch.equal(parameter, start[name])
+        assert torch.equal(three[name], again[name])
+        torch.testing.assert_close(three[name], parameter, atol=2e-5, rtol=0)
+    assert found[1][1] == found[2][1]
+    for name, value in figures.items():
+        assert found[1][1][name] == pytest.approx(value, abs=1e-4, rel=1e-3), name
 
 
 def test_learning_rate_schedules() -> None:
