@@ -6,6 +6,7 @@ WebShop is no package: its repository brings the shop (``web_agent_site``), its 
 from __future__ import annotations
 
 import importlib
+import random
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ _FETCH = (
 )
 HELD_OUT_GOALS = 500
 """The first goals are WebShop's own test set; training takes those behind them."""
+_SHOP_SEED = 233
+"""WebShop's own, of the order of goals."""
 
 
 def tasks() -> list[str]:
@@ -55,7 +58,8 @@ def make(
         raise UserError(f"WebShop: observation_mode must be text or text_rich, got '{observation_mode}'.")
     cls = import_webshop()
     options = {"observation_mode": observation_mode, "num_products": num_products, "human_goals": human_goals}
-    return TextSim(task, lambda: ShopGame(cls, options, show_actions), num_envs, max_turns=max_turns, observation_bytes=observation_bytes)
+    shop = Shop(cls, options)
+    return TextSim(task, lambda: ShopGame(shop.customer(), show_actions), num_envs, max_turns=max_turns, observation_bytes=observation_bytes)
 
 
 def import_webshop() -> Any:
@@ -66,15 +70,35 @@ def import_webshop() -> Any:
         raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH) from error
 
 
+class Shop:
+    """The products, the goals and the search engine, read once for all customers of a process."""
+
+    def __init__(self, cls: Any, options: dict[str, Any]) -> None:
+        self._cls, self._options = cls, options
+        self._server: Any = None
+        self._num_customers = 0
+
+    def customer(self) -> Any:
+        """A ``WebAgentTextEnv`` with sessions of its own. Raises MissingAssetsError where products or index cannot be read."""
+        state = random.getstate()
+        # Prices and the price limits of goals are drawn by the global generator: a seed must mean the same goal in every process.
+        random.seed(_SHOP_SEED)
+        try:
+            env = self._cls(**self._options, server=self._server, session_prefix=f"{self._num_customers}-")
+        except (OSError, KeyError, AssertionError) as error:
+            raise MissingAssetsError(f"WebShop's products or index cannot be read ({error!r}). Fetch them: {_FETCH}.", _FETCH) from error
+        finally:
+            random.setstate(state)
+        self._server = env.server
+        self._num_customers += 1
+        return env
+
+
 class ShopGame(TextGame):
     """One customer."""
 
-    def __init__(self, cls: Any, options: dict[str, Any], show_actions: bool) -> None:
-        try:
-            self._env = cls(**options)
-        except (OSError, KeyError, AssertionError) as error:
-            raise MissingAssetsError(f"WebShop's products or index cannot be read ({error!r}). Fetch them: {_FETCH}.", _FETCH) from error
-        self._show_actions = show_actions
+    def __init__(self, env: Any, show_actions: bool) -> None:
+        self._env, self._show_actions = env, show_actions
 
     def reset(self, seed: int) -> str:
         """Held-out seeds take the first 500 goals in turn, others one of the rest."""

@@ -18,6 +18,8 @@ import pytest
 
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
+from embodied_rl.sim.check import check_sim
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import libero, robosuite
 from embodied_rl.sim.robots.libero_states import chosen_states, read_init_states
@@ -188,6 +190,18 @@ def test_libero_suites_begin_every_task_at_its_stored_state(suite: str, assets: 
         pictures.append(out.observation["rgb"][0].copy())
     assert all((one != other).any() for one, other in pairwise(pictures))
     sim.close()
+
+
+@draws
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("suite", ["libero_object", "libero_spatial"])
+def test_libero_is_well_behaved(suite: str, assets: str) -> None:
+    """All that `catalog check` asks for: seeds, rows, snapshots here and in new processes."""
+    kwargs = {"assets_dir": assets, "image_size": 32, "cameras": ["agentview"], "max_episode_steps": 12}
+    report = check_sim(SimFactory("embodied_rl.sim.robots.libero:make", suite, kwargs), num_envs=2, steps=8, continuation_steps=8)
+    assert report.ok, report
+    assert report["snapshot_new_process"].outcome == "pass"
 
 
 @draws
