@@ -97,7 +97,7 @@ def peer(file: Path) -> None:
 def quick_batches(dataset: Any) -> None:
     """The dataset gives the batches that it would give, for the same draws of numpy's generator, from arrays of all its transitions.
 
-    d3rlpy gathers a batch transition by transition, which is nine tenths of a fit's time.
+    d3rlpy gathers a batch transition by transition, which is most of a fit's time.
     """
     from d3rlpy.dataset import TransitionMiniBatch
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.neighbours.overlay import REPOSITORY, separate
+from tests.neighbours import webshop_data
+from tests.neighbours.overlay import REPOSITORY, overlay, separate
 
 pytestmark = pytest.mark.slow
 
@@ -56,3 +59,83 @@ def test_appworld_plays_two_worlds_of_ours(tmp_path: Path) -> None:
         assert told[2] == [f"Paint the kitchen {colour}.\n", 0.0, False, False]
     assert right[3][1:] == [1.0, True, True]
     assert wrong[3][1:] == [0.0, True, False]
+
+
+WEBSHOP = """
+import json, random, sys
+from embodied_rl.sim.check import check_sim
+from embodied_rl.sim.factory import SimFactory
+from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.text import webshop
+from embodied_rl.types import StepBuffers
+from tests.neighbours.webshop_data import PRODUCTS, instruction
+random.seed(int(sys.argv[1]))
+before = random.getstate()
+sim = webshop.make(2, num_products=100)
+assert random.getstate() == before
+out, told = StepBuffers.allocate(sim.spec, 2), []
+
+def say(row, *actions):
+    for action in actions:
+        sim.step([row], [action], out)
+    return [str(out.observation["text"][row]), float(out.reward[row]), bool(out.terminated[row]), bool(out.success[row])]
+
+for number in range(3):
+    sim.reset([0, 1], [HELD_OUT_START + number] * 2, out)
+    first = str(out.observation["text"][0])
+    assert first == str(out.observation["text"][1])
+    (asked,) = [one for one in PRODUCTS if instruction(one) in first]
+    name, _, (right, other), _ = PRODUCTS[asked]
+    results = [say(row, f"search[{name}]")[0] for row in (0, 1)]
+    say(0, f"click[{asked.lower()}]", f"click[{right}]")
+    wrong = say(1, f"click[{asked.lower()}]", f"click[{other}]", "click[no such thing]", "click[buy now]")
+    told.append([first, asked, results, say(0, "click[buy now]"), wrong])
+kwargs = {"num_products": 100, "max_turns": 8}
+report = check_sim(SimFactory("embodied_rl.sim.text.webshop:make", "WebShop", kwargs), num_envs=2, steps=12)
+print(json.dumps([told, list(report.failed), str(report)]))
+"""
+
+
+@pytest.mark.parametrize("shop", ["a shop of ours", "checkout"])
+def test_webshop_sells_what_is_asked_for(shop: str, tmp_path: Path) -> None:
+    """WebShop is in no registry: a shop of ours with its interface, and its repository where $WEBSHOP_CHECKOUT names a clone of it.
+
+    Two customers of one shop have the same goal and do not disturb each other, and a seed is the same goal in every process.
+    """
+    places = [tmp_path]
+    if shop == "checkout":
+        if not (checkout := os.environ.get("WEBSHOP_CHECKOUT")):
+            pytest.skip("WEBSHOP_CHECKOUT names no clone of princeton-nlp/WebShop")
+        names = (
+            "flask==3.1.3",
+            "blinker",
+            "itsdangerous",
+            "beautifulsoup4==4.15.0",
+            "soupsieve",
+            "rank-bm25==0.2.2",
+            "thefuzz==0.22.1",
+            "rapidfuzz",
+        )
+        places.append(overlay(*names))
+        shutil.copytree(Path(checkout) / "web_agent_site", tmp_path / "web_agent_site")
+        (tmp_path / "web_agent_site" / "envs" / "__init__.py").write_text("")  # it also wants the environment that drives a browser
+        webshop_data.write_data(tmp_path / "data")
+        webshop_data.write_stand_ins(tmp_path)
+    else:
+        webshop_data.write_shop(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, places), str(REPOSITORY)])}
+    runs = []
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", WEBSHOP, seed]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    told, failed, report = runs[0]
+    assert not failed, report
+    assert runs[1][0] == told, "prices and limits do not depend on the process"
+    assert len({asked for _, asked, *_ in told}) == 3
+    for first, asked, results, bought, wrong in told:
+        assert "search[<words>]" in first
+        assert all(f"click[{asked.lower()}]" in found for found in results)
+        assert bought[1:] == [1.0, True, True]
+        assert wrong[1:] == [pytest.approx(2 / 3), True, False]

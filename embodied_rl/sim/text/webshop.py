@@ -6,7 +6,6 @@ WebShop is no package: its repository brings the shop (``web_agent_site``), its 
 from __future__ import annotations
 
 import importlib
-import random
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ _FETCH = (
 )
 HELD_OUT_GOALS = 500
 """The first goals are WebShop's own test set; training takes those behind them."""
-_SHOP_SEED = 233
-"""WebShop's own, of the order of goals."""
 
 
 def tasks() -> list[str]:
@@ -59,12 +56,17 @@ def make(
     cls = import_webshop()
     options = {"observation_mode": observation_mode, "num_products": num_products, "human_goals": human_goals}
     shop = Shop(cls, options)
-    return TextSim(task, lambda: ShopGame(shop.customer(), show_actions), num_envs, max_turns=max_turns, observation_bytes=observation_bytes)
+    return TextSim(
+        task, lambda: ShopGame(shop.customer(), show_actions), num_envs, max_turns=max_turns, observation_bytes=observation_bytes
+    )
 
 
 def import_webshop() -> Any:
     """``WebAgentTextEnv``. Raises MissingAssetsError where it cannot be imported."""
     try:
+        for name in ("engine", "goal"):
+            # They print by rich, whose styles draw from the generator of the prices: in a process's first shop, and in no other.
+            vars(importlib.import_module(f"web_agent_site.engine.{name}"))["print"] = lambda *words: None
         return importlib.import_module("web_agent_site.envs.web_agent_text_env").WebAgentTextEnv
     except (ImportError, OSError) as error:
         raise MissingAssetsError(f"WebShop is not here ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH) from error
@@ -80,15 +82,10 @@ class Shop:
 
     def customer(self) -> Any:
         """A ``WebAgentTextEnv`` with sessions of its own. Raises MissingAssetsError where products or index cannot be read."""
-        state = random.getstate()
-        # Prices and the price limits of goals are drawn by the global generator: a seed must mean the same goal in every process.
-        random.seed(_SHOP_SEED)
         try:
             env = self._cls(**self._options, server=self._server, session_prefix=f"{self._num_customers}-")
         except (OSError, KeyError, AssertionError) as error:
             raise MissingAssetsError(f"WebShop's products or index cannot be read ({error!r}). Fetch them: {_FETCH}.", _FETCH) from error
-        finally:
-            random.setstate(state)
         self._server = env.server
         self._num_customers += 1
         return env
