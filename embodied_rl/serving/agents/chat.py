@@ -114,26 +114,30 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     options, top = body.get("stream_options"), whole_number(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
     if top and not body.get("logprobs"):
         raise bad("'top_logprobs' are told only beside 'logprobs': true.")
-    forced, structure, needed = constraints(body.get("tool_choice"), tools, _schema(body.get("response_format")), parallel(body))
     return ChatRequest(
         messages=tuple(plain_message(message, place) for place, message in enumerate(messages)),
         tools=tools,
-        max_new_tokens=whole_number(body, limit, 1, 2**20),
-        temperature=real_number(body, "temperature", 0.0, 100.0),
-        top_p=real_number(body, "top_p", 1e-6, 1.0),
         top_k=max(whole_number(body, "top_k", -1, 2**20) or 0, 0),
         seed=whole_number(body, "seed", 0, 2**63 - 1),
         stop=stop_texts(body, "stop"),
-        stream=bool(body.get("stream")),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
         top_logprobs=top,
         num_choices=whole_number(body, "n", 1, _MAX_CHOICES) or 1,
-        forced=forced,
-        structure=structure,
-        needs_structure=needed,
-        asked=body,
+        **constraints(body.get("tool_choice"), tools, _schema(body.get("response_format")), parallel(body)),
+        **sampling(body, limit),
     )
+
+
+def sampling(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
+    """What every interface says alike, as fields of a `ChatRequest`; `limit` names the most tokens. Raises HttpProblem 400."""
+    return {
+        "max_new_tokens": whole_number(body, limit, 1, 2**20),
+        "temperature": real_number(body, "temperature", 0.0, 100.0),
+        "top_p": real_number(body, "top_p", 1e-6, 1.0),
+        "stream": bool(body.get("stream")),
+        "asked": body,
+    }
 
 
 def bad(message: str) -> HttpProblem:
@@ -199,8 +203,8 @@ def _schema(response_format: object) -> object:
     raise HttpProblem(400, "invalid_request", message, choices=["text", "json_object", "json_schema"])
 
 
-def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schema: object, several: bool) -> tuple[str, str | None, bool]:
-    """What ``tool_choice`` and a schema make of an answer: (`ChatRequest.forced`, `structure`, `needs_structure`).
+def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schema: object, several: bool) -> dict[str, Any]:
+    """What ``tool_choice`` and a schema make of an answer: `forced`, `structure` and `needs_structure` of a `ChatRequest`.
 
     Args:
         choice: in the form of chat completions.
@@ -212,9 +216,7 @@ def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schem
     """
     names = [str(tool["function"].get("name")) for tool in tools or ()]
     if choice in (None, "auto", "none"):
-        if schema is None:
-            return "", None, False
-        return "", schema_structure(schema, tools or (), several), True
+        return {} if schema is None else {"structure": schema_structure(schema, tools or (), several), "needs_structure": True}
     named = choice.get("function") if isinstance(choice, dict) else None
     wanted = str(named.get("name")) if isinstance(named, dict) else None
     if not ((choice == "required" and names) or wanted in names):
@@ -222,7 +224,7 @@ def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schem
         message = f"'tool_choice' must be 'auto', 'none', 'required' or the function of one of 'tools', got {choice!r:.80}{lacking}."
         raise HttpProblem(400, "invalid_request", message, choices=names)
     able = [tool for tool, name in zip(tools or (), names, strict=True) if choice == "required" or name == wanted]
-    return forced_call(able), call_structure(able), False
+    return {"forced": forced_call(able), "structure": call_structure(able)}
 
 
 def plain_message(message: object, place: int) -> dict[str, Any]:
@@ -362,60 +364,29 @@ class AnswerStream(ABC):
 class Interface(ABC):
     """How one interface writes requests, answers and refusals."""
 
+    stream: type[AnswerStream]
+    """Writes a choice of a streamed answer."""
+    id_prefix: str
+
     @abstractmethod
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
         """A request from its body. Raises HttpProblem 400."""
 
-    @abstractmethod
     def new_id(self) -> str:
         """Of an answer; rewards name it."""
+        return f"{self.id_prefix}{secrets.token_hex(12)}"
 
     @abstractmethod
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         """An answer that is not streamed."""
 
-    @abstractmethod
-    def stream(
-        self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
-    ) -> AnswerStream:
-        """For a choice of a streamed answer."""
-
-    @abstractmethod
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
         """The body of a refusal."""
-
-    @abstractmethod
-    def broken(self, problem: HttpProblem) -> bytes:
-        """A stream's last event where its answer failed."""
-
-
-class ChatCompletions(Interface):
-    """OpenAI's ``/v1/chat/completions``."""
-
-    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        return read_chat(body)
-
-    def new_id(self) -> str:
-        return f"chatcmpl-{secrets.token_hex(12)}"
-
-    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """``chat.completion`` of all choices of a request."""
-        choices = [
-            {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _told_logprobs(one)}
-            for one in answers
-        ]
-        return {**_head("chat.completion", answers[0].completion_id, answers[0].model), "choices": choices, "usage": usage(answers)}
-
-    def stream(
-        self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
-    ) -> AnswerStream:
-        return _ChatStream(chat, completion_id, model, stop, num_prompt_tokens, index)
-
-    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
         return openai_error(problem)
 
     def broken(self, problem: HttpProblem) -> bytes:
-        return sse(openai_error(problem))
+        """A stream's last event where its answer failed."""
+        return sse(self.refusal(problem))
 
 
 class _ChatStream(AnswerStream):
@@ -446,6 +417,24 @@ class _ChatStream(AnswerStream):
     def _event(self, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
         choice = {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
         return sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [choice]})
+
+
+class ChatCompletions(Interface):
+    """OpenAI's ``/v1/chat/completions``."""
+
+    stream = _ChatStream
+    id_prefix = "chatcmpl-"
+
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        return read_chat(body)
+
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """``chat.completion`` of all choices of a request."""
+        choices = [
+            {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _told_logprobs(one)}
+            for one in answers
+        ]
+        return {**_head("chat.completion", answers[0].completion_id, answers[0].model), "choices": choices, "usage": usage(answers)}
 
 
 def usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +17,11 @@ from embodied_rl.serving.agents.chat import (
     constraints,
     plain_call,
     plain_text,
-    real_number,
+    sampling,
     sse,
     stop_texts,
     whole_number,
 )
-from embodied_rl.serving.agents.structures import StopTexts
 from embodied_rl.serving.http_server import HttpProblem
 
 _KNOWN = (
@@ -45,66 +43,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {"thinking": ({"type": "disabled"},
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-
-
-class Messages(Interface):
-    """Anthropic's ``/v1/messages``."""
-
-    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        if body.get("max_tokens") is None:
-            raise bad("'max_tokens' is missing.")
-        return self.read_prompt(body)
-
-    def read_prompt(self, body: Mapping[str, Any]) -> ChatRequest:
-        """As `read`, where nothing will be sampled: ``max_tokens`` may be missing. Raises HttpProblem 400."""
-        check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
-        choice = body.get("tool_choice") or {"type": "auto"}
-        kind = choice.get("type") if isinstance(choice, dict) else None
-        if kind not in (*_CHOICES, "tool"):
-            raise HttpProblem(
-                400, "invalid_request", f"'tool_choice' must be {{'type': …}}, got {choice!r:.80}.", choices=[*_CHOICES, "tool"]
-            )
-        tools = None if kind == "none" else _tools(body.get("tools"))
-        asked = {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else _CHOICES[kind]
-        forced, structure, needed = constraints(
-            asked, tools, _schema(body.get("output_config")), not choice.get("disable_parallel_tool_use")
-        )
-        return ChatRequest(
-            messages=_messages(body),
-            tools=tools,
-            max_new_tokens=whole_number(body, "max_tokens", 1, 2**20),
-            temperature=real_number(body, "temperature", 0.0, 100.0),
-            top_p=real_number(body, "top_p", 1e-6, 1.0),
-            top_k=whole_number(body, "top_k", 0, 2**20) or 0,
-            stop=stop_texts(body, "stop_sequences"),
-            stream=bool(body.get("stream")),
-            forced=forced,
-            structure=structure,
-            needs_structure=needed,
-            asked=body,
-        )
-
-    def new_id(self) -> str:
-        return f"msg_{secrets.token_hex(12)}"
-
-    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        (answer,) = answers
-        blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
-        blocks += [{**_call_block(call), "input": _arguments(call)} for call in answer.calls]
-        usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled_tokens}
-        return {**_head(answer.completion_id, answer.model), "content": blocks, **_end(answer), "usage": usage}
-
-    def stream(
-        self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
-    ) -> AnswerStream:
-        return _MessageStream(chat, completion_id, model, stop, num_prompt_tokens, index)
-
-    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        kind = _ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": problem.message, "code": problem.kind, "choices": problem.choices}}
-
-    def broken(self, problem: HttpProblem) -> bytes:
-        return sse(self.refusal(problem), "error")
 
 
 class _MessageStream(AnswerStream):
@@ -142,6 +80,52 @@ class _MessageStream(AnswerStream):
     def _close_block(self) -> bytes:
         self._blocks, self._text_open = self._blocks + 1, False
         return _event("content_block_stop", index=self._blocks - 1)
+
+
+class Messages(Interface):
+    """Anthropic's ``/v1/messages``."""
+
+    stream = _MessageStream
+    id_prefix = "msg_"
+
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        if body.get("max_tokens") is None:
+            raise bad("'max_tokens' is missing.")
+        return self.read_prompt(body)
+
+    def read_prompt(self, body: Mapping[str, Any]) -> ChatRequest:
+        """As `read`, where nothing will be sampled: ``max_tokens`` may be missing. Raises HttpProblem 400."""
+        check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
+        choice = body.get("tool_choice") or {"type": "auto"}
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind not in (*_CHOICES, "tool"):
+            raise HttpProblem(
+                400, "invalid_request", f"'tool_choice' must be {{'type': …}}, got {choice!r:.80}.", choices=[*_CHOICES, "tool"]
+            )
+        tools = None if kind == "none" else _tools(body.get("tools"))
+        asked = {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else _CHOICES[kind]
+        return ChatRequest(
+            messages=_messages(body),
+            tools=tools,
+            top_k=whole_number(body, "top_k", 0, 2**20) or 0,
+            stop=stop_texts(body, "stop_sequences"),
+            **constraints(asked, tools, _schema(body.get("output_config")), not choice.get("disable_parallel_tool_use")),
+            **sampling(body, "max_tokens"),
+        )
+
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        (answer,) = answers
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+        blocks += [{**_call_block(call), "input": _arguments(call)} for call in answer.calls]
+        usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled_tokens}
+        return {**_head(answer.completion_id, answer.model), "content": blocks, **_end(answer), "usage": usage}
+
+    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
+        kind = _ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": problem.message, "code": problem.kind, "choices": problem.choices}}
+
+    def broken(self, problem: HttpProblem) -> bytes:
+        return sse(self.refusal(problem), "error")
 
 
 def _event(kind: str, **fields: object) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,16 +15,14 @@ from embodied_rl.serving.agents.chat import (
     bad,
     check_known,
     constraints,
-    openai_error,
     parallel,
     plain_call,
     plain_message,
     plain_text,
-    real_number,
+    sampling,
     sse,
     whole_number,
 )
-from embodied_rl.serving.agents.structures import StopTexts
 from embodied_rl.serving.http_server import HttpProblem
 
 _KNOWN = (
@@ -62,58 +59,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {"truncation": ("disabled", "auto")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = ("reasoning.encrypted_content", _LOGPROBS)
 _MAX_TOP_LOGPROBS = 20
-
-
-class Responses(Interface):
-    """OpenAI's ``/v1/responses``."""
-
-    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
-        choice, tools = body.get("tool_choice"), None
-        if choice != "none":
-            tools = _tools(body.get("tools"))
-        if isinstance(choice, dict):
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
-        include = body.get("include") or []
-        if not isinstance(include, list) or any(name not in _INCLUDED for name in include):
-            raise HttpProblem(400, "unsupported_parameter", f"'include' asks for {include!r:.80}.", choices=_INCLUDED)
-        top = whole_number(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
-        forced, structure, needed = constraints(choice, tools, _schema(body.get("text")), parallel(body))
-        instructions, earlier = body.get("instructions"), _earlier(body, recall)
-        system = [] if instructions is None else [{"role": "system", "content": plain_text(instructions, "instructions")}]
-        return ChatRequest(
-            messages=(*system, *earlier, *_messages(body.get("input"))),
-            tools=tools,
-            max_new_tokens=whole_number(body, "max_output_tokens", 1, 2**20),
-            temperature=real_number(body, "temperature", 0.0, 100.0),
-            top_p=real_number(body, "top_p", 1e-6, 1.0),
-            stream=bool(body.get("stream")),
-            logprobs=_LOGPROBS in include or top > 0,
-            top_logprobs=top,
-            forced=forced,
-            structure=structure,
-            needs_structure=needed,
-            asked=body,
-            recalled_from=len(system),
-        )
-
-    def new_id(self) -> str:
-        return f"resp_{secrets.token_hex(12)}"
-
-    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        (answer,) = answers
-        return _response(chat, answer.completion_id, answer.model, answer)
-
-    def stream(
-        self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0
-    ) -> AnswerStream:
-        return _ResponseStream(chat, completion_id, model, stop, num_prompt_tokens, index)
-
-    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        return openai_error(problem)
-
-    def broken(self, problem: HttpProblem) -> bytes:
-        return sse({"type": "error", "code": problem.kind, "message": problem.message, "param": None, "sequence_number": 0}, "error")
 
 
 class _ResponseStream(AnswerStream):
@@ -168,6 +113,43 @@ class _ResponseStream(AnswerStream):
         self._number += 1
         where = {} if "response" in fields else {"output_index": self._items}
         return sse({"type": kind, "sequence_number": self._number, **where, **fields}, kind)
+
+
+class Responses(Interface):
+    """OpenAI's ``/v1/responses``."""
+
+    stream = _ResponseStream
+    id_prefix = "resp_"
+
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
+        choice, tools = body.get("tool_choice"), None
+        if choice != "none":
+            tools = _tools(body.get("tools"))
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        include = body.get("include") or []
+        if not isinstance(include, list) or any(name not in _INCLUDED for name in include):
+            raise HttpProblem(400, "unsupported_parameter", f"'include' asks for {include!r:.80}.", choices=_INCLUDED)
+        top = whole_number(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
+        instructions, earlier = body.get("instructions"), _earlier(body, recall)
+        system = [] if instructions is None else [{"role": "system", "content": plain_text(instructions, "instructions")}]
+        return ChatRequest(
+            messages=(*system, *earlier, *_messages(body.get("input"))),
+            tools=tools,
+            logprobs=_LOGPROBS in include or top > 0,
+            top_logprobs=top,
+            **constraints(choice, tools, _schema(body.get("text")), parallel(body)),
+            **sampling(body, "max_output_tokens"),
+            recalled_from=len(system),
+        )
+
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        (answer,) = answers
+        return _response(chat, answer.completion_id, answer.model, answer)
+
+    def broken(self, problem: HttpProblem) -> bytes:
+        return sse({"type": "error", "code": problem.kind, "message": problem.message, "param": None, "sequence_number": 0}, "error")
 
 
 def _response(chat: ChatRequest, completion_id: str, model: str, answer: ChatAnswer | None) -> dict[str, Any]:
